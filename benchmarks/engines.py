@@ -72,18 +72,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", type=Path, help="a trained model's folder")
     parser.add_argument("--build", action="store_true", help="build engines where no GPU is")
     parser.add_argument("--out", type=Path, default=Path("runs/engines"))
-    said = parser.parse_args(arguments)
-    model = said.model or TASKS[said.task].get("model")
+    options = parser.parse_args(arguments)
+    model = options.model or TASKS[options.task].get("model")
     if model is None or not model.is_dir():
         parser.error(
-            f"--model: {said.task} needs a trained model (benchmarks/recipes/{TASKS[said.task]['from']})"
+            f"--model: {options.task} needs a trained model"
+            f" (benchmarks/recipes/{TASKS[options.task]['from']})"
         )
-    said.out.mkdir(parents=True, exist_ok=True)
-    recipe = said.out / f"{said.task}.yaml"
+    options.out.mkdir(parents=True, exist_ok=True)
+    recipe = options.out / f"{options.task}.yaml"
     recipe.write_text(
-        yaml.safe_dump(recipe_of(said.task, model, said.build), sort_keys=False), encoding="utf-8"
+        yaml.safe_dump(recipe_of(options.task, model, options.build), sort_keys=False), encoding="utf-8"
     )
-    command = [sys.executable, "-m", "smelt", "run", str(recipe), "--out", str(said.out / said.task)]
+    command = [sys.executable, "-m", "smelt", "run", str(recipe), "--out", str(options.out / options.task)]
     return subprocess.run(command, check=False).returncode
 
 

@@ -151,8 +151,8 @@ def run(part: Part, seconds: float) -> Outcome:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=part.environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        told = error.output or ""
-        text = told.decode(errors="replace") if isinstance(told, bytes) else told
+        output = error.output or ""
+        text = output.decode(errors="replace") if isinstance(output, bytes) else output
         return Outcome(part, None, time.monotonic() - began, f"{text.rstrip()}\nstopped after {limit:.0f} s")
     except OSError as error:
         return Outcome(part, 127, time.monotonic() - began, str(error))
@@ -189,7 +189,7 @@ def render_page(outcomes: Sequence[Outcome], here: str, skipped: Sequence[Part] 
         )
     lines += [f"| {part.name} | {part.description} | not run | |" for part in skipped]
     for outcome in outcomes:
-        told = "\n".join(outcome.output.strip().splitlines()[-_OUTPUT_LINES:])
+        output_text = "\n".join(outcome.output.strip().splitlines()[-_OUTPUT_LINES:])
         lines += [
             "",
             f"## {outcome.part.name}",
@@ -197,7 +197,7 @@ def render_page(outcomes: Sequence[Outcome], here: str, skipped: Sequence[Part] 
             f"`{command_text(outcome.part)}`",
             "",
             "```text",
-            told,
+            output_text,
             "```",
         ]
         lines += _embedded_report(outcome)

@@ -93,22 +93,22 @@ def main() -> None:
     parser.add_argument("--callers", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=7)
-    said = parser.parse_args()
-    with gzip.open(said.test, "rt", encoding="utf-8") as stream:
-        texts = [json.loads(line)[said.field] for line in itertools.islice(stream, said.requests)]
-    services = {options: RunningService(said.package, options) for options in said.options}
-    settings = list(itertools.product(said.callers, said.options))
+    arguments = parser.parse_args()
+    with gzip.open(arguments.test, "rt", encoding="utf-8") as stream:
+        texts = [json.loads(line)[arguments.field] for line in itertools.islice(stream, arguments.requests)]
+    services = {options: RunningService(arguments.package, options) for options in arguments.options}
+    settings = list(itertools.product(arguments.callers, arguments.options))
     found: dict[tuple[int, str], list[tuple[float, ...]]] = {setting: [] for setting in settings}
-    for number in range(said.rounds + 1):  # the first one warms up
+    for number in range(arguments.rounds + 1):  # the first one warms up
         for callers, options in settings:
             values = measure(services[options], callers, texts)
             if number:
                 found[callers, options].append(values)
-    print(f"{os.cpu_count()} cores, {len(texts)} requests of one text, medians of {said.rounds} rounds")
+    print(f"{os.cpu_count()} cores, {len(texts)} requests of one text, medians of {arguments.rounds} rounds")
     print("callers  requests/s  ratio [least, most]  p50 ms  p95 ms  processor ms  options")
     for (callers, options), rounds in found.items():
         rate, middle, late, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
-        ratios = [a[0] / b[0] for a, b in zip(rounds, found[callers, said.options[0]], strict=True)]
+        ratios = [a[0] / b[0] for a, b in zip(rounds, found[callers, arguments.options[0]], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
         print(f"{callers:7}  {rate:10.1f}  {ratio:>19}  {middle:6.1f}  {late:6.1f}  {cpu:12.1f}  {options}")
     for service in services.values():

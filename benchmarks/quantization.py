@@ -180,11 +180,11 @@ def time_artifacts(name: str, out: Path) -> int:
         command = [sys.executable, "-m", "smelt", "bench", *map(str, there.values()), "--json"]
         command += ["--data", str(data_of(name, "test")), "--threads", "1", "--texts", "32"]
         command += [word for size in BATCHES for word in ("--batch-size", str(size))]
-        said = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
-        if said.returncode:
-            return said.returncode
-        told = json.loads(said.stdout)["artifacts"]
-        found[runtime] = {arm: told[path.name] for arm, path in there.items()}
+        completed = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+        if completed.returncode:
+            return completed.returncode
+        measured = json.loads(completed.stdout)["artifacts"]
+        found[runtime] = {arm: measured[path.name] for arm, path in there.items()}
         (out / name / "latency.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0
 
@@ -225,11 +225,11 @@ def _bits_cell(step: dict[str, Any]) -> str:
 
 def _quality_cells(step: dict[str, Any], metric: str) -> tuple[str, str]:
     value, test = step["quality"][metric], (step["against_baseline"] or {}).get(metric)
-    told = "{:.2f}".format(value["value"]) + _interval_text(value["ci95"], "")
+    text = "{:.2f}".format(value["value"]) + _interval_text(value["ci95"], "")
     if not test:
-        return told, "–"
+        return text, "–"
     difference = "{:+.2f}".format(test["difference"]) + _interval_text(test["ci95"], "+")
-    return told, f"{difference}, p = {test['p_value']:.3f}"
+    return text, f"{difference}, p = {test['p_value']:.3f}"
 
 
 def _interval_text(interval: list[float] | None, sign: str) -> str:
@@ -241,10 +241,10 @@ def _time_cell(artifact: dict[str, Any] | None, size: int) -> str:
     row = next((row for row in rows if row["batch_size"] == size), None)
     if row is None:
         return ""
-    told = f"{row['p50_ms']:.3g} ms{'' if row['stable'] else ' (unstable)'}"
+    text = f"{row['p50_ms']:.3g} ms{'' if row['stable'] else ' (unstable)'}"
     if row["speedup_ci95"] == [1.0, 1.0]:
-        return told
-    return "{}, {:.2f} [{:.2f}, {:.2f}]".format(told, row["speedup"], *row["speedup_ci95"])
+        return text
+    return "{}, {:.2f} [{:.2f}, {:.2f}]".format(text, row["speedup"], *row["speedup_ci95"])
 
 
 def main(arguments: list[str]) -> int:
@@ -260,10 +260,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/quantization"))
     parser.add_argument("--time", action="store_true", help="only time what a run has made")
     parser.add_argument("--table", action="store_true")
-    said = parser.parse_args(arguments)
-    if said.table:
+    options = parser.parse_args(arguments)
+    if options.table:
         for name, task in TASKS.items():
-            report, latency = (said.out / name / file for file in ("report.json", "latency.json"))
+            report, latency = (options.out / name / file for file in ("report.json", "latency.json"))
             if report.is_file():
                 print(f"\n{name}\n")
                 print(
@@ -272,16 +272,17 @@ def main(arguments: list[str]) -> int:
             if latency.is_file():
                 print("", *latency_table(json.loads(latency.read_text(encoding="utf-8"))), sep="\n")
         return 0
-    if said.task is None:
+    if options.task is None:
         parser.error("--task or --table")
-    if said.time:
-        return time_artifacts(said.task, said.out)
-    model = said.model or TASKS[said.task].get("model")
+    if options.time:
+        return time_artifacts(options.task, options.out)
+    model = options.model or TASKS[options.task].get("model")
     if model is None or not model.is_dir():
         parser.error(
-            f"--model: {said.task} needs a trained model (benchmarks/recipes/{TASKS[said.task]['from']})"
+            f"--model: {options.task} needs a trained model"
+            f" (benchmarks/recipes/{TASKS[options.task]['from']})"
         )
-    return run(said.task, model, selected_arms(said.only), said.updates, said.seed, said.out)
+    return run(options.task, model, selected_arms(options.only), options.updates, options.seed, options.out)
 
 
 if __name__ == "__main__":

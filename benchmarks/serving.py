@@ -48,9 +48,9 @@ def print_memory(artifact: Path) -> None:
     """Print resident and anonymous memory (MB) as searches of other kinds come (Linux)."""
 
     def show(name: str) -> None:
-        said = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+        rollup = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
         rss, anonymous = (
-            int(re.findall(rf"{word}: +(\d+) kB", said)[0]) / 1e3 for word in ("Rss", "Anonymous")
+            int(re.findall(rf"{word}: +(\d+) kB", rollup)[0]) / 1e3 for word in ("Rss", "Anonymous")
         )
         print(f"{name:10} resident {rss:5.0f} MB, anonymous {anonymous:5.0f} MB")
 

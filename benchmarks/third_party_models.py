@@ -338,8 +338,8 @@ def _make_model(tool: str, step: str, source: Path, target: Path, folder: Path, 
     except subprocess.TimeoutExpired:
         return "failed: more than 600 s"
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["nothing"]
-        return f"failed: {said[-1][:200]}"
+        output = done.stderr.strip().splitlines() or ["nothing"]
+        return f"failed: {output[-1][:200]}"
     return None
 
 

@@ -38,7 +38,7 @@ def decompose_shared(
         iterations: number of iterations.
     """
     exact = torch.stack([weight.detach().double() for weight in weights])
-    apart = float((exact - exact.mean(dim=0)).square().sum())
+    variance = float((exact - exact.mean(dim=0)).square().sum())
     shared, lost = start.detach().double(), []
     products = torch.zeros_like(exact)
     for turn in range(iterations):
@@ -47,7 +47,7 @@ def decompose_shared(
         pairs = [low_rank_factors(weight - shared, rank, ErrorMetric())[:2] for weight in exact]
         products = torch.stack([up @ down for up, down in pairs])
         off = float((exact - shared - products).square().sum())
-        lost.append(off / apart if apart else 0.0)
+        lost.append(off / variance if variance else 0.0)
     return shared, pairs, lost
 
 
@@ -66,15 +66,15 @@ def make_shared_layers(
     shared, pairs, lost = decompose_shared(
         [m.weight for m in layers], start, min(rank, *start.shape), iterations
     )
-    made: list[SharedLinear] = []
+    replacements: list[SharedLinear] = []
     for layer, (up, down) in zip(layers, pairs, strict=True):
         new = SharedLinear(first.in_features, first.out_features, len(down), first.bias is not None)
         new.difference.up.weight.data, new.difference.down.weight.data = up.float(), down.float()
         if layer.bias is not None:
             new.difference.up.bias.data = layer.bias.detach().clone()
-        if made:
-            new.shared = made[0].shared
+        if replacements:
+            new.shared = replacements[0].shared
         else:
             new.shared.weight = nn.Parameter(shared.float())
-        made.append(new.train(layer.training))
-    return made, lost[-1]
+        replacements.append(new.train(layer.training))
+    return replacements, lost[-1]

@@ -62,7 +62,7 @@ class QuantizedInput:
             name for name in self.schemes if name in SCHEMES and not SCHEMES[name].represents_zero
         )
         if without:
-            own = [name for name, one in SCHEMES.items() if one.represents_zero]
+            own = [name for name, scheme in SCHEMES.items() if scheme.represents_zero]
             return (
                 f"{' and '.join(without)} weights have no exact zero. Quantize with a scheme that has one"
                 f" ({', '.join(own)}): `- quantize: {{scheme: {own[0]}}}`, `- sparsify: {{}}`."

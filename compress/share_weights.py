@@ -155,12 +155,12 @@ class ShareWeights:
             model, edits = load_float_model(src, self.name)
             ctx.details["parameters_before"] = count_stored_parameters(model)
             lost: dict[str, float] = {}
-            shared, apart = share_layers(model, edits, settings, lost)
+            shared, unshared = share_layers(model, edits, settings, lost)
             ctx.details["parameters_after"] = count_stored_parameters(model)
             if settings.low_rank_delta is not None:
                 ctx.details["lost"] = lost
             ctx.details["groups"] = shared
-            ctx.warnings.extend(apart)
+            ctx.warnings.extend(unshared)
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
@@ -189,7 +189,7 @@ def share_layers(
     mistakes, _ = ShareWeights.check_model(settings, model.config.to_dict())
     if mistakes:
         raise InputError(
-            f"share-weights: {'; '.join(one.message for one in mistakes)}.",
+            f"share-weights: {'; '.join(mistake.message for mistake in mistakes)}.",
             code=mistakes[0].code,
             setting=mistakes[0].setting,
             found=mistakes,
@@ -212,17 +212,17 @@ def share_layers(
                 )
             )
         for group in together:
-            there = _shareable_parts([blocks[at] for at in group], settings)
-            if not there:
-                said = ", ".join(str(blocks[at].index) for at in group)
+            parts_by_block = _shareable_parts([blocks[at] for at in group], settings)
+            if not parts_by_block:
+                indices = ", ".join(str(blocks[at].index) for at in group)
                 notes.append(
                     warning(
                         "no-part-in-common",
-                        f"The {name} {said} are not shared: an earlier step removed parts, and no two"
+                        f"The {name} {indices} are not shared: an earlier step removed parts, and no two"
                         f" of these layers have a part of targets: {settings.targets} in common.",
                     )
                 )
-            for parts in there:
+            for parts in parts_by_block:
                 notes.extend(
                     _share_parts(model, edits, parts, settings, {} if residuals is None else residuals)
                 )
@@ -252,10 +252,10 @@ def _shareable_parts(blocks: list[Block], settings: ShareWeightsSettings) -> lis
     if "attention" in settings.targets:
         for kind in blocks[0].stack.attentions:
             ends = f".{kind.query}"
-            there = [
+            linear_layers = [
                 [a.linear_layers for a in block.attentions if a.query.endswith(ends)] for block in blocks
             ]
-            found.append([products for each in there for products in each])
+            found.append([products for each in linear_layers for products in each])
     if "ffn" in settings.targets:
         feeds = [block.feed_forward for block in blocks]
         found.append([feed.linear_layers for feed in feeds if feed is not None])
@@ -317,9 +317,9 @@ def _share_with_delta(
         return
     weights = [layer.weight.detach() for layer in layers]
     start = {"first": weights[0], "last": weights[-1], "mean": torch.stack(weights).double().mean(dim=0)}
-    made, off = make_shared_layers(layers, start[settings.init_from], rank, iterations)
+    replacements, off = make_shared_layers(layers, start[settings.init_from], rank, iterations)
     lost[names[0]] = float(f"{off:.3g}")
-    for layer, new in zip(layers, made, strict=True):
+    for layer, new in zip(layers, replacements, strict=True):
         edit = {"op": "difference", "module": own[layer], "rank": new.rank}
         replace_layer(model, edits, own[layer], new, edit)
     first = own[layers[0]]

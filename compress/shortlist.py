@@ -122,8 +122,8 @@ def _pair_keys(rows: Sequence[TokenPair], sources: int, targets: int) -> tuple[I
     each = lengths[owner]
     place = np.repeat(np.arange(len(owner), dtype=np.int32), each)
     inside = np.arange(len(place)) - np.repeat(np.cumsum(each) - each, each)
-    said = np.concatenate([np.asarray(target, dtype=np.int64) for _, target in rows])
-    return words[begins[owner][place] + inside] * targets + said[place], place
+    token_ids = np.concatenate([np.asarray(target, dtype=np.int64) for _, target in rows])
+    return words[begins[owner][place] + inside] * targets + token_ids[place], place
 
 
 _MAX_PAIRS = 50_000_000  # of tokens; 8 bytes each

@@ -67,7 +67,7 @@ def provided_by_training(settings: TechniqueTrainingSettings) -> frozenset[str]:
         "parts": masks and masks.parts,
         "zeros": settings.sparsify,
     }
-    return frozenset({"training", *(word for word, said in found.items() if said)})
+    return frozenset({"training", *(word for word, provided in found.items() if provided)})
 
 
 def invalidated_by_training(settings: TechniqueTrainingSettings) -> Mapping[str, str]:

@@ -255,7 +255,7 @@ def changed_examples(step: Statistics, other: Statistics) -> int:
     """Return in how many examples the two differ; all of them where windows cannot be paired."""
     if _have_different_windows(step, other):
         return _common_example_count(step, other)
-    return sum(one != two for one, two in zip(step.rows, other.rows, strict=True))
+    return sum(before != after for before, after in zip(step.rows, other.rows, strict=True))
 
 
 def _have_different_windows(step: Statistics, other: Statistics) -> bool:
@@ -362,10 +362,10 @@ def compare_steps(step: Statistics, other: Statistics) -> PairedComparison:
 
 def _check_pair(step: Statistics, other: Statistics) -> None:
     for what in ("metric", "signature", "examples"):
-        one, two = getattr(step, what), getattr(other, what)
-        if one != two:
+        own, theirs = getattr(step, what), getattr(other, what)
+        if own != theirs:
             raise InputError(
-                f"These scores cannot be compared in pairs: their {what} differ, {one!r} and {two!r}."
+                f"These scores cannot be compared in pairs: their {what} differ, {own!r} and {theirs!r}."
                 " Score both steps on the same data with the same settings.",
                 code=f"other-{what}",
             )
@@ -379,10 +379,10 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
 
 def _resampled_differences(step: Statistics, other: Statistics) -> Array:
     """Return the difference on each of the resamples, [R]: paired where the examples are the same."""
-    one, two = _resampled_values(step), _resampled_values(other)  # one seed: both draw the same examples
+    own, theirs = _resampled_values(step), _resampled_values(other)  # one seed: both draw the same examples
     if _have_different_windows(step, other):
-        two = np.roll(two, 1)  # independent draws
-    return one - two
+        theirs = np.roll(theirs, 1)  # independent draws
+    return own - theirs
 
 
 def _two_sided_p_value(drawn: Array) -> float:
@@ -392,9 +392,9 @@ def _two_sided_p_value(drawn: Array) -> float:
 
 def _discordant(step: Statistics, other: Statistics) -> tuple[int, int]:
     """Return how many examples only `step` gets right, and how many only `other`."""
-    one = np.array([predicted == gold for predicted, gold in step.rows])
-    two = np.array([predicted == gold for predicted, gold in other.rows])
-    return int(np.sum(one & ~two)), int(np.sum(two & ~one))
+    own_correct = np.array([predicted == gold for predicted, gold in step.rows])
+    other_correct = np.array([predicted == gold for predicted, gold in other.rows])
+    return int(np.sum(own_correct & ~other_correct)), int(np.sum(other_correct & ~own_correct))
 
 
 def _mcnemar(only_one: int, only_two: int) -> float:
@@ -417,9 +417,9 @@ def _resampled_values(statistics: Statistics) -> Array:
 def _resample_weights(n: int) -> Iterator[Array]:
     """Yield how often each example was drawn, [some of R, n], R rows in all."""
     generator = np.random.default_rng(BOOTSTRAP_SEED)
-    at_once = max(1, min(RESAMPLES, _MAX_CELLS // n))
-    for start in range(0, RESAMPLES, at_once):
-        count = min(at_once, RESAMPLES - start)
+    block_size = max(1, min(RESAMPLES, _MAX_CELLS // n))
+    for start in range(0, RESAMPLES, block_size):
+        count = min(block_size, RESAMPLES - start)
         drawn = generator.integers(0, n, size=(count, n)) + np.arange(count)[:, None] * n
         yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n).astype(np.float64)
 
@@ -471,10 +471,10 @@ def _chrf(sums: Array) -> Array:
     Popovic 2015, as in sacrebleu's `CHRF._compute_f_score`: orders that neither side has do not count.
     """
     predicted, reference, matched = (sums[:, i::3] for i in range(3))
-    there = (predicted > 0) & (reference > 0)
+    present = (predicted > 0) & (reference > 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        orders = np.maximum(there.sum(1), 1)
-        precision = np.where(there, matched / predicted, 0.0).sum(1) / orders
-        recall = np.where(there, matched / reference, 0.0).sum(1) / orders
+        orders = np.maximum(present.sum(1), 1)
+        precision = np.where(present, matched / predicted, 0.0).sum(1) / orders
+        recall = np.where(present, matched / reference, 0.0).sum(1) / orders
         score = 100 * 5 * precision * recall / (4 * precision + recall)
     return np.where(precision + recall > 0, score, 0.0)

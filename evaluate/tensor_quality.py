@@ -58,17 +58,19 @@ def score_outputs(
     found: dict[str, MetricScore] = {}
     for metric in metrics:
         of_row, how = _METRIC_FUNCTIONS[metric]
-        values = [of_row(one, other) for one, other in pairs]
-        said = f"outputs:{names}|{how}|reference:{key[:12]}"
+        values = [of_row(got_array, expected_array) for got_array, expected_array in pairs]
+        signature = f"outputs:{names}|{how}|reference:{key[:12]}"
         if metric == TOP1_METRIC:
             hits: list[list[int | float]] = [[int(value), 1] for value in values]
-            statistics = Statistics(metric=metric, signature=f"{said}|ci:wilson", examples=rows, rows=hits)
+            statistics = Statistics(
+                metric=metric, signature=f"{signature}|ci:wilson", examples=rows, rows=hits
+            )
             found[metric] = _score(statistics, interval=wilson_interval(int(sum(values)), len(values)))
         else:
             means: list[list[int | float]] = [[float(value)] for value in values]
             found[metric] = _score(
                 Statistics(
-                    metric=metric, signature=f"{said}|{_BOOTSTRAP_SIGNATURE}", examples=rows, rows=means
+                    metric=metric, signature=f"{signature}|{_BOOTSTRAP_SIGNATURE}", examples=rows, rows=means
                 )
             )
     return found
@@ -90,8 +92,8 @@ def require_finite_outputs(
     odd = set().union(*_non_finite_rows(arrays).values())
     wrong = [
         at
-        for at, (one, other) in enumerate(zip(got, expected, strict=True))
-        if at not in odd and any(_has_new_nan(one[name], value) for name, value in other.items())
+        for at, (outputs, reference) in enumerate(zip(got, expected, strict=True))
+        if at not in odd and any(_has_new_nan(outputs[name], value) for name, value in reference.items())
     ]
     if wrong:
         raise RunError(
@@ -110,9 +112,10 @@ def _has_new_nan(got: NDArray[Any], expected: NDArray[Any]) -> bool:
 
 def _non_finite_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[int]]:
     """Return the samples of each array that contain non-finite values, for arrays that have some."""
-    fed = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
+    float_arrays = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
     odd = {
-        n: [at for at in range(len(array)) if not np.isfinite(array[at]).all()] for n, array in fed.items()
+        n: [at for at in range(len(array)) if not np.isfinite(array[at]).all()]
+        for n, array in float_arrays.items()
     }
     return {name: rows for name, rows in odd.items() if rows}
 
@@ -129,8 +132,8 @@ def low_agreement_reason(
     """
     off = [
         at
-        for at, (one, other) in enumerate(zip(got, expected, strict=True))
-        if _differs_in_finiteness(one, other)
+        for at, (outputs, reference) in enumerate(zip(got, expected, strict=True))
+        if _differs_in_finiteness(outputs, reference)
     ]
     if not off:
         return None
@@ -149,8 +152,9 @@ def _differs_in_finiteness(got: Outputs, expected: Outputs) -> bool:
     """Return whether an output of a sample is finite at other positions than the reference's."""
     floats = ((got[name], other) for name, other in expected.items() if other.dtype.kind == "f")
     return any(
-        one.shape == other.shape and not np.array_equal(np.isfinite(one), np.isfinite(other))
-        for one, other in floats
+        got_array.shape == expected_array.shape
+        and not np.array_equal(np.isfinite(got_array), np.isfinite(expected_array))
+        for got_array, expected_array in floats
     )
 
 
@@ -172,17 +176,17 @@ def _array_cosine(got: NDArray[Any], expected: NDArray[Any]) -> float:
         return 1.0
     if expected.size == 1:  # the cosine of a single number would always be 1
         return 1 - _relative_distance(float(a[0]), float(b[0])) if expected.dtype.kind == "f" else 0.0
-    one, other = float(np.abs(a).max()), float(np.abs(b).max())
-    if not one or not other:
+    largest_a, largest_b = float(np.abs(a).max()), float(np.abs(b).max())
+    if not largest_a or not largest_b:
         return 0.0
-    a, b = a / one, b / other  # so that no square overflows or underflows a float64
+    a, b = a / largest_a, b / largest_b  # so that no square overflows or underflows a float64
     return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
 
 
-def _relative_distance(one: float, other: float) -> float:
+def _relative_distance(a: float, b: float) -> float:
     """Return the difference of two different numbers as a share of the larger one, 0 to 2."""
-    largest = max(abs(one), abs(other))
-    return abs(one / largest - other / largest)
+    largest = max(abs(a), abs(b))
+    return abs(a / largest - b / largest)
 
 
 def _max_relative_error(got: Outputs, expected: Outputs) -> float:
@@ -218,15 +222,18 @@ def _is_comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
     """Return whether both are numbers of one shape, finite at the same positions, else equal."""
     if got.shape != expected.shape or got.dtype.kind not in "fiub" or expected.dtype.kind not in "fiub":
         return False
-    one, other = np.isfinite(got), np.isfinite(expected)
-    return bool(np.array_equal(one, other) and np.array_equal(got[~one], expected[~other], equal_nan=True))
+    got_finite, expected_finite = np.isfinite(got), np.isfinite(expected)
+    return bool(
+        np.array_equal(got_finite, expected_finite)
+        and np.array_equal(got[~got_finite], expected[~expected_finite], equal_nan=True)
+    )
 
 
 def _finite_values(
     got: NDArray[Any], expected: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    there = np.isfinite(expected)
-    return got[there].astype(np.float64).ravel(), expected[there].astype(np.float64).ravel()
+    finite = np.isfinite(expected)
+    return got[finite].astype(np.float64).ravel(), expected[finite].astype(np.float64).ravel()
 
 
 def _is_equal(got: NDArray[Any], expected: NDArray[Any]) -> bool:

@@ -125,14 +125,22 @@ def quantized_layers(module: Any) -> Iterator[tuple[str, QuantizedLinear]]:
     and values of cross-attention, also the layers that compute these.
     """
     unused: set[int] = set()
-    for one in module.attentions:
-        parts = one.parts
+    for attention in module.attentions:
+        parts = attention.parts
         if parts.cross:
             unused |= _layer_ids(
-                [one.projection(parts.key), one.projection(parts.value), one.module.pack.packed]
+                [
+                    attention.projection(parts.key),
+                    attention.projection(parts.value),
+                    attention.module.pack.packed,
+                ]
             )
     packs = [m for m in module.modules() if isinstance(m, PackedLinear) and m.packed is not None]
-    crossed = _layer_ids(one.projection(one.parts.query) for one in module.attentions if one.parts.cross)
+    crossed = _layer_ids(
+        attention.projection(attention.parts.query)
+        for attention in module.attentions
+        if attention.parts.cross
+    )
     unused |= {id(first) for pack in packs for first in pack.firsts} - crossed
     for name, found in module.named_modules():
         if isinstance(found, QuantizedLinear) and id(found) not in unused:
@@ -256,10 +264,10 @@ def _report_details(products: Iterable[MeasuredMatrix]) -> dict[str, Any]:
         layers.setdefault(product.matrix.variant, []).extend(product.names)
         times = {form: round(took, 2) for form, took in product.microseconds.items()}
         scheme = product.matrix.scheme.name
-        told = product.shape if shapes[product.shape] == 1 else f"{product.shape}, {scheme}"
-        us[told] = times | {"chosen": product.matrix.variant}
+        key = product.shape if shapes[product.shape] == 1 else f"{product.shape}, {scheme}"
+        us[key] = times | {"chosen": product.matrix.variant}
         if scheme != DEFAULT_SCHEME:
-            us[told][DEFAULT_SCHEME] = round(product.int8_microseconds, 2)
+            us[key][DEFAULT_SCHEME] = round(product.int8_microseconds, 2)
         for graph, (own, as_int8) in product.by_graph.items():
             whole = graphs.setdefault(graph, {"chosen": 0.0, DEFAULT_SCHEME: 0.0})
             whole["chosen"] += own
@@ -383,8 +391,13 @@ def choose_layer_operators(
             "autotune: each layer of this model has only one possible operator. Remove autotune.",
         )
     _warn_if_slower(found["microseconds_by_graph"], steps, autotune, ctx)
-    told = {"batch_size": size, "num_beams": autotune.num_beams, "input_tokens": length, "threads": threads}
-    ctx.details["autotune"] = told | found
+    details = {
+        "batch_size": size,
+        "num_beams": autotune.num_beams,
+        "input_tokens": length,
+        "threads": threads,
+    }
+    ctx.details["autotune"] = details | found
     return rerun_reference(parent, reference)
 
 

@@ -37,9 +37,9 @@ def expand_blocked_weights(model: Any, node: Any) -> list[Any]:
     graph, result = model.graph, node.output[0]
     if node.op_type in SIGNED_BLOCK_OPS:
         return [_signed_blocks(graph, node, SIGNED_BLOCK_OPS[node.op_type])]
-    said = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    bits, size = said["bits"], said["block_size"]
-    _record_rounding(model, size if said["rounds"] else 0)
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    bits, size = attributes["bits"], attributes["block_size"]
+    _record_rounding(model, size if attributes["rounds"] else 0)
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     codes, scales, *zeros = node.input
     rows, groups = tensors[scales].dims
@@ -49,8 +49,8 @@ def expand_blocked_weights(model: Any, node: Any) -> list[Any]:
         _reinterpret_tensor(graph, tensors[zeros[0]], f"{result}.zeros", kind, (rows, groups))
     else:
         middle = bytes([_ZERO_BYTES[bits]]) * -(-rows * groups * bits // 8)
-        made = helper.make_tensor(f"{result}.zeros", kind, (rows, groups), middle, raw=True)
-        graph.initializer.append(made)
+        zero_points = helper.make_tensor(f"{result}.zeros", kind, (rows, groups), middle, raw=True)
+        graph.initializer.append(zero_points)
     wide = f"{result}.scales"
     inputs = [f"{result}.codes", wide, f"{result}.zeros"]
     return [
@@ -74,7 +74,11 @@ def _signed_blocks(graph: Any, node: Any, axis: int) -> Any:
     from onnx import TensorProto, helper
 
     result, (codes, scales) = node.output[0], node.input
-    (size,) = [helper.get_attribute_value(one) for one in node.attribute if one.name == "block_size"]
+    (size,) = [
+        helper.get_attribute_value(attribute)
+        for attribute in node.attribute
+        if attribute.name == "block_size"
+    ]
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     first, second = tensors[scales].dims
     shape = (first * size, second) if axis == 0 else (first, second * size)
@@ -87,15 +91,15 @@ def _signed_blocks(graph: Any, node: Any, axis: int) -> Any:
 
 def _reinterpret_tensor(graph: Any, tensor: Any, name: str, kind: int, shape: tuple[int, int]) -> None:
     """Add the bytes of `tensor`, which may be external, as a tensor of another type and shape."""
-    made = graph.initializer.add()
-    made.CopyFrom(tensor)
-    made.name, made.data_type = name, kind
-    del made.dims[:]
-    made.dims.extend(shape)
+    copy = graph.initializer.add()
+    copy.CopyFrom(tensor)
+    copy.name, copy.data_type = name, kind
+    del copy.dims[:]
+    copy.dims.extend(shape)
 
 
 def _record_rounding(model: Any, blocks: int) -> None:
-    known = {said.key: said.value for said in model.metadata_props}
+    known = {entry.key: entry.value for entry in model.metadata_props}
     before = known.get(ACTIVATION_BLOCKS)
     if before is None:
         model.metadata_props.add(key=ACTIVATION_BLOCKS, value=str(blocks))

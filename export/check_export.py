@@ -157,7 +157,11 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
         why = f"onnx: target {target} cannot run a model quantized with scheme {names}: {why}"
         ways = ["Branch before the quantize step with `from: NAME`"]
         ways += [f"set target: {' or '.join(fit)}"] if fit else []
-        ways += [f"quantize with {' or '.join(others)}"] if (others := schemes_for_target(target)) else []
+        ways += (
+            [f"quantize with {' or '.join(schemes_of_target)}"]
+            if (schemes_of_target := schemes_for_target(target))
+            else []
+        )
         runs = sorted(
             width for width, scheme in SCHEMES_BY_BITS.items() if not unsupported_reason(scheme, target)
         )

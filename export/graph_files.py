@@ -25,7 +25,7 @@ from typing import Any
 MAX_INLINE_BYTES = 1_500_000_000
 # smaller tensors are always inline: shapes and axes, which shape inference and preflights read
 MIN_EXTERNAL_BYTES = 1024
-# Runtimes map the data file into memory; the ONNX documentation asks for whole pages there.
+# Runtimes map the data file into memory; the ONNX documentation requires whole pages there.
 _LARGE, _PAGE, _LINE = 1 << 20, 4096, 64
 
 
@@ -176,25 +176,25 @@ def share_weights(paths: Sequence[Path], name: str = SHARED_WEIGHTS_FILE, weight
     import onnx
 
     folder = paths[0].parent
-    made = folder / f"{name}.part"
+    temporary = folder / f"{name}.part"
     try:
-        models, size = _gather_weights(paths, made, name, weights or folder)
+        models, size = _gather_weights(paths, temporary, name, weights or folder)
     except BaseException:
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     for path in paths:
         external_data_path(path).unlink(missing_ok=True)
-    made.replace(folder / name)
+    temporary.replace(folder / name)
     for path, model in zip(paths, models, strict=True):
         onnx.save(model, path)
     return size
 
 
-def _gather_weights(paths: Sequence[Path], made: Path, name: str, weights: Path) -> tuple[list[Any], int]:
-    """Write the weights of all graphs to `made`; return the graphs, which refer to `name`, and its bytes."""
+def _gather_weights(paths: Sequence[Path], merged: Path, name: str, weights: Path) -> tuple[list[Any], int]:
+    """Write all weights to `merged`; return the graphs, which refer to them as `name`, and its bytes."""
     places: dict[bytes, int] = {}
     models = []
-    with made.open("wb") as out:
+    with merged.open("wb") as out:
         for path in paths:
             models.append(model := read_graph(path, values=False))
             for tensor in iter_initializers(model.graph):

@@ -104,8 +104,8 @@ def warn_about_tensorrt(target: str, graphs: Iterable[str], ctx: Context) -> Non
     paths = [ctx.out / f"{name}.onnx" for name in graphs]
     for path in paths:
         for problem in preflight(load_graph(path), path):
-            one = problem.as_message()
-            ctx.warn(one.code, one.message, file=one.file)
+            message = problem.as_message()
+            ctx.warn(message.code, message.message, file=message.file)
 
 
 def check_onnx_file(path: Path) -> dict[str, Any]:
@@ -247,15 +247,15 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
             parent, graphs, reference, settings.autotune_settings, count, stay, ctx
         )
     if is_causal(parent.config) and (
-        told := unfused_heads_warning(graphs[0].module.attentions, settings.target)
+        warning := unfused_heads_warning(graphs[0].module.attentions, settings.target)
     ):
-        ctx.warnings.append(told)
+        ctx.warnings.append(warning)
     require_export_memory(model, settings)
     details, homes = write_graphs(graphs, settings, reference, ctx)
     kept = convert_graphs_to_half(graphs, homes, settings.target, filed, looked_at, ctx)
     warn_about_tensorrt(settings.graph_target, details, ctx)
     ctx.details["graphs"] = {
-        n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **told} for n, told in details.items()
+        n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **values} for n, values in details.items()
     }
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
     for name in ("config.json", "generation_config.json", MODULES_FILE):

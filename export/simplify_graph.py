@@ -145,11 +145,11 @@ def _rounding_signature(path: Path) -> list[tuple[str, ...]]:
     values = {tensor.name: tensor for tensor in graph.initializer}
     found = []
     for node in graph.node:
-        said = [str(attribute) for attribute in node.attribute]
+        parts = [str(attribute) for attribute in node.attribute]
         if node.op_type == "QuantizeLinear" or replace_with_float_nodes(node) is not None:
             grid = node.input[1:] if node.op_type == "QuantizeLinear" else ()
-            said += [str(numpy_helper.to_array(values[name]).tolist()) for name in grid if name in values]
-            found.append((node.op_type, *sorted(said)))
+            parts += [str(numpy_helper.to_array(values[name]).tolist()) for name in grid if name in values]
+            found.append((node.op_type, *sorted(parts)))
     return sorted(found)
 
 
@@ -210,7 +210,7 @@ def expand_placeholders(model: Any) -> int:
     graph, tables = model.graph, all_unpacking_tables()
     shapes = {t.name: list(t.dims) for t in graph.initializer}
     nodes = []
-    made: dict[tuple[str, ...], str] = {}  # a constant is widened once for all its readers
+    expanded: dict[tuple[str, ...], str] = {}  # a constant is widened once for all its readers
     renamed: dict[str, str] = {}
     for node in graph.node:
         if node.domain != LOAD_TIME_DOMAIN:
@@ -220,22 +220,22 @@ def expand_placeholders(model: Any) -> int:
                 shapes[node.output[0]] = shapes[first]
             continue
         source, result = renamed.get(node.input[0], node.input[0]), node.output[0]
-        first = made.setdefault((node.op_type, source, *node.input[1:]), result)
+        first = expanded.setdefault((node.op_type, source, *node.input[1:]), result)
         if first != result:
             renamed[result] = first
         else:
             nodes += _expand_node(model, node, source, shapes, tables)
-    found = len(made) + len(renamed)
+    found = len(expanded) + len(renamed)
     if not found:
         return 0
-    for word in sorted({op for op, *_ in made} & set(tables)):
+    for word in sorted({op for op, *_ in expanded} & set(tables)):
         graph.initializer.append(numpy_helper.from_array(tables[word], _table_name(word)))
     for node in nodes:
         for place, name in enumerate(node.input):
             node.input[place] = renamed.get(name, name)
     del graph.node[:]
     graph.node.extend(nodes)
-    drop_unused_constants(graph, {name for op, *names in made if op in BLOCK_OPS for name in names})
+    drop_unused_constants(graph, {name for op, *names in expanded if op in BLOCK_OPS for name in names})
     kept = [item for item in model.opset_import if item.domain != LOAD_TIME_DOMAIN]
     del model.opset_import[:]
     model.opset_import.extend(kept)

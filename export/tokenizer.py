@@ -109,8 +109,8 @@ def write_backend_tokenizer(hub: Any, path: Path) -> None:
     backend = Tokenizer.from_str(hub.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
-    said = load_json(path) if path.is_file() else None
-    if said != json.loads(backend.to_str()):
+    present = load_json(path) if path.is_file() else None
+    if present != json.loads(backend.to_str()):
         backend.save(str(path))
 
 
@@ -178,8 +178,8 @@ def _first_difference(
             firsts, seconds = [a for a, _ in pairs], [b for _, b in pairs]
             if one.encode_batch(firsts, length, seconds) != other.encode_batch(firsts, length, seconds):
                 return TokenizerDifference("pairs", "pairs of texts")
-    for row, said, read in zip(rows, one.decode_batch(rows), other.decode_batch(rows), strict=True):
-        if said != read:
+    for row, decoded, read in zip(rows, one.decode_batch(rows), other.decode_batch(rows), strict=True):
+        if decoded != read:
             return TokenizerDifference("texts", f"the text of the ids {row[:8]}")
     return None
 

@@ -41,9 +41,11 @@ def main(arguments: list[str]) -> int:
     link_tree(packages)
     if arguments == ["--link"]:
         return 0
-    beside = [str(path) for folder in CHECKED_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
-    expected = sum(len(list((ROOT / folder).rglob("*.py"))) for folder in packages.values()) + len(beside)
-    command = [sys.executable, "-m", "mypy", "--no-pretty", *arguments, str(TREE), *beside]
+    other_files = [str(path) for folder in CHECKED_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
+    expected = sum(len(list((ROOT / folder).rglob("*.py"))) for folder in packages.values()) + len(
+        other_files
+    )
+    command = [sys.executable, "-m", "mypy", "--no-pretty", *arguments, str(TREE), *other_files]
     result = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
     print(result.stdout, end="")
     checked = re.search(r"(?:in|checked) (\d+) source files?", result.stdout)

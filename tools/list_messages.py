@@ -88,7 +88,11 @@ def pages() -> dict[str, str]:
     out = {}
     for package in PACKAGES:
         files = sorted((ROOT / package).rglob("*.py"))
-        lines = {f"{one.code}  {one.kind}  {one.text}" for file in files for one in messages_in(file)}
+        lines = {
+            f"{message.code}  {message.kind}  {message.text}"
+            for file in files
+            for message in messages_in(file)
+        }
         out[f"{package}.txt"] = "\n".join(line.replace("\n", "\\n") for line in sorted(lines)) + "\n"
     return out
 

@@ -75,7 +75,7 @@ def _rows(model: Model, prefix: str, seen: set[Model]) -> Iterator[tuple[str, Se
     for setting in settings_of(model):
         yield prefix + setting.name, setting, model
         for inner in setting.inner:
-            listed = any(issubclass(inner, one) for one in seen)  # or only with other defaults
+            listed = any(issubclass(inner, base) for base in seen)  # or only with other defaults
             if not listed and inner not in RECIPE_TABLES.values():
                 yield from _rows(inner, f"{prefix}{setting.name}.", seen)
 

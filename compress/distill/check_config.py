@@ -49,15 +49,21 @@ def check_external_student(
         own = read_student_config(student)
     except InputError as error:
         return [error_message(error.code or DEFAULT_CODE, str(error), setting=word)], {}
-    words, said = teacher_config.get("vocab_size"), own.get("vocab_size")
+    teacher_size, own_size = teacher_config.get("vocab_size"), own.get("vocab_size")
     wrong = _incompatibility(own, teacher_config)
-    if wrong is None and student.model and None not in (words, said) and words != said:
-        text = f"the student's vocabulary has {said} tokens, but the model's has {words}; they must be equal."
+    sizes_differ = None not in (teacher_size, own_size) and teacher_size != own_size
+    if wrong is None and student.model and sizes_differ:
+        text = (
+            f"the student's vocabulary has {own_size} tokens, but the model's has {teacher_size};"
+            " they must be equal."
+        )
         wrong = error_message("vocabulary-mismatch", text)
     if wrong is not None:
         return [error_message(wrong.code, wrong.message, setting=word)], {}
     outputs = {name: teacher_config[name] for name in _OUTPUT_KEYS if name in teacher_config}
-    return [], {**own, **outputs} | ({} if (words or said) is None else {"vocab_size": words or said})
+    return [], {**own, **outputs} | (
+        {} if (teacher_size or own_size) is None else {"vocab_size": teacher_size or own_size}
+    )
 
 
 def _incompatibility(own: Mapping[str, Any], config: Mapping[str, Any]) -> Message | None:
@@ -192,21 +198,21 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
                 )
             )
             continue
-        there = stack.num_layers(config)
-        if there is None:
+        count = stack.num_layers(config)
+        if count is None:
             continue
         if isinstance(choice, int):
-            if choice > there:
-                text = f"the student cannot keep {choice} of {there} layers. Choose at most {there}."
+            if choice > count:
+                text = f"the student cannot keep {choice} of {count} layers. Choose at most {count}."
                 mistakes.append(error_message("more-than-model-has", text, setting=name))
-            elif reason := _first_layer_error(family, choice, there, student.layer_selection):
+            elif reason := _first_layer_error(family, choice, count, student.layer_selection):
                 mistakes.append(error_message("first-layer-required", reason, setting=name))
             after[stack.num_layers_key] = choice
         else:
-            if sorted(set(choice)) != choice or not all(0 <= i < there for i in choice):
-                text = f"expected increasing layer indices from 0 to {there - 1}, got {choice}."
+            if sorted(set(choice)) != choice or not all(0 <= i < count for i in choice):
+                text = f"expected increasing layer indices from 0 to {count - 1}, got {choice}."
                 mistakes.append(error_message("wrong-layer-numbers", text, setting=name))
-            elif reason := _first_layer_error(family, choice, there, student.layer_selection):
+            elif reason := _first_layer_error(family, choice, count, student.layer_selection):
                 mistakes.append(error_message("first-layer-required", reason, setting=name))
             after[stack.num_layers_key] = len(choice)
     return mistakes, after
@@ -240,8 +246,8 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
 def check_teacher_folders(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
     """Return the mistakes, each with its setting, of teacher folders that do not fit the model."""
     found: list[Message] = []
-    for one in settings.all_teachers():
-        own = {} if isinstance(one, str) else _read_config(Path(one.model))
+    for teacher in settings.all_teachers():
+        own = {} if isinstance(teacher, str) else _read_config(Path(teacher.model))
         family = find_family(config)
         if family is None or find_family(own) is None:
             continue  # the plan reports what is wrong with the folder
@@ -300,8 +306,8 @@ def cosine_width_error(student: int, teacher: int) -> str:
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
     """Return the width of a model's hidden states, None if its config has none."""
     family = find_family(config)
-    said = config.get(family.hidden_size_key) if family else None
-    return said if isinstance(said, int) else None
+    width = config.get(family.hidden_size_key) if family else None
+    return width if isinstance(width, int) else None
 
 
 def no_attention_scores_error(family_name: str) -> str:
@@ -311,9 +317,9 @@ def no_attention_scores_error(family_name: str) -> str:
     )
 
 
-def _first_layer_error(family: Family | None, choice: int | list[int], there: int, choose: str) -> str | None:
+def _first_layer_error(family: Family | None, choice: int | list[int], count: int, choose: str) -> str | None:
     """Return the error text if a student lacks the first layer and needs it, else None."""
-    gone = choose == "last" and choice < there if isinstance(choice, int) else 0 not in choice
+    gone = choose == "last" and choice < count if isinstance(choice, int) else 0 not in choice
     if family is None or family.first_layer_reason is None or not gone:
         return None
     return f"{with_article(family.name)} student must keep the first layer: {family.first_layer_reason}."

@@ -75,8 +75,8 @@ def cosine_loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
     Returns:
         float32 scalar, 0 to 2.
     """
-    apart = 1 - F.cosine_similarity(student.float(), teacher.detach().float(), dim=-1)
-    return apart.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+    distance = 1 - F.cosine_similarity(student.float(), teacher.detach().float(), dim=-1)
+    return distance.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def hidden_state_loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
@@ -199,8 +199,10 @@ class InnerLosses:
         """
         self.weights, self.relation_heads = weights, relation_heads
         self.student, self.teacher = student, teacher
-        for one in check_layer_map(layer_map, student.config.to_dict(), teacher.config.to_dict()):
-            raise InputError(f"distill: layer_map: {one.message}", code=one.code, setting=one.setting)
+        for mistake in check_layer_map(layer_map, student.config.to_dict(), teacher.config.to_dict()):
+            raise InputError(
+                f"distill: layer_map: {mistake.message}", code=mistake.code, setting=mistake.setting
+            )
         self.pairs = stack_pairs(student, teacher, layer_map)
         self.ours, self.theirs = CapturedTensors(), CapturedTensors()
         self.widths = tuple(_hidden_size(model) for model in (student, teacher))
@@ -274,7 +276,7 @@ class InnerLosses:
         """
         found: dict[str, LossTerm] = {}
         for pair in self.pairs:
-            there = (
+            mask = (
                 batch["attention_mask"].bool()
                 if pair.averaged_over == "inputs"
                 else batch["labels"] != IGNORE_INDEX
@@ -283,44 +285,44 @@ class InnerLosses:
                 weight = getattr(self.weights, name)
                 if weight:
                     label = name if len(self.pairs) == 1 else f"{name}.{pair.stack.name}"
-                    value: Tensor = getattr(self, f"_{name}")(pair, there)
+                    value: Tensor = getattr(self, f"_{name}")(pair, mask)
                     found[label] = LossTerm(weight * value, pair.averaged_over)
         return found
 
-    def _hidden_states(self, pair: StackPairs, there: Tensor) -> Tensor:
-        return self._states_distance(pair.stack.name, pair.blocks, there)
+    def _hidden_states(self, pair: StackPairs, mask: Tensor) -> Tensor:
+        return self._states_distance(pair.stack.name, pair.blocks, mask)
 
-    def _input_embeddings(self, pair: StackPairs, there: Tensor) -> Tensor:
-        return self._states_distance(pair.stack.name, pair.embeddings, there)
+    def _input_embeddings(self, pair: StackPairs, mask: Tensor) -> Tensor:
+        return self._states_distance(pair.stack.name, pair.embeddings, mask)
 
-    def _states_distance(self, stack: str, states: Mapping[int, int], there: Tensor) -> Tensor:
+    def _states_distance(self, stack: str, states: Mapping[int, int], mask: Tensor) -> Tensor:
         project = self.modules.get(PROJECTION_KEY, nn.Identity())
         return _sum_tensors(
-            hidden_state_loss(project(self.ours.states[stack, a]), self.theirs.states[stack, b], there)
+            hidden_state_loss(project(self.ours.states[stack, a]), self.theirs.states[stack, b], mask)
             for a, b in states.items()
         )
 
-    def _cosine(self, pair: StackPairs, there: Tensor) -> Tensor:
+    def _cosine(self, pair: StackPairs, mask: Tensor) -> Tensor:
         name = pair.stack.name
         return _sum_tensors(
-            cosine_loss(self.ours.states[name, a], self.theirs.states[name, b], there)
+            cosine_loss(self.ours.states[name, a], self.theirs.states[name, b], mask)
             for a, b in pair.last_block.items()
         )
 
-    def _attention(self, pair: StackPairs, there: Tensor) -> Tensor:
+    def _attention(self, pair: StackPairs, mask: Tensor) -> Tensor:
         name, parts = pair.stack.name, []
         for a, b in pair.blocks.items():
             for ours, theirs in zip(self.ours.scores[name, a], self.theirs.scores[name, b], strict=True):
-                parts.append(attention_loss(ours.scores, theirs.scores, ours.visible, there))
+                parts.append(attention_loss(ours.scores, theirs.scores, ours.visible, mask))
         return _sum_tensors(parts)
 
-    def _self_attention_relations(self, pair: StackPairs, there: Tensor) -> Tensor:
+    def _self_attention_relations(self, pair: StackPairs, mask: Tensor) -> Tensor:
         name, parts = pair.stack.name, []
         for a, b in pair.last_block.items():
             ours, theirs = self.ours.projections[name, a], self.theirs.projections[name, b]
             for word in ("query", "key", "value"):
                 heads = self._relation_heads(pair, b, ours[word].shape[-1], theirs[word].shape[-1])
-                parts.append(relation_loss(ours[word], theirs[word], there, heads, pair.stack.causal))
+                parts.append(relation_loss(ours[word], theirs[word], mask, heads, pair.stack.causal))
         return _sum_tensors(parts)
 
     def _relation_heads(self, pair: StackPairs, block: int, ours: int, theirs: int) -> int:
@@ -393,9 +395,9 @@ def _require_attentions(
     """
     for who, model, numbers in (("student", student, blocks.keys()), ("teacher", teacher, blocks.values())):
         for number in numbers:
-            there = _attentions(model, stack.name, number)
-            if len(there) < len(stack.attentions if loss == "attention" else stack.attentions[:1]) or (
-                there[0].cross
+            attentions = _attentions(model, stack.name, number)
+            if len(attentions) < len(stack.attentions if loss == "attention" else stack.attentions[:1]) or (
+                attentions[0].cross
             ):
                 raise InputError(
                     f"distill: layer {number} of the {who} ({stack.name}) has no attention, but"

@@ -94,8 +94,8 @@ class TopKLogits:
 def top_k_logits(logits: Tensor, top: int, temperature: float) -> TopKLogits:
     """Return the top-k buckets of `logits`, float [..., V] with V > `top`, relative to the largest logit."""
     values, ids = logits.float().topk(top, dim=-1)
-    others = logits.float().scatter(-1, ids, float("-inf")) - values[..., :1]
-    rest = (others / temperature).logsumexp(dim=-1, keepdim=True)
+    remaining = logits.float().scatter(-1, ids, float("-inf")) - values[..., :1]
+    rest = (remaining / temperature).logsumexp(dim=-1, keepdim=True)
     return TopKLogits(torch.cat([(values - values[..., :1]) / temperature, rest], dim=-1), ids)
 
 
@@ -231,29 +231,29 @@ class LogitCacheWriter:
         self.files: dict[str, NpyFile] = {}
         self._stack = ExitStack()
 
-    def write(self, places: Sequence[int], said: Tensor) -> None:
+    def write(self, places: Sequence[int], outputs: Tensor) -> None:
         """Write the outputs for the samples at `places`: float [B, T, V], [B, C], [B, D]; pairs [2 B, D]."""
         if self.words is None:
-            parts = {_VALUES_FILE: said.cpu().numpy()}
+            parts = {_VALUES_FILE: outputs.cpu().numpy()}
             self._create_files(parts, {_VALUES_FILE: "<f4"})
-            pairs = len(said) == 2 * len(places)
+            pairs = len(outputs) == 2 * len(places)
             for at, place in enumerate(places):
                 rows = [at, len(places) + at] if pairs else [at]
                 self.files[_VALUES_FILE].write(int(self.starts[place]), parts[_VALUES_FILE][rows])
             return
-        parts, kinds = self._top_k_arrays(said)
+        parts, kinds = self._top_k_arrays(outputs)
         self._create_files(parts, kinds)
         for at, place in enumerate(places):
             start, end = (int(x) for x in self.starts[place : place + 2])
             for name, values in parts.items():
                 self.files[name].write(start, values[at, : end - start])
 
-    def _top_k_arrays(self, said: Tensor) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    def _top_k_arrays(self, logits: Tensor) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         assert self.words is not None
         if self.top >= self.words:
-            values = said - said.amax(dim=-1, keepdim=True)
+            values = logits - logits.amax(dim=-1, keepdim=True)
             return {_VALUES_FILE: values.half().cpu().numpy()}, {_VALUES_FILE: "<f2"}
-        found = top_k_logits(said, self.top, self.temperature)
+        found = top_k_logits(logits, self.top, self.temperature)
         values, rest = found.logits[..., :-1] * self.temperature, found.logits[..., -1:]
         parts = {
             _VALUES_FILE: values.half().cpu().numpy(),
@@ -392,23 +392,23 @@ class CachedTeacher:
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor | TopKLogits:
         """Return the teacher's outputs for the samples of `batch`."""
         numbers, labels = batch[CACHE_INDEX_KEY].tolist(), batch["labels"]
-        first, said = next(part for part in reversed(self._parts) if part[0] <= numbers[0])
+        first, cached = next(part for part in reversed(self._parts) if part[0] <= numbers[0])
         places = [number - first for number in numbers]
         self._asked += len(places)
         if self.words is None:
-            return said.read_outputs(places).to(labels.device)
-        found = said.read_token_logits(places, labels.shape[1])
+            return cached.read_outputs(places).to(labels.device)
+        found = cached.read_token_logits(places, labels.shape[1])
         if isinstance(found, Tensor):
             return found.to(labels.device)
         return TopKLogits(found.logits.to(labels.device), found.ids.to(labels.device))
 
     def close(self) -> None:
         """Close the files; report and log how often the cache was used."""
-        size = sum(said.size_bytes for said in self._open.values())
+        size = sum(part.size_bytes for part in self._open.values())
         rate = max(0.0, 1 - self._run / self._asked) if self._asked else 0.0
         self.ctx.details["cache_logits"] = {
             "bytes": size,
-            "positions": sum(int(said.starts[-1]) for said in self._open.values()),
+            "positions": sum(int(part.starts[-1]) for part in self._open.values()),
             "asked_rows": self._asked,
             "rows_of_teacher": self._run,
             "hit_rate": round(rate, 4),
@@ -435,10 +435,10 @@ class CachedTeacher:
                 "device": self._device.type,
                 **self.who,
             }
-            folder, there = self._stack.enter_context(
+            folder, cached = self._stack.enter_context(
                 self.ctx.cached_files(what, lambda to: self._run_teacher(rows, to))
             )
-            self._run += 0 if there else len(rows)
+            self._run += 0 if cached else len(rows)
             self._open[key] = LogitCache(folder, rows, self.settings.temperature)
         self._parts.append((first, self._open[key]))
         return [replace(row, cache_index=first + at) for at, row in enumerate(rows)]
@@ -465,6 +465,6 @@ class CachedTeacher:
             )
             for done, group in enumerate(groups, start=1):
                 batch = collate([rows[i] for i in group], self.config)
-                there = {name: value.to(self._device) for name, value in batch.items()}
-                writer.write(group, self.ask(self.teacher, there).float())
+                on_device = {name: value.to(self._device) for name, value in batch.items()}
+                writer.write(group, self.ask(self.teacher, on_device).float())
                 self.ctx.progress(done, len(groups), "running the teacher")

@@ -87,10 +87,10 @@ def _generate(teacher: Artifact, split: Split, settings: SequenceSettings, ctx: 
     from smelt.runtimes.predict_texts import generate_candidates, generate_texts
     from smelt.runtimes.registry import open_runner
 
-    said: dict[str, Any] = {"num_beams": settings.num_beams, "max_new_tokens": settings.max_new_tokens}
+    options: dict[str, Any] = {"num_beams": settings.num_beams, "max_new_tokens": settings.max_new_tokens}
     if settings.num_beams > 1:
-        said["length_penalty"] = settings.length_penalty
-    generation, texts = GenerationSettings(**said), [e.text for e in split.examples]
+        options["length_penalty"] = settings.length_penalty
+    generation, texts = GenerationSettings(**options), [e.text for e in split.examples]
     device = "cpu" if ctx.device == "cpu" else "auto"
     with open_runner(teacher, ctx.threads, device) as runner:
         if settings.best_of is None:
@@ -143,12 +143,12 @@ def check_unlabelled(settings: DistillSettings, task: Task, data: Mapping[str, S
         )
         if weight:
             teaches = task == SENTENCE_SIMILARITY or training.losses.uses_teacher()
-            mend = f"losses: {{{part}: 0}}, which keeps" if teaches else "losses: {logits: 1.0}, which is"
+            remedy = f"losses: {{{part}: 0}}, which keeps" if teaches else "losses: {logits: 1.0}, which is"
             found.append(
                 error_message(
                     "missing-scores" if task == SENTENCE_SIMILARITY else "missing-labels",
                     f"the weight of this loss is {weight:g}, but the samples of {origin} have no"
-                    f" {part}. Set {mend} the loss on the teacher's outputs.",
+                    f" {part}. Set {remedy} the loss on the teacher's outputs.",
                     setting=f"{place}.{part}",
                 )
             )

@@ -75,8 +75,10 @@ class LossWeights(Settings):
 
     def vector_weights(self) -> dict[str, float]:
         """Return the weights of the terms that compare vectors."""
-        said = {name: getattr(self, name) for name in _VECTOR_LOSS_DEFAULTS}
-        return {name: _VECTOR_LOSS_DEFAULTS[name] if value is None else value for name, value in said.items()}
+        weights = {name: getattr(self, name) for name in _VECTOR_LOSS_DEFAULTS}
+        return {
+            name: _VECTOR_LOSS_DEFAULTS[name] if value is None else value for name, value in weights.items()
+        }
 
     def check_task(self, task: Task) -> list[Message]:
         """Return the mistakes, each with its setting: terms of another task, or no term at all."""
@@ -151,8 +153,8 @@ def stack_map(layer_map: LayerMap, stack: str) -> StackMap:
     named: Any = layer_map
     if all(isinstance(key, int) for key in named):
         return dict(named)
-    said: StackMap = named.get(stack, "uniform")
-    return said
+    mapping: StackMap = named.get(stack, "uniform")
+    return mapping
 
 
 def resolve_layer_map(mapping: StackMap, student: int, teacher: int) -> dict[int, int]:
@@ -177,13 +179,13 @@ def missing_states(mapping: StackMap, student: int | None, teacher: int | None) 
     """Return the error text for states that do not exist, else None; unknown numbers of layers match."""
     if isinstance(mapping, str):
         return None
-    for whose, numbers, there in (("student", mapping, student), ("teacher", mapping.values(), teacher)):
-        if there is None:
+    for whose, numbers, count in (("student", mapping, student), ("teacher", mapping.values(), teacher)):
+        if count is None:
             continue
-        strange = sorted(n for n in numbers if not 0 <= n <= there)
+        strange = sorted(n for n in numbers if not 0 <= n <= count)
         if strange:
             return (
-                f"the {whose} has the states 0 (its embeddings) to {there} (its last layer), got"
+                f"the {whose} has the states 0 (its embeddings) to {count} (its last layer), got"
                 f" {', '.join(map(str, strange))}."
             )
     return None
@@ -209,8 +211,12 @@ def check_layer_map(
         for key in strange:
             text = f"no such stack; a {family.name} model has {' and '.join(stacks)}."
             found.append(error_message("unknown-stack", text, setting=f"layer_map.{key}"))
-    others = find_family(teacher) if teacher is not None else None
-    theirs = {s.name: s.num_layers(teacher) for s in others.stacks(teacher)} if others and teacher else {}
+    teacher_family = find_family(teacher) if teacher is not None else None
+    theirs = (
+        {s.name: s.num_layers(teacher) for s in teacher_family.stacks(teacher)}
+        if teacher_family and teacher
+        else {}
+    )
     for name, count in stacks.items():
         if wrong := missing_states(stack_map(layer_map, name), count, theirs.get(name)):
             text = wrong if len(stacks) == 1 else f"{name}: {wrong}"
@@ -245,10 +251,10 @@ class StudentSettings(Settings):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
-        said = sorted(self.model_fields_set - {"layer_selection"})
-        if self.is_external and len(said) > 1:
+        explicit = sorted(self.model_fields_set - {"layer_selection"})
+        if self.is_external and len(explicit) > 1:
             raise SettingError(
-                f"set only one of {', '.join(said)} for the student",
+                f"set only one of {', '.join(explicit)} for the student",
                 code="settings-conflict",
             )
         return self
@@ -474,7 +480,7 @@ class DistillSettings(TechniqueTrainingSettings):
             return [self]
         found = []
         for number, phase in enumerate(self.phases, 1):
-            said = phase.model_dump(exclude={"losses"}, exclude_none=True)
+            explicit = phase.model_dump(exclude={"losses"}, exclude_none=True)
             # a metric on outputs is meaningless while inner states are being fitted; gradual sparsity and
             # masks run in one phase only
             last = number == len(self.phases)
@@ -483,5 +489,7 @@ class DistillSettings(TechniqueTrainingSettings):
                 if last
                 else {"metric_for_best_model": LOSS_METRIC, "sparsify": None, "learned_masks": None}
             )
-            found.append(self.model_copy(update={**judge, **said, "losses": phase.losses, "phases": None}))
+            found.append(
+                self.model_copy(update={**judge, **explicit, "losses": phase.losses, "phases": None})
+            )
         return found

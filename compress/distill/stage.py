@@ -119,7 +119,10 @@ class Distill:
         after = dict(config)
         if settings.student is not None:
             wrong, after = check_student(settings.student, config)
-            found = [error_message(one.code, one.message, setting=f"student.{one.setting}") for one in wrong]
+            found = [
+                error_message(mistake.code, mistake.message, setting=f"student.{mistake.setting}")
+                for mistake in wrong
+            ]
         found += check_training(settings, config) + check_teacher_folders(settings, config)
         # an invalid student has no layers to count
         return found + ([] if found else check_losses(settings, after)), after
@@ -151,8 +154,8 @@ class Distill:
             found.append(error_message("does-not-fit-task", text, setting="sequence_level"))
         for number, phase in enumerate(settings.phases or ()):
             found += [
-                error_message(one.code, one.message, setting=f"phases.{number}.{one.setting}")
-                for one in phase.losses.check_task(task)
+                error_message(mistake.code, mistake.message, setting=f"phases.{number}.{mistake.setting}")
+                for mistake in phase.losses.check_task(task)
             ]
         if settings.cache_logits is not None and not any(
             t.needs_only_outputs(task) for t in settings.phase_settings()
@@ -206,10 +209,10 @@ class Distill:
             )
             edits = split_before_training(model, edits, settings.qat, ctx)
             words = align_vocabularies(teachers, model, home, ctx)
-            for one in teachers:
-                check_outputs(model, one.model, settings, several=len(teachers) > 1)
+            for loaded in teachers:
+                check_outputs(model, loaded.model, settings, several=len(teachers) > 1)
             teacher = combine_teachers(teachers, model, settings)
-            ctx.details["teacher"] = ", ".join(one.name for one in teachers)
+            ctx.details["teacher"] = ", ".join(teacher.name for teacher in teachers)
             if settings.sequence_level is not None:
                 from smelt.compress.distill.sequence_level import generate_targets
 
@@ -326,8 +329,8 @@ def _merge_phase_warnings(warned: Sequence[Sequence[Message]]) -> list[Message]:
     """Return the warnings of all phases: common ones once, others with the number of the phase."""
     found: dict[Message, None] = {}
     for number, messages in enumerate(warned, 1):
-        for one in messages:
-            text = f"phase {number}: {one.message}"
-            shared = all(one in others for others in warned)
-            found[one if shared else replace(one, message=text)] = None
+        for message in messages:
+            text = f"phase {number}: {message.message}"
+            shared = all(message in phase_messages for phase_messages in warned)
+            found[message if shared else replace(message, message=text)] = None
     return list(found)

@@ -79,7 +79,7 @@ def combine_label_logits(
         temperature: T.
     """
     chances = logits[0].new_zeros(len(logits[0]), num_labels, dtype=torch.float64)
-    others, known = torch.zeros_like(chances), chances.new_zeros(num_labels)
+    negatives, known = torch.zeros_like(chances), chances.new_zeros(num_labels)
     for z, mine, kind in zip(logits, label_indices, problem_types, strict=True):
         scaled = z.double() / temperature
         if kind == MULTI_LABEL:
@@ -89,9 +89,9 @@ def combine_label_logits(
             no = _sum_of_others(yes)
         at = torch.tensor(list(mine), device=z.device)
         chances.index_add_(1, at, yes)
-        others.index_add_(1, at, no)
+        negatives.index_add_(1, at, no)
         known[at] += 1
-    odds = (chances.log() - others.log()).clamp(-_MAX_LOGIT, _MAX_LOGIT)  # the number of teachers cancels
+    odds = (chances.log() - negatives.log()).clamp(-_MAX_LOGIT, _MAX_LOGIT)  # the number of teachers cancels
     return (temperature * odds).float()
 
 
@@ -188,8 +188,8 @@ def _ordered_labels(
             code="labels-mismatch" if lacking else "untaught-labels",
             setting="teacher",
         )
-    apart = any(set(own) != set(union) for own in labels) or len(set(kinds)) > 1
-    if apart and model_problem_type(student.config) != MULTI_LABEL:
+    differ = any(set(own) != set(union) for own in labels) or len(set(kinds)) > 1
+    if differ and model_problem_type(student.config) != MULTI_LABEL:
         raise InputError(
             "distill: the teachers have different labels, so a sample can have several, but the student"
             f" predicts only one ({model_problem_type(student.config)}). Use samples with lists of labels:"
@@ -237,13 +237,13 @@ def map_teacher_tokens(
     def read(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Any]:
         return given, {n: _map_ids(v, table) if n in _TOKEN_ID_INPUTS else v for n, v in named.items()}
 
-    def say(module: Any, given: tuple[Any, ...], result: Any) -> Any:
+    def map_outputs(module: Any, given: tuple[Any, ...], result: Any) -> Any:
         result.logits = result.logits.index_select(-1, table.to(result.logits.device))
         return result
 
     teacher.register_forward_pre_hook(read, with_kwargs=True)
     if teacher.can_generate():
-        teacher.register_forward_hook(say)
+        teacher.register_forward_hook(map_outputs)
     teacher.config.vocab_size = words
     if getattr(teacher.config, "decoder_vocab_size", None) is not None:
         teacher.config.decoder_vocab_size = words
@@ -286,10 +286,10 @@ def load_teachers(settings: DistillSettings, src: Artifact, workspace: Path, ctx
         InputError: unknown step, wrong format, random weights or another tokenizer.
     """
     return [
-        _teacher_of_step(one, ctx)
-        if isinstance(one, str)
-        else _teacher_of_folder(one, src, workspace / str(number), ctx)
-        for number, one in enumerate(settings.all_teachers())
+        _teacher_of_step(teacher, ctx)
+        if isinstance(teacher, str)
+        else _teacher_of_folder(teacher, src, workspace / str(number), ctx)
+        for number, teacher in enumerate(settings.all_teachers())
     ]
 
 
@@ -325,12 +325,12 @@ def _teacher_of_step(name: str, ctx: Context) -> Teacher:
     return Teacher(name, model.requires_grad_(False), artifact.path, artifact.key, artifact.key)
 
 
-def _teacher_of_folder(said: TeacherSettings, src: Artifact, space: Path, ctx: Context) -> Teacher:
+def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ctx: Context) -> Teacher:
     from smelt.models.checkpoint import load_model
     from smelt.models.import_model import import_model, source_files
     from smelt.models.text_rules import read_sentence_rules
 
-    folder = Path(said.model)
+    folder = Path(settings.model)
     if ctx.task != IMAGE_CLASSIFICATION:
         require_same_tokens(folder, src.path, "teacher")
     space.mkdir(parents=True)
@@ -420,7 +420,7 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     from smelt.models.sentence_model import is_sentence_model
 
     ours, theirs = model.config, teacher.config
-    reads = [family.input_kind if (family := family_of(one)) else "texts" for one in (model, teacher)]
+    reads = [family.input_kind if (family := family_of(each)) else "texts" for each in (model, teacher)]
     if reads[0] != reads[1]:
         raise InputError(
             f"distill: the teacher's inputs are {reads[1]}, but the student's are {reads[0]}. Use a"

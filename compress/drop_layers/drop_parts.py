@@ -65,7 +65,7 @@ def drop_parts(
     """
     if mistakes := check_parts(settings, model.config.to_dict()):
         raise InputError(
-            "drop-layers: " + " ".join(f"{one.setting}: {one.message}" for one in mistakes),
+            "drop-layers: " + " ".join(f"{mistake.setting}: {mistake.message}" for mistake in mistakes),
             code=mistakes[0].code,
             found=mistakes,
         )
@@ -79,7 +79,7 @@ def drop_parts(
     for part in (part for part in parts if part in gone):
         edits.append(skip_sublayer(model, part.block.module_path, part.index))
     ctx.details["dropped_parts"] = {
-        name: [part.name for part in there if part in gone] for name, there in stacks.items()
+        name: [part.name for part in parts if part in gone] for name, parts in stacks.items()
     }
 
 
@@ -87,23 +87,23 @@ def _num_kept(
     settings: DropLayersSettings, stacks: Mapping[str, list[LayerPart]], ctx: Context
 ) -> tuple[list[LayerPart], dict[str, int]]:
     """Return the parts to remove by explicit index, and the number of parts to keep of other stacks."""
-    told: list[LayerPart] = []
+    removed: list[LayerPart] = []
     numbers: dict[str, int] = {}
-    for name, there in stacks.items():
-        said = getattr(settings, name)
-        kinds = len({part.kind for part in there})
-        if isinstance(said, list):
-            told += [part for part in there if part.block.index not in said]
+    for name, parts in stacks.items():
+        choice = getattr(settings, name)
+        kinds = len({part.kind for part in parts})
+        if isinstance(choice, list):
+            removed += [part for part in parts if part.block.index not in choice]
             continue
-        wanted = math.floor(kept_fraction(settings) * len(there) + 0.5) if said is None else said
-        if wanted > len(there):
+        wanted = math.floor(kept_fraction(settings) * len(parts) + 0.5) if choice is None else choice
+        if wanted > len(parts):
             raise InputError(
                 f"drop-layers: {name}: cannot keep {wanted} parts, because there are only"
-                f" {len(there)}. Lower the number.",
+                f" {len(parts)}. Lower the number.",
                 code="more-than-model-has",
                 setting=name,
             )
-        if said is not None and wanted < kinds:
+        if choice is not None and wanted < kinds:
             raise InputError(
                 f"drop-layers: {name}: {wanted} is too few; one part of each kind must be kept, so at"
                 f" least {kinds}.",
@@ -111,32 +111,32 @@ def _num_kept(
                 setting=name,
             )
         numbers[name] = max(kinds, wanted)
-        if numbers[name] == len(there) and said is None and kept_fraction(settings) < 1:
+        if numbers[name] == len(parts) and choice is None and kept_fraction(settings) < 1:
             ctx.warn(
                 "nothing-to-remove",
-                f"keep_ratio {kept_fraction(settings):g} of the {len(there)} {' and '.join(settings.parts)}"
+                f"keep_ratio {kept_fraction(settings):g} of the {len(parts)} {' and '.join(settings.parts)}"
                 " of"
                 f" {name}, rounded to at least one of each kind, keeps all of them; none is removed. Lower"
                 " keep_ratio.",
             )
-    left = {(part.stack, part.kind) for there in stacks.values() for part in there if part not in told}
-    for name, there in stacks.items():
-        for kind in {part.kind for part in there}:
+    left = {(part.stack, part.kind) for parts in stacks.values() for part in parts if part not in removed}
+    for name, parts in stacks.items():
+        for kind in {part.kind for part in parts}:
             if (name, kind) not in left:
                 raise InputError(
                     f"drop-layers: {name}: {getattr(settings, name)} keeps no {kind}; keep at least one.",
                     code="no-part-left",
                     setting=name,
                 )
-    return told, numbers
+    return removed, numbers
 
 
 def _select_parts(
     asked: _PartRequest, src: Artifact, settings: DropLayersSettings, ctx: Context
 ) -> list[LayerPart]:
     """Return the parts to remove in addition to those given by index."""
-    model, stacks, numbers, there = asked.model, asked.stacks, asked.num_kept, asked.num_present
-    if numbers == there:
+    model, stacks, numbers, num_present = asked.model, asked.stacks, asked.num_kept, asked.num_present
+    if numbers == num_present:
         return []
     if settings.importance == "loss":
         return _select_by_loss(asked, src, settings, ctx)
@@ -155,8 +155,8 @@ def _select_parts(
         }
     gone: list[UnitId] = []
     for name, count in numbers.items():
-        for at in sorted(range(there[name]), key=lambda at: scores[name][at]):
-            if there[name] - sum(stack == name for stack, _ in gone) > count and not asked.is_last(
+        for at in sorted(range(num_present[name]), key=lambda at: scores[name][at]):
+            if num_present[name] - sum(stack == name for stack, _ in gone) > count and not asked.is_last(
                 (name, at), gone
             ):
                 gone.append((name, at))

@@ -337,9 +337,9 @@ def select_by_loss(
             code=found[0].code,
             setting="importance",
         )
-    there = {stack.name: len(model.get_submodule(stack.module_path)) for stack in stacks}
+    counts = {stack.name: len(model.get_submodule(stack.module_path)) for stack in stacks}
     plain: set[torch.nn.Module] = set()
-    removed: set[UnitId] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}
+    removed: set[UnitId] = {(n, at) for n, stay in kept.items() for at in range(counts[n]) if at not in stay}
     batches = load_calibration_samples(
         model, src, settings.calibration_samples, ctx, "drop-layers", labels=True, padded=True
     ).batches
@@ -348,17 +348,17 @@ def select_by_loss(
     def without_more(gone: Collection[UnitId]) -> AbstractContextManager[None]:
         return without_layers(model, stacks, {*gone, *removed}, plain)
 
-    with ablation_losses(model, batches, without_more, ctx, max_trials(num_kept, there)) as loss_without:
+    with ablation_losses(model, batches, without_more, ctx, max_trials(num_kept, counts)) as loss_without:
         ctx.details["loss_before"] = round(loss_without(frozenset()), 6)
         fixed = {(name, 0) for name in num_kept} if _keeps_first_layer(model) else set()
         gone, losses = drop_units_by_loss(
-            num_kept, {n: there[n] for n in num_kept}, fixed, loss_without, lasts
+            num_kept, {n: counts[n] for n in num_kept}, fixed, loss_without, lasts
         )
     ctx.details["dropped"] = [
         {"stack": name, "layer": number, "loss": round(loss, 6)}
         for (name, number), loss in zip(gone, losses, strict=True)
     ]
-    return {name: [at for at in range(there[name]) if (name, at) not in gone] for name in num_kept}
+    return {name: [at for at in range(counts[name]) if (name, at) not in gone] for name in num_kept}
 
 
 def _last_part_test(
@@ -370,7 +370,7 @@ def _last_part_test(
 
     removed: layers that are removed first.
     """
-    there = {
+    present = {
         stack.name: [
             set(range(len(stack.attentions) + 1)) - skipped_parts(layer)
             for layer in model.get_submodule(stack.module_path)
@@ -381,8 +381,8 @@ def _last_part_test(
     def is_last(layer: UnitId, gone: Collection[UnitId]) -> bool:
         name, number = layer
         away = {*gone, *removed, layer}
-        left = [parts for at, parts in enumerate(there[name]) if (name, at) not in away]
-        return not there[name][number] <= set().union(*left)
+        left = [parts for at, parts in enumerate(present[name]) if (name, at) not in away]
+        return not present[name][number] <= set().union(*left)
 
     return is_last
 

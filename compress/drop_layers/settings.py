@@ -97,8 +97,8 @@ def kept_layers(settings: Any, stacks: Mapping[str, int]) -> dict[str, int | lis
     keep = kept_fraction(settings)
     found: dict[str, int | list[int]] = {}
     for name, count in stacks.items():
-        said = getattr(settings, name)
-        found[name] = max(1, math.floor(keep * count + 0.5)) if said is None else said
+        choice = getattr(settings, name)
+        found[name] = max(1, math.floor(keep * count + 0.5)) if choice is None else choice
     return found
 
 
@@ -131,11 +131,11 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
     kind = config.get("model_type")
     for name in STACK_NAMES:
         if getattr(settings, name) is not None and name not in stacks:
-            there = " and ".join(stacks)
+            present = " and ".join(stacks)
             mistakes.append(
                 error_message(
                     "unknown-stack",
-                    f"a {kind} model has no such stack; it has {there}.{did_you_mean(name, stacks)}",
+                    f"a {kind} model has no such stack; it has {present}.{did_you_mean(name, stacks)}",
                     setting=name,
                 )
             )
@@ -160,23 +160,23 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
     kind = config.get("model_type")
     found = check_part_kinds(settings.parts, config, "targets")
     for name in STACK_NAMES:
-        said = getattr(settings, name)
-        if said is None:
+        choice = getattr(settings, name)
+        if choice is None:
             continue
         if name not in stacks:
-            there = " and ".join(stacks)
+            present = " and ".join(stacks)
             found.append(
                 error_message(
                     "unknown-stack",
                     f"{with_article(str(kind))} model has no such stack; it has"
-                    f" {there}.{did_you_mean(name, stacks)}",
+                    f" {present}.{did_you_mean(name, stacks)}",
                     setting=name,
                 )
             )
             continue
         count = stacks[name].num_layers(config)
         kinds = [part for part in settings.parts if part != "cross-attention" or name == "decoder_layers"]
-        wrong = None if count is None else _parts_error(said, count, len(kinds))
+        wrong = None if count is None else _parts_error(choice, count, len(kinds))
         if wrong:
             found.append(error_message(wrong.code, wrong.message, setting=name))
     return found
@@ -201,20 +201,20 @@ def check_part_kinds(kinds: Sequence[str], config: Mapping[str, Any], setting: s
     ]
 
 
-def _parts_error(said: int | list[int], layers: int, kinds: int) -> Message | None:
+def _parts_error(choice: int | list[int], layers: int, kinds: int) -> Message | None:
     """Return the mistake in the parts to keep of a stack with this many whole layers, else None."""
     if not kinds:  # an encoder has no cross-attention
         return error_message("unknown-part", "the encoder has no cross-attention; remove this setting.")
-    if isinstance(said, list):
-        return None if _is_increasing(said, layers) else _not_increasing_error(said, layers)
-    if said > kinds * layers:
+    if isinstance(choice, list):
+        return None if _is_increasing(choice, layers) else _not_increasing_error(choice, layers)
+    if choice > kinds * layers:
         return error_message(
             "more-than-model-has",
-            f"cannot keep {said} parts, because there are only {kinds * layers}. Lower the number.",
+            f"cannot keep {choice} parts, because there are only {kinds * layers}. Lower the number.",
         )
-    if said < kinds:
+    if choice < kinds:
         return error_message(
-            "too-few-kept", f"{said} is too few; one part of each kind must be kept, so at least {kinds}."
+            "too-few-kept", f"{choice} is too few; one part of each kind must be kept, so at least {kinds}."
         )
     return None
 
@@ -229,18 +229,18 @@ def _not_increasing_error(numbers: list[int], below: int) -> Message:
     )
 
 
-def _layers_error(family: Family, settings: Any, choice: int | list[int], there: int) -> Message | None:
+def _layers_error(family: Family, settings: Any, choice: int | list[int], count: int) -> Message | None:
     """Return the mistake in the layers of one stack, else None."""
     if isinstance(choice, int):
-        if choice > there:
+        if choice > count:
             return error_message(
                 "more-than-model-has",
-                f"cannot keep {choice} layers, because there are only {there}. Lower the number.",
+                f"cannot keep {choice} layers, because there are only {count}. Lower the number.",
             )
-        gone = settings.importance == "last" and choice < there
+        gone = settings.importance == "last" and choice < count
     else:
-        if not _is_increasing(choice, there):
-            return _not_increasing_error(choice, there)
+        if not _is_increasing(choice, count):
+            return _not_increasing_error(choice, count)
         gone = 0 not in choice
     if gone and family.first_layer_reason is not None:
         return error_message(

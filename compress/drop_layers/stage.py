@@ -89,9 +89,11 @@ class DropLayers:
         return (
             [
                 error_message(
-                    one.code, f"{one.message} Or set importance: block-influence.", setting="importance"
+                    mistake.code,
+                    f"{mistake.message} Or set importance: block-influence.",
+                    setting="importance",
                 )
-                for one in found
+                for mistake in found
             ]
             if looks
             else []
@@ -144,7 +146,7 @@ def _stacks_to_shorten(model: Any, settings: DropLayersSettings) -> list[Stack]:
     mistakes, _ = check_layer_counts(settings, config)
     if mistakes:
         raise InputError(
-            "drop-layers: " + " ".join(f"{one.setting or ''}: {one.message}" for one in mistakes),
+            "drop-layers: " + " ".join(f"{mistake.setting or ''}: {mistake.message}" for mistake in mistakes),
             code=mistakes[0].code,
             found=mistakes,
         )
@@ -157,11 +159,11 @@ def _select_layers(
     """Return the indices of the layers to keep by stack; report the importance in the details."""
     from smelt.compress.drop_layers.select_layers import select_by_influence, select_by_loss
 
-    there = {stack.name: len(model.get_submodule(stack.module_path)) for stack in stacks}
-    wanted = kept_layers(settings, there)
-    ctx.warnings.extend(_nothing_removed_warnings(wanted, there, settings))
+    counts = {stack.name: len(model.get_submodule(stack.module_path)) for stack in stacks}
+    wanted = kept_layers(settings, counts)
+    ctx.warnings.extend(_nothing_removed_warnings(wanted, counts, settings))
     kept = {name: choice for name, choice in wanted.items() if isinstance(choice, list)}
-    kept |= {name: list(range(count)) for name, count in there.items() if wanted[name] == count}
+    kept |= {name: list(range(count)) for name, count in counts.items() if wanted[name] == count}
     numbers = {name: c for name, c in wanted.items() if isinstance(c, int) and name not in kept}
     if not numbers:
         return kept
@@ -182,23 +184,23 @@ def _select_layers(
         )
         return kept | found
     return kept | {
-        name: _select_by_position(count, there[name], settings, ctx) for name, count in numbers.items()
+        name: _select_by_position(count, counts[name], settings, ctx) for name, count in numbers.items()
     }
 
 
 def _nothing_removed_warnings(
-    wanted: dict[str, LayerChoice], there: dict[str, int], settings: DropLayersSettings
+    wanted: dict[str, LayerChoice], counts: dict[str, int], settings: DropLayersSettings
 ) -> list[Message]:
     """Return warnings where `keep_ratio` is below 1 and all layers are kept."""
     keep = kept_fraction(settings)
-    told = [name for name in STACK_NAMES if getattr(settings, name) is not None]
-    whole = [name for name, choice in wanted.items() if choice == there[name] and name not in told]
+    explicit = [name for name in STACK_NAMES if getattr(settings, name) is not None]
+    whole = [name for name, choice in wanted.items() if choice == counts[name] and name not in explicit]
     if keep == 1:
         return []
     return [
         warning(
             "nothing-to-remove",
-            f"keep_ratio {keep:g} of the {there[name]} {name}, rounded to at least one, keeps all of them;"
+            f"keep_ratio {keep:g} of the {counts[name]} {name}, rounded to at least one, keeps all of them;"
             " none is removed. Lower keep_ratio.",
             setting="keep_ratio",
         )
@@ -206,9 +208,9 @@ def _nothing_removed_warnings(
     ]
 
 
-def _select_by_position(count: int, there: int, settings: DropLayersSettings, ctx: Context) -> list[int]:
+def _select_by_position(count: int, total: int, settings: DropLayersSettings, ctx: Context) -> list[int]:
     from smelt.compress.distill.layer_selection import layers_to_copy
 
     if settings.importance == "random":
-        return sorted(random.Random(ctx.seed).sample(range(there), count))
-    return layers_to_copy(count, there, settings.importance)
+        return sorted(random.Random(ctx.seed).sample(range(total), count))
+    return layers_to_copy(count, total, settings.importance)

@@ -70,8 +70,8 @@ def cp_decompose(kernel: Tensor, rank: int, seed: int) -> list[Tensor]:
     norm, before = float(whole.norm()), float("inf")
     for _ in range(_CP_MAX_ITERATIONS):
         for axis in range(4):
-            others = [factors[other] for other in range(4) if other != axis]
-            factors[axis] = _solve(_project(whole, factors, axis), others)
+            other_factors = [factors[other] for other in range(4) if other != axis]
+            factors[axis] = _solve(_project(whole, factors, axis), other_factors)
         off = float((whole - cp_kernel(factors)).norm())
         if before - off <= _CP_TOLERANCE * norm:
             break
@@ -96,13 +96,13 @@ def _initial_factor(whole: Tensor, axis: int, rank: int, draw: torch.Generator) 
 def _project(whole: Tensor, factors: list[Tensor], axis: int) -> Tensor:
     """Return the kernel times the vectors of all other axes, [n, R]."""
     letters = [f"{letter}r" for place, letter in enumerate(_AXIS_LETTERS) if place != axis]
-    others = [factor for place, factor in enumerate(factors) if place != axis]
-    return torch.einsum(f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", whole, *others)
+    other_factors = [factor for place, factor in enumerate(factors) if place != axis]
+    return torch.einsum(f"{_AXIS_LETTERS},{','.join(letters)}->{_AXIS_LETTERS[axis]}r", whole, *other_factors)
 
 
-def _solve(wanted: Tensor, others: list[Tensor]) -> Tensor:
+def _solve(wanted: Tensor, other_factors: list[Tensor]) -> Tensor:
     """Return the vectors [n, R] of one axis that fit best with those of the other axes."""
-    grams = [factor.T @ factor for factor in others]
+    grams = [factor.T @ factor for factor in other_factors]
     gram = grams[0] * grams[1] * grams[2]
     ridge = _RIDGE * float(gram.diagonal().mean().clamp(min=1e-300))
     gram = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
@@ -197,7 +197,7 @@ def vbmf(values: NDArray[np.float64], rows: int, columns: int) -> VbmfRank:
     if not squares.sum() > 0:
         return VbmfRank(0, 0.0, 0.0)
     limit = _threshold(alpha)
-    # section 5: at least the values beyond the largest rank that can be told from noise are noise
+    # section 5: at least the values beyond the largest rank that can be distinguished from noise are noise
     most = min(short - 1, max(0, math.ceil(short / (1 + alpha)) - 1))
     high = float(squares.sum()) / (short * long)
     rest = squares[most:]
@@ -389,9 +389,9 @@ def _no_gain_reason(conv: nn.Conv2d, ranks: ConvolutionRanks, settings: Factoriz
         whole, thin = conv.weight.numel(), count_factorized_weights(conv, settings.method, ranks)
     if thin < whole:
         return None
-    said = " and ".join(map(str, ranks))
+    rank = " and ".join(map(str, ranks))
     kernel = " x ".join(map(str, conv.weight.shape))
-    return f"rank {said} of {kernel} saves no {_SAVED_QUANTITY[settings.optimize_for]}: {thin:,} of {whole:,}"
+    return f"rank {rank} of {kernel} saves no {_SAVED_QUANTITY[settings.optimize_for]}: {thin:,} of {whole:,}"
 
 
 def factorize_convolution(

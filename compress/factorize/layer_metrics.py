@@ -71,7 +71,7 @@ class LayerMetrics:
         if name in self._known:
             return self._known[name]
         found = decompose(layer.weight, self.metric_of(name, layer))
-        held = sum(one.basis.nbytes for one in self._known.values())
+        held = sum(metric.basis.nbytes for metric in self._known.values())
         if held + found.basis.nbytes <= DECOMPOSITION_CACHE_BYTES:
             self._known[name] = found
         return found

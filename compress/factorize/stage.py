@@ -69,8 +69,8 @@ class Factorize:
     @classmethod
     def needs_with(cls, settings: FactorizeSettings, given: Collection[str]) -> frozenset[Need]:
         """Return the data that the step needs: calibration data, else training data, if it uses samples."""
-        there = {"calibration", "train"} & set(given)
-        counts = settings.targets == "embeddings" and settings.frequency_weighted is None and there
+        available = {"calibration", "train"} & set(given)
+        counts = settings.targets == "embeddings" and settings.frequency_weighted is None and available
         if not settings.needs_calibration and not counts:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
@@ -82,8 +82,8 @@ class Factorize:
             return []
         found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
         return [
-            error_message(one.code, f"{one.message} Or set method: whitened-svd.", setting="method")
-            for one in found
+            error_message(mistake.code, f"{mistake.message} Or set method: whitened-svd.", setting="method")
+            for mistake in found
         ]
 
     @classmethod
@@ -121,8 +121,8 @@ class Factorize:
         from smelt.models.image_processor import read_processor
 
         model, edits = load_float_model(src, self.name)
-        for one in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {one.message}", code=one.code, setting=one.setting)
+        for mistake in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {mistake.message}", code=mistake.code, setting=mistake.setting)
         factorize_convolutions(model, edits, read_processor(src.path), settings, ctx)
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
@@ -134,8 +134,8 @@ class Factorize:
             self._factorize_streamed(streamed, src, settings, ctx)
             return
         model, edits = load_float_model(src, self.name)
-        for one in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {one.message}", code=one.code, setting=one.setting)
+        for mistake in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {mistake.message}", code=mistake.code, setting=mistake.setting)
         ctx.details["parameters_before"] = count_stored_parameters(model)
         if settings.targets == "embeddings":
             from smelt.compress.factorize.embeddings import factorize_embeddings
@@ -173,8 +173,8 @@ class Factorize:
         from smelt.compress.factorize.ranks import rank_limits
 
         model = streamed.model
-        for one in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {one.message}", code=one.code, setting=one.setting)
+        for mistake in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {mistake.message}", code=mistake.code, setting=mistake.setting)
         ctx.details["parameters_before"] = count_stored_parameters(model)
         chosen = _layers_to_factorize(model, settings, ctx)
         limits = rank_limits(model, chosen, settings)
@@ -273,12 +273,12 @@ def _kept_reason(layer: nn.Linear, rank: int, limit: float) -> str:
 
     rows, columns = layer.weight.shape
     if rank >= (smallest := smaller_below_rank(rows, columns)):
-        said = f"saves no weights; the rank must be below {smallest:.1f}"
+        reason = f"saves no weights; the rank must be below {smallest:.1f}"
     elif limit > 1:
-        said = f"would be slower in int8; the rank must be below {limit:.1f}"
+        reason = f"would be slower in int8; the rank must be below {limit:.1f}"
     else:
-        said = "would be slower in int8, as every rank would"
-    return f"rank {rank} of {rows} x {columns} {said}"
+        reason = "would be slower in int8, as every rank would"
+    return f"rank {rank} of {rows} x {columns} {reason}"
 
 
 def _no_gain_text(count: int, settings: FactorizeSettings) -> str:

@@ -58,8 +58,8 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     from smelt.models.checkpoint import save_model
 
     model, edits = load_float_model(src, "prune")
-    for one in check_units(settings.targets, model.config.to_dict()):
-        raise InputError(f"prune: {one.message}", code=one.code, setting=one.setting)
+    for mistake in check_units(settings.targets, model.config.to_dict()):
+        raise InputError(f"prune: {mistake.message}", code=mistake.code, setting=mistake.setting)
     size = read_processor(src.path).shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
     ctx.details["parameters_before"] = count_stored_parameters(model)
     ctx.details["flops_before"] = count_macs(model, size)
@@ -88,8 +88,8 @@ def find_channels(model: Any) -> list[ChannelGroup]:
         if name.rpartition(".")[2] == family.conv_chain:
             places = [f"{name}.{number}" for number, _ in module.named_children()]
             found += [
-                ChannelGroup(one, f"{one}.{convolution}", f"{one}.{norm}", f"{following}.{convolution}")
-                for one, following in pairwise(places)
+                ChannelGroup(block, f"{block}.{convolution}", f"{block}.{norm}", f"{following}.{convolution}")
+                for block, following in pairwise(places)
             ]
     return found
 
@@ -146,8 +146,8 @@ def gate_scores(
         batches: labelled images, on the same device.
         loss_of: returns the mean loss of a model on a batch.
     """
-    there = next(model.parameters()).device
-    gates = {g.name: torch.ones(g.count(model), requires_grad=True, device=there) for g in groups}
+    device = next(model.parameters()).device
+    gates = {g.name: torch.ones(g.count(model), requires_grad=True, device=device) for g in groups}
     hooks = [model.get_submodule(g.norm).register_forward_hook(_gate_hook(gates[g.name])) for g in groups]
     found = {name: torch.zeros(len(gate), dtype=torch.float64) for name, gate in gates.items()}
     count = 0
@@ -167,9 +167,9 @@ def whole_kernel(module: nn.Module) -> Tensor:
     """Return the kernel of a convolution, or the product of a factorized one's, float [T, S, D, D]."""
     if not isinstance(module, LowRankConv):
         return module.get_parameter("weight").detach()
-    first, *others = (step for step in module.steps if isinstance(step, nn.Conv2d))
+    first, *following = (step for step in module.steps if isinstance(step, nn.Conv2d))
     whole = first.weight.detach()
-    for step in others:
+    for step in following:
         weight, alone = step.weight.detach(), step.groups != 1
         # in each direction one of the two has a single tap
         by = "oij,oskl->osikjl" if alone else "ocij,cskl->osikjl"

@@ -74,14 +74,14 @@ class GroupShapes:
 
 def group_shapes(model: Any, group: UnitGroup, units: int) -> GroupShapes:
     """Return the shapes of `group` of `model` with `units` kept units."""
-    there = group.count(model)
+    total = group.count(model)
     first = []
     for name in group.structure.linear_layers[:-1]:
         whole = linear_shape(model, name)
-        outputs = whole.outputs * units // there
+        outputs = whole.outputs * units // total
         first.append((name, LinearShape(whole.inputs, outputs, whole.rank, whole.bias)))
     last = linear_shape(model, group.structure.linear_layers[-1])
-    inputs = last.inputs * units // there
+    inputs = last.inputs * units // total
     return GroupShapes(units, tuple(first), LinearShape(inputs, last.outputs, last.rank, last.bias))
 
 

@@ -89,13 +89,13 @@ def fisher_scores(
         rows: batches of one sample each, on the same device; the square of a mean over several is smaller.
         loss_of: returns the loss of a model on a batch.
     """
-    there = next(model.parameters()).device
+    device = next(model.parameters()).device
     places = [
         (g.name, g.count(model), linear_with_inputs(model, g.structure.out), g.head_dim(model))
         for g in attentions
     ]
     places += [(b.name, b.count(model), linear_with_inputs(model, b.structure.down), 1) for b in blocks]
-    masks = {name: torch.ones(units, requires_grad=True, device=there) for name, units, _, _ in places}
+    masks = {name: torch.ones(units, requires_grad=True, device=device) for name, units, _, _ in places}
     hooks = [
         product.register_forward_pre_hook(unit_mask_hook(masks[name], width))
         for name, _, product, width in places
@@ -180,8 +180,8 @@ def taylor_scores(
         batches: calibration batches, on the same device.
         loss_of: returns the mean loss of a model on a batch.
     """
-    there = next(model.parameters()).device
-    masks = {g.name: torch.ones(g.count(model), requires_grad=True, device=there) for g in attentions}
+    device = next(model.parameters()).device
+    masks = {g.name: torch.ones(g.count(model), requires_grad=True, device=device) for g in attentions}
     heads = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
     neurons = {b.name: torch.zeros(b.count(model), dtype=torch.float64) for b in blocks}
     hooks = [

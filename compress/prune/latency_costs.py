@@ -149,12 +149,12 @@ class _TorchPart:
         heads, tokens = self._part.heads, self._part.tokens
         assert heads is not None
         wide, narrow = heads.keys * heads.queries * heads.width, heads.keys * heads.width
-        made = torch.cat(found, dim=1)
-        query = made[:, :wide].view(1, tokens, -1, heads.width).transpose(1, 2)
+        projected = torch.cat(found, dim=1)
+        query = projected[:, :wide].view(1, tokens, -1, heads.width).transpose(1, 2)
         key: Any = self._seen
         value = key
-        if made.shape[1] > wide and not heads.cached:
-            each = [made[:, at : at + narrow] for at in (wide, wide + narrow)]
+        if projected.shape[1] > wide and not heads.cached:
+            each = [projected[:, at : at + narrow] for at in (wide, wide + narrow)]
             key, value = (t.view(1, tokens, -1, heads.width).transpose(1, 2) for t in each)
         out = scaled_dot_product_attention(query, key, value, enable_gqa=heads.queries > 1)
         return out.transpose(1, 2).reshape(tokens, wide)
@@ -221,16 +221,16 @@ class _OnnxPart:
         y = self._add_node("MatMul", x, self._add_initializer(self._random(*size)))
         return self._add_node("Add", y, bias) if product.bias else y
 
-    def _add_attention(self, part: TimedPart, made: str) -> str:
+    def _add_attention(self, part: TimedPart, projected: str) -> str:
         heads = part.heads
         assert heads is not None
         wide, narrow = heads.keys * heads.queries * heads.width, heads.keys * heads.width
         sizes = [wide] if sum(p.outputs for p in part.input_layers) == wide else [wide, narrow, narrow]
-        split = [made]
+        split = [projected]
         if len(sizes) > 1:
-            split = [f"{made}.{number}" for number in range(3)]
+            split = [f"{projected}.{number}" for number in range(3)]
             cut = self._add_initializer(np.array(sizes, dtype=np.int64))
-            self._nodes.append(helper.make_node("Split", [made, cut], split, axis=1))
+            self._nodes.append(helper.make_node("Split", [projected, cut], split, axis=1))
         # queries that share a key head are rows of one matrix multiplication with it: [G, Q T, W]
         by_key = self._add_reshape(
             split[0], (part.tokens, heads.keys, heads.queries, heads.width), (1, 2, 0, 3)
@@ -250,11 +250,11 @@ class _OnnxPart:
 
     def _add_activation(self, part: TimedPart, y: str) -> str:
         assert part.output_layer is not None
-        made, other = y, None
+        hidden, other = y, None
         if part.gated:
-            y, other = (f"{made}.{number}" for number in range(2))
+            y, other = (f"{hidden}.{number}" for number in range(2))
             cut = self._add_initializer(np.array([part.output_layer.inputs] * 2, dtype=np.int64))
-            self._nodes.append(helper.make_node("Split", [made, cut], [y, other], axis=1))
+            self._nodes.append(helper.make_node("Split", [hidden, cut], [y, other], axis=1))
         if part.activation == "relu":
             y = self._add_node("Relu", y)
         elif part.activation == "gelu":
@@ -324,8 +324,8 @@ def latency_costs(
     fixed = clock.ms([_head_parts(model, tokens)])[0]
     whole = fixed + sum(float(cost[-1]) for cost in of.values())
     timings = [{"of": names, "ms": {str(n): ms for n, ms in kind}} for kind, names in table.items()]
-    said = {"sequence_length": tokens, "measure_on": runtime, "threads": clock.threads, "timings": timings}
-    return UnitCosts("milliseconds", whole, fixed, of, said)
+    details = {"sequence_length": tokens, "measure_on": runtime, "threads": clock.threads, "timings": timings}
+    return UnitCosts("milliseconds", whole, fixed, of, details)
 
 
 class _PartTimer:
@@ -383,11 +383,11 @@ def _attention_parts(model: Any, group: AttentionGroup, units: int, tokens: int,
         cached = TimedAttention(units, queries, width, max(1, min(seen, tokens // 2)), cached=True)
         return [(TimedPart(1, first, sizes.output_layer, cached), tokens)]
     by_name = dict(sizes.input_layers)
-    made = tuple(by_name[name] for name in (attention.key, attention.value))
+    key_value = tuple(by_name[name] for name in (attention.key, attention.value))
     look = TimedAttention(units, queries, width, tokens, cached=True)
     return [
         (TimedPart(1, (by_name[attention.query],), sizes.output_layer, look), tokens),
-        (TimedPart(tokens, made), 1),
+        (TimedPart(tokens, key_value), 1),
     ]
 
 

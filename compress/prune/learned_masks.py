@@ -76,21 +76,21 @@ def cut_masked(
     Returns:
         Details: the number of units of each kept part, and the removed parts by stack (if parts had masks).
     """
-    for masked, there in zip(masked_parts, kept_parts, strict=True):
-        for place in masked.positions if not there else ():
+    for masked, kept in zip(masked_parts, kept_parts, strict=True):
+        for place in masked.positions if not kept else ():
             edits.append(skip_sublayer(model, place.block.module_path, place.index))
     left = [
         (m, m.units, k)
-        for m, k, there in zip(masked_parts, kept_units, kept_parts, strict=True)
-        if m.units and there
+        for m, k, kept in zip(masked_parts, kept_units, kept_parts, strict=True)
+        if m.units and kept
     ]
     chosen = [(units, partial(_all_if_empty, k)) for m, units, k in left if len(k) < m.count]
     cut_units(model, edits, chosen, None, ctx)
     edits[:] = update_config(model, edits)
     details: dict[str, Any] = {"units": {units.name: units.count(model) for _, units, _ in left}}
     gone: dict[str, list[str]] = {place.stack: [] for masked in masked_parts for place in masked.positions}
-    for masked, there in zip(masked_parts, kept_parts, strict=True):
-        for place in masked.positions if not there else ():
+    for masked, kept in zip(masked_parts, kept_parts, strict=True):
+        for place in masked.positions if not kept else ():
             gone[place.stack].append(place.name)
     return details | ({"dropped_parts": gone} if gone else {})
 

@@ -81,8 +81,10 @@ def find_masked_parts(model: Any, settings: LearnedMasksSettings) -> list[Masked
     attentions, blocks = find_groups(model)
     groups: list[UnitGroup] = [*(attentions if "heads" in settings.targets else [])]
     groups += blocks if "ffn" in settings.targets else []
-    for one in check_part_kinds(settings.parts, model.config.to_dict(), "learned_masks.parts"):
-        raise InputError(f"learned_masks: parts: {one.message}", code=one.code, setting=one.setting)
+    for mistake in check_part_kinds(settings.parts, model.config.to_dict(), "learned_masks.parts"):
+        raise InputError(
+            f"learned_masks: parts: {mistake.message}", code=mistake.code, setting=mistake.setting
+        )
     wholes: dict[tuple[nn.Module, ...], list[LayerPart]] = {}
     for part in layer_parts(model) if settings.parts else ():
         if part.kind in settings.parts:
@@ -113,12 +115,14 @@ def find_masked_parts(model: Any, settings: LearnedMasksSettings) -> list[Masked
                 count_unit_parameters(model, group),
             )
         )
-    for there in wholes.values():
-        names = there[0].structure.linear_layers
-        found.append(MaskedPart(names, None, tuple(there), 1, _count_part_parameters(model, names)))
+    for parts in wholes.values():
+        names = parts[0].structure.linear_layers
+        found.append(MaskedPart(names, None, tuple(parts), 1, _count_part_parameters(model, names)))
     known = {_modules(model, masked.linear_layers) for masked in found}
-    others = [names for modules, names in whole_model.items() if modules not in known]
-    return found + [MaskedPart(names, None, (), 1, _count_part_parameters(model, names)) for names in others]
+    maskless = [names for modules, names in whole_model.items() if modules not in known]
+    return found + [
+        MaskedPart(names, None, (), 1, _count_part_parameters(model, names)) for names in maskless
+    ]
 
 
 def _layers_of_all_parts(model: Any) -> dict[tuple[nn.Module, ...], tuple[str, ...]]:

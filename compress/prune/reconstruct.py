@@ -92,7 +92,7 @@ def cut_units(
             leave(block)
         return {}
     left: dict[str, float] = {}
-    fed: list[tuple[int, int]] = []
+    token_counts: list[tuple[int, int]] = []
     for step in run_blocks(model, samples, ctx, stage="prune", enter=enter, leave=leave):
         for group, stay in _selection_in_block(step.block, selection):
             name = group.structure.linear_layers[-1]
@@ -103,9 +103,9 @@ def cut_units(
             kept = _cut_group(model, edits, group, stay())
             rounded = codes.rounder_of(model, half_path(model, name, "down")) if codes is not None else None
             left[name] = round(refit_layer(model, name, whole, kept, found, rounded), 4)
-            fed.append((found.tokens, len(kept)))
+            token_counts.append((found.tokens, len(kept)))
             del found, whole  # before the next ones are made
-    if few := few_tokens_text(fed, samples):
+    if few := few_tokens_text(token_counts, samples):
         ctx.warn(
             "few-calibration-tokens",
             f"{few}; the weights of these layers are refitted and may overfit. Increase"
@@ -178,7 +178,7 @@ def refit_layer(
 
     if round_weights is not None:
         seen = _select_inputs(statistics, kept)
-        fitted = min((round_weights(one, seen).double() for one in (old[:, kept], fitted)), key=off)
+        fitted = min((round_weights(weight, seen).double() for weight in (old[:, kept], fitted)), key=off)
     left = off(fitted)
     layer.weight.copy_(fitted)
     if owner.bias is not None:

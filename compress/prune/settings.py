@@ -318,8 +318,8 @@ def fixed_heads_warnings(targets: Sequence[str], config: Mapping[str, Any]) -> l
     Raises:
         InputError: heads are the only target.
     """
-    for one in check_units(targets, config):
-        raise InputError(f"prune: {one.message}", code=one.code, setting=one.setting)
+    for mistake in check_units(targets, config):
+        raise InputError(f"prune: {mistake.message}", code=mistake.code, setting=mistake.setting)
     reason = _fixed_heads_reason(config)
     return [warning("heads-kept", f"{reason} The heads are kept.")] if reason and "heads" in targets else []
 

@@ -113,8 +113,10 @@ class Prune:
         found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
         return (
             [
-                error_message(one.code, f"{one.message} Or set importance: magnitude.", setting="importance")
-                for one in found
+                error_message(
+                    mistake.code, f"{mistake.message} Or set importance: magnitude.", setting="importance"
+                )
+                for mistake in found
             ]
             if looks
             else []

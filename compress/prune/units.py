@@ -266,7 +266,7 @@ def _round_half_up(wanted: float) -> int:
 def rounding_warnings(
     model: Any, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], settings: PruneSettings
 ) -> list[Message]:
-    """Return warnings about layers that keep all units, or twice as many as keep_ratio asks for."""
+    """Return warnings about layers that keep all units, or twice as many as keep_ratio requests."""
     sizes = {
         "heads": [(n := g.count(model), count_kept_heads(n, settings)) for g in attentions],
         "ffn": [(n := b.count(model), count_kept_neurons(n, settings)) for b in blocks],

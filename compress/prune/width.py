@@ -109,11 +109,11 @@ class _WidthRefit:
         """Fit one block, part by part; the original block runs once."""
         points = _refit_points(after.block)
         whole = self._observe(0, points, before)
-        behind: Tensor | None = None  # output of the last norm, the input of the next part
+        norm_output: Tensor | None = None  # output of the last norm, the input of the next part
         for point in points:
             if isinstance(point, RefitNorm):
-                made = self.refit_norm(point, whole[point], after)
-                behind = None if after.block.stack.stream.pre_norm else made
+                normalized = self.refit_norm(point, whole[point], after)
+                norm_output = None if after.block.stack.stream.pre_norm else normalized
             elif point.reads_encoder:
                 if self.encoded is None:
                     self.encoded = whole[point], self._observe(1, [point], after)[point]
@@ -121,8 +121,8 @@ class _WidthRefit:
             else:
                 wanted = whole[point]
                 # layers that later blocks share are fitted on all uses
-                if behind is not None and len(behind) == len(wanted):
-                    found = behind
+                if norm_output is not None and len(norm_output) == len(wanted):
+                    found = norm_output
                 else:
                     found = self._observe(1, [point], after)[point]
                 self.refit_layers(point, wanted, found)
@@ -195,8 +195,8 @@ def _find_module(model: Any, point: RefitPoint) -> nn.Module:
 
 @torch.no_grad()
 def _apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = norm(x.to(next(norm.parameters()).device))
-    return made.float().cpu()
+    normalized: Tensor = norm(x.to(next(norm.parameters()).device))
+    return normalized.float().cpu()
 
 
 def _refit_points(block: Block) -> list[RefitPoint]:
@@ -238,8 +238,8 @@ def fit_norm(module: Any, target: Tensor, actual: Tensor, adds_one_to_weight: bo
     spread = x.square().mean(dim=0)
     ridge = RECONSTRUCTION_DAMPING * spread.mean()
     scale = ((x * y).mean(dim=0) + ridge) / (spread + ridge) if float(ridge) > 0 else torch.ones_like(spread)
-    one = 1.0 if adds_one_to_weight else 0.0
-    module.weight.copy_((module.weight.double().cpu() + one) * scale - one)
+    offset = 1.0 if adds_one_to_weight else 0.0
+    module.weight.copy_((module.weight.double().cpu() + offset) * scale - offset)
     if bias is not None:
         module.bias.copy_(bias.double().cpu() * scale + mean_y - mean_x * scale)
     return (x * scale + mean_y).float()

@@ -7,7 +7,7 @@ applies them. The float model is calibrated once and changed afterwards; its out
 weights are quantized.
 
 With `clip`, ranges are clipped where that reduces the output error of the scaled layers; except for queries
-and keys, whose single errors say little about attention scores (llm-awq's auto_clip.py skips them too).
+and keys, whose own errors hardly predict those of attention scores (as in llm-awq's auto_clip.py).
 
 `mse_grid` and `percentile_grid` clip the ranges of groups without input statistics.
 
@@ -95,17 +95,17 @@ def apply_awq(
         }
         for name, place in zip(names, places, strict=True):
             if clip and name in found:
-                cut = [one for one in place.layers if one.name.removesuffix(".linear") not in uncut]
+                cut = [layer for layer in place.layers if layer.name.removesuffix(".linear") not in uncut]
                 codes |= _clip_layers(cut, _second_moment(seen[name]), scales.get(name))
     _report_scales(places, names, found, ctx)
     ctx.details["awq_without_scales"] = left  # output layers and shared matrices
-    fed = [
+    token_counts = [
         (seen[name].tokens, int(place.layers[0].module.in_features))
         for name, place in zip(names, places, strict=True)
     ]
-    _warn_of_few_tokens(fed, unreached, samples, ctx)
+    _warn_of_few_tokens(token_counts, unreached, samples, ctx)
     renamed = {layer.module: layer for place in places for layer in place.layers}
-    return AwqResult([renamed.get(one.module, one) for one in layers], edits, codes)
+    return AwqResult([renamed.get(layer.module, layer) for layer in layers], edits, codes)
 
 
 def _require_finite(
@@ -156,8 +156,8 @@ def _report_scales(
     places: Sequence[ScaleTarget], names: Sequence[str], found: dict[str, ScaleSearchResult], ctx: Context
 ) -> None:
     """Write alpha, relative error and scale target of each input to the details of `ctx`."""
-    ctx.details["awq_error"] = {name: float(f"{one.error_ratio:.3g}") for name, one in found.items()}
-    ctx.details["awq_alpha"] = {name: one.alpha for name, one in found.items()}
+    ctx.details["awq_error"] = {name: float(f"{search.error_ratio:.3g}") for name, search in found.items()}
+    ctx.details["awq_alpha"] = {name: search.alpha for name, search in found.items()}
     went: dict[str, int] = {"norm": 0, "product": 0, "factor": 0}
     for name, place in zip(names, places, strict=True):
         if name in found and found[name].alpha > 0:
@@ -166,7 +166,7 @@ def _report_scales(
 
 
 def _warn_of_few_tokens(
-    fed: list[tuple[int, int]], unreached: list[str], samples: CalibrationSamples, ctx: Context
+    token_counts: list[tuple[int, int]], unreached: list[str], samples: CalibrationSamples, ctx: Context
 ) -> None:
     if unreached:
         ctx.warn(
@@ -174,7 +174,7 @@ def _warn_of_few_tokens(
             f"No calibration sample reaches {', '.join(unreached)}; the weights of these layers are"
             " rounded to nearest. Add calibration samples that use them.",
         )
-    if few := few_tokens_text(fed, samples):
+    if few := few_tokens_text(token_counts, samples):
         ctx.warn(
             "few-calibration-tokens",
             f"{few}; results may overfit. Increase calibration_samples, or add data: {{calibration: FILE}}.",

@@ -57,8 +57,8 @@ def open_large_model(src: Artifact, settings: QuantizeSettings, ctx: Context) ->
         return None
     layers = plan_layers(streamed.model, settings)
     places, head = tuple(f"{b.module_path}." for b in blocks_of(streamed.model)), output_layer(streamed.model)
-    outside = [one for one in layers if one.multiplies and not one.name.startswith(places)]
-    if settings.method == "gptq" and any(one.module is not head for one in outside):
+    outside = [layer for layer in layers if layer.multiplies and not layer.name.startswith(places)]
+    if settings.method == "gptq" and any(layer.module is not head for layer in outside):
         return None
     return streamed
 
@@ -129,10 +129,12 @@ class _BlockwiseState:
         self.gptq = work = GptqRunner(rows, grid_finder(settings), ctx)
         tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
 
-        def behind(observe: ObserveInputs) -> None:
+        def after_blocks(observe: ObserveInputs) -> None:
             self.streamed.load_head()
             products = [
-                one for one in self.layers_outside_blocks if one.multiplies and one.weight_id not in tables
+                layer
+                for layer in self.layers_outside_blocks
+                if layer.multiplies and layer.weight_id not in tables
             ]
             require_finite_layers(products)
             self.small_weights |= small_weights(products)
@@ -145,7 +147,7 @@ class _BlockwiseState:
             stage="quantize",
             enter=self.streamed.load_block,
             leave=self.finish_block,
-            behind=behind,
+            after_blocks=after_blocks,
         )
         for step in driven:
             inside = self.layers_in(step.block)

@@ -52,12 +52,12 @@ def rounding_points(model: Any) -> list[RoundingPoint]:
         links = [f"{name}.{number}" for number, _ in module.named_children()]
         first, _ = conv_end_names(model, f"{links[0]}.{convolution}")
         _, end = conv_end_names(model, f"{links[-1]}.{convolution}")
-        beside = f"{owner}.{family.conv_shortcut}"
-        if isinstance(model.get_submodule(beside), nn.Identity):
-            found.append(RoundingPoint(beside, first, range_source=first))
+        shortcut = f"{owner}.{family.conv_shortcut}"
+        if isinstance(model.get_submodule(shortcut), nn.Identity):
+            found.append(RoundingPoint(shortcut, first, range_source=first))
         else:
             found.append(
-                RoundingPoint(f"{beside}.{norm}", conv_end_names(model, f"{beside}.{convolution}")[1])
+                RoundingPoint(f"{shortcut}.{norm}", conv_end_names(model, f"{shortcut}.{convolution}")[1])
             )
         found.append(RoundingPoint(f"{links[-1]}.{norm}", end))
     return found + list(_max_pools(model))
@@ -95,7 +95,7 @@ def calibrate_convolutions(
     read = {name: [layer.module] for name, layer in convolutions.items()}
     seen = observe_ranges(model, read | own, {name: name for name in read | own}, samples, settings, ctx)
     signed = {name: found.signed for name, found in seen.items()}
-    new = [replace(one, signed=signed.get(one.name, True)) for one in layers]
+    new = [replace(layer, signed=signed.get(layer.name, True)) for layer in layers]
     found = {convolutions[name].weight_id: seen[name].largest for name in read if name in seen}
     between = {p.name: seen[p.range_source if p.range_source in convolutions else p.name] for p in places}
     return new, dict(ranges) | found, between

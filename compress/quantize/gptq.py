@@ -137,7 +137,7 @@ def apply_gptq(
     tables = {layer.weight_id for layer in layers if not layer.multiplies}
     work = GptqRunner(rows, fit, ctx)
     if low_rank is not None:
-        work.beside = {layer.weight_id: low_rank for layer in layers_to_correct(model, layers)}
+        work.corrections = {layer.weight_id: low_rank for layer in layers_to_correct(model, layers)}
     wanted = {
         id(layer.module): layer for layer in layers if layer.multiplies and layer.weight_id not in tables
     }
@@ -159,13 +159,13 @@ class GptqRunner:
     def __init__(self, rows: CalibrationSamples, fit: GridFinder, ctx: Context) -> None:
         self.rows, self.fit, self.ctx = rows, fit, ctx
         self.codes: dict[int, UnpackedWeights] = {}
-        self.beside: dict[int, LowRankCorrection] = {}
+        self.corrections: dict[int, LowRankCorrection] = {}
         self.pairs: dict[int, CorrectedWeight] = {}
         self.left: dict[str, float] = {}
-        self.unfed: dict[str, int] = {}
+        self.dead_inputs: dict[str, int] = {}
         self.damped: dict[str, float] = {}
         self.unreached: list[str] = []
-        self.fed: list[tuple[int, int]] = []
+        self.token_counts: list[tuple[int, int]] = []
 
     def not_yet_quantized(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
         """Return the first layer of each weight that is not quantized yet."""
@@ -214,17 +214,19 @@ class GptqRunner:
         ]
         error, plain = sum(part[1] for part in parts), sum(part[2] for part in parts)
         self.left[layer.name] = error / plain if plain > 0 else 1.0
-        if unfed := int((seen.squares == 0).sum()):
-            self.unfed[layer.name] = unfed
+        if dead := int((seen.squares == 0).sum()):
+            self.dead_inputs[layer.name] = dead
         self.codes[layer.weight_id] = _concatenate_rows([part[0] for part in parts])
-        self.fed.append((seen.tokens, weight.shape[1]))
+        self.token_counts.append((seen.tokens, weight.shape[1]))
 
     def _rows_at_once(self, layer: PlannedLayer) -> int:
         """Return how many rows of a layer are quantized at once: all, except for large output layers."""
         count, width = (int(size) for size in layer.module.weight.shape)
-        apart = is_row_independent(find_scheme(layer.scheme), width, layer.options)
+        independent = is_row_independent(find_scheme(layer.scheme), width, layer.options)
         return (
-            max(1, _MAX_WEIGHTS_AT_ONCE // width) if apart and layer.weight_id not in self.beside else count
+            max(1, _MAX_WEIGHTS_AT_ONCE // width)
+            if independent and layer.weight_id not in self.corrections
+            else count
         )
 
     def _inverse_cholesky(self, layer: PlannedLayer, seen: InputStatistics) -> Tensor:
@@ -275,9 +277,9 @@ class GptqRunner:
             kept = held if left is weight else None
             return gptq_quantize(left, seen, scheme, layer.options, self.fit, kept, inverse)
 
-        if layer.weight_id not in self.beside:
+        if layer.weight_id not in self.corrections:
             return decide(weight), None
-        low_rank = self.beside[layer.weight_id]
+        low_rank = self.corrections[layer.weight_id]
         metric = correction_metric(low_rank, seen)
         values = partial(dequantize_codes, scheme=scheme, options=layer.options, weight=weight)
         pair = quantize_with_correction(weight, decide, values, low_rank, metric)
@@ -286,8 +288,8 @@ class GptqRunner:
     def report(self) -> None:
         """Write the results to the details and warnings of `ctx`."""
         self.ctx.details["gptq_error"] = {name: float(f"{value:.3g}") for name, value in self.left.items()}
-        if self.unfed:
-            self.ctx.details["dead_inputs"] = self.unfed
+        if self.dead_inputs:
+            self.ctx.details["dead_inputs"] = self.dead_inputs
         if self.damped:
             most = max(self.damped, key=lambda name: self.damped[name])
             self.ctx.warn(
@@ -302,7 +304,7 @@ class GptqRunner:
                 f"No calibration sample reaches {', '.join(self.unreached)}; the weights of these"
                 " layers are rounded to nearest. Add calibration samples that use them.",
             )
-        if few := few_tokens_text(self.fed, self.rows):
+        if few := few_tokens_text(self.token_counts, self.rows):
             self.ctx.warn(
                 "few-calibration-tokens",
                 f"{few}; results may overfit. Increase calibration_samples, or add data:"

@@ -43,12 +43,12 @@ def select_per_group(better: Tensor, candidate: Tensor, current: Tensor) -> Tens
         candidate: [N, G, ...], or [N] if all groups of a row share a value.
         current: like `candidate`.
     """
-    there = (
+    selected = (
         better.reshape(*better.shape, *[1] * (candidate.dim() - better.dim()))
         if candidate.dim() > 1
         else better[:, 0]
     )
-    return torch.where(there, candidate, current)
+    return torch.where(selected, candidate, current)
 
 
 def pool_errors(sums: Tensor, scheme: Scheme, options: SchemeOptions) -> Tensor:
@@ -68,18 +68,18 @@ def hqq_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions)
         scheme: the scheme of the grid.
         options: options of the scheme.
     """
-    there = torch.ones(groups[0].numel(), device=groups.device)
-    there[width:] = 0
-    there = there.reshape(groups.shape[1:])
+    valid = torch.ones(groups[0].numel(), device=groups.device)
+    valid[width:] = 0
+    valid = valid.reshape(groups.shape[1:])
     kind = getattr(torch, _scale_dtype(scheme, groups, width, options))
     grid = dict(scheme.compute_qparams(groups, width, options))
-    best, least, beta = grid, _grid_errors(groups, grid, there, scheme, options), BETA
+    best, least, beta = grid, _grid_errors(groups, grid, valid, scheme, options), BETA
     for _ in range(ITERATIONS):
         values = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options)
         target = groups - shrink(groups - values, beta)
-        grid = _fit_grid(target, values, grid, there, scheme, options)
+        grid = _fit_grid(target, values, grid, valid, scheme, options)
         grid["scales"] = grid["scales"].to(kind).float()
-        errors = _grid_errors(groups, grid, there, scheme, options)
+        errors = _grid_errors(groups, grid, valid, scheme, options)
         better = errors < least
         least = torch.where(better, errors, least)
         best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
@@ -126,8 +126,10 @@ def zero_point_shift(target: Tensor, steps: Tensor, scales: Tensor, valid: Tenso
 
 def _max_code(scheme: Scheme, grid: QuantParams, options: SchemeOptions) -> int:
     """Return the largest quantized value of a scheme with zero points."""
-    one = {name: torch.ones_like(tensor[:1, :1]) for name, tensor in grid.items()}
-    return int(scheme.quantize(torch.full((1, 1, 1), 1e6, device=one["scales"].device), one, options))
+    unit_grid = {name: torch.ones_like(tensor[:1, :1]) for name, tensor in grid.items()}
+    return int(
+        scheme.quantize(torch.full((1, 1, 1), 1e6, device=unit_grid["scales"].device), unit_grid, options)
+    )
 
 
 def _scale_dtype(scheme: Scheme, groups: Tensor, width: int, options: SchemeOptions) -> str:

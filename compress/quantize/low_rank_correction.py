@@ -167,7 +167,7 @@ def find_corrections(
     """
     wanted, low_rank = layers_to_correct(model, layers), settings.correction
     assert low_rank is not None
-    made: dict[int, CorrectedWeight] = {}
+    corrected: dict[int, CorrectedWeight] = {}
     with ExitStack() as stack:
         seen: Mapping[str, InputStatistics] = {}
         if settings.calibrates_correction and samples is not None and wanted:
@@ -179,9 +179,9 @@ def find_corrections(
                 kept = collect_statistics(model, samples, single, ctx, second=second)
             seen = stack.enter_context(kept)
         for at, layer in enumerate(wanted, start=1):
-            made[layer.weight_id] = _correct_layer(layer, low_rank, quantizer, seen.get(layer.name))
+            corrected[layer.weight_id] = _correct_layer(layer, low_rank, quantizer, seen.get(layer.name))
             ctx.progress(at, len(wanted), f"low-rank correction of {layer.name}")
-    return made
+    return corrected
 
 
 def _correct_layer(

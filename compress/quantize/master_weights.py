@@ -55,12 +55,12 @@ def read_master_weights(
         return None, None
     try:
         with safe_open(path, "pt") as opened:
-            said = (opened.metadata() or {}).get(_MODEL_HASH_KEY)
-            there = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
-            why = _mismatch_warning(said, there, folder, shapes)
+            model_hash = (opened.metadata() or {}).get(_MODEL_HASH_KEY)
+            stored_shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
+            why = _mismatch_warning(model_hash, stored_shapes, folder, shapes)
             if why is not None:
                 return None, why
-            found = {name: opened.get_tensor(name).float() for name in there}
+            found = {name: opened.get_tensor(name).float() for name in stored_shapes}
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{path}: not a readable safetensors file: {error}. {_REBUILD_HINT}",
@@ -78,20 +78,20 @@ def read_master_weights(
 
 
 def _mismatch_warning(
-    said: str | None,
-    there: Mapping[str, tuple[int, ...]],
+    model_hash: str | None,
+    stored_shapes: Mapping[str, tuple[int, ...]],
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Message | None:
     """Return a warning if the file does not belong to the model in `folder`, else None."""
     path, left = folder / MASTER_WEIGHTS_FILE, f"so they are not used. {_REBUILD_HINT}"
-    if there != dict(shapes):
-        odd = next(n for n in sorted({*there, *shapes}) if there.get(n) != shapes.get(n))
+    if stored_shapes != dict(shapes):
+        odd = next(n for n in sorted({*stored_shapes, *shapes}) if stored_shapes.get(n) != shapes.get(n))
         return warning(
             "master-weights-mismatch",
             f"{path}: the master weights do not match this model ('{odd[:80]}'), {left}",
         )
-    if said != sha256_of(folder / WEIGHTS_FILE):
+    if model_hash != sha256_of(folder / WEIGHTS_FILE):
         return warning(
             "master-weights-outdated",
             f"{path}: these master weights belong to another {WEIGHTS_FILE}, {left}",

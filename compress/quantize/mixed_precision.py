@@ -62,7 +62,7 @@ def pareto_choices(choices: Sequence[Sequence[tuple[int, float]]]) -> list[Width
 
 def best_within(choices: Sequence[WidthChoice], cost: float) -> WidthChoice | None:
     """Return the choice with the least sensitivity within `cost` bits; None if all take more."""
-    return next((one for one in reversed(choices) if one.cost <= cost), None)
+    return next((choice for choice in reversed(choices) if choice.cost <= cost), None)
 
 
 def _pareto_states(states: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:
@@ -193,7 +193,7 @@ def choose_bit_widths(
     quantizer_of: Callable[[PlannedLayer], WeightQuantizer | None],
     ctx: Context,
 ) -> list[PlannedLayer]:
-    """Return `layers` with the bit widths that `settings.mixed_precision` asks for; write the details.
+    """Return `layers` with the bit widths that `settings.mixed_precision` requires; write the details.
 
     Args:
         model: not changed.
@@ -328,8 +328,8 @@ def _within_drop(
     limit = whole - asked.max_drop
 
     def good(at: int) -> bool:
-        one = found[at]
-        return trial.score([widths[pick] for pick in one.choices], one.cost / total) >= limit
+        candidate = found[at]
+        return trial.score([widths[pick] for pick in candidate.choices], candidate.cost / total) >= limit
 
     low, high = -1, len(found) - 1
     if not good(high):

@@ -106,7 +106,7 @@ def cp_convolutions(model: Any) -> list[Any]:
     from smelt.models.layers import LowRankConv
 
     thin = [list(m.steps) for m in model.modules() if isinstance(m, LowRankConv)]
-    return [step for steps in thin if any(one.groups != 1 for one in steps) for step in steps]
+    return [step for steps in thin if any(convolution.groups != 1 for convolution in steps) for step in steps]
 
 
 def is_convolutional(model: Any) -> bool:
@@ -153,8 +153,8 @@ def quantize_layers(
         weight = layer.weight_id  # taken before the module is replaced: a freed id may be reused
         new = quantize_planned(layer, ranges, quantizer_of(layer))
         first_name, first = done.setdefault(weight, (layer.name, new))
-        told = dict(layer.options)
-        edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **told}
+        options = dict(layer.options)
+        edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **options}
         replace_layer(model, edits, layer.name, new, edit)
         if not layer.signed:
             edits.append({"op": "unsigned", "module": layer.name})

@@ -11,9 +11,9 @@ that a weight near a rounding boundary can cross it soon; if these are not avail
 
 Scales are computed from the weights in each update, or learned with them (compress/quantize/step_sizes.py).
 
-Weights are fake-quantized in every scheme, activations if the scheme asks for it. The int8 activation blocks
-of MatMulNBits change outputs by 0.6 % of their standard deviation, 4-bit weights by 10 % and more: these
-activations are not fake-quantized.
+Weights are fake-quantized in every scheme, activations if the scheme quantizes them. The int8 activation
+blocks of MatMulNBits change outputs by 0.6 % of their standard deviation, 4-bit weights by 10 % and more:
+these activations are not fake-quantized.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def prepare_qat(
         master_weights: float32 [N, K] by the first name of each matrix, stored by an earlier training.
     """
     weights: dict[int, nn.Parameter] = {}
-    made: dict[int, nn.Module] = {}
+    replacements: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if not is_quantized(module):
             continue
@@ -295,14 +295,14 @@ def prepare_qat(
                 )
             weights[id(module.matrix)] = nn.Parameter(start)
         weight = weights[id(module.matrix)]
-        if id(module) not in made:
+        if id(module) not in replacements:
             kind: Any = QatLinear if isinstance(module, QuantizedLinear) else QatEmbedding
             kind = QatConv2d if isinstance(module, QuantizedConv2d) else kind
-            made[id(module)] = kind(module, weight)
-            copy_embed_scale(made[id(module)], module)
+            replacements[id(module)] = kind(module, weight)
+            copy_embed_scale(replacements[id(module)], module)
             if is_masked(module):
-                mark_masked(made[id(module)])
-        replace_module(model, name, made[id(module)].train(module.training))
+                mark_masked(replacements[id(module)])
+        replace_module(model, name, replacements[id(module)].train(module.training))
 
 
 def _initial_weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
@@ -311,9 +311,9 @@ def _initial_weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
     With a low-rank correction, the correction is subtracted.
     """
     owner, _, last = name.rpartition(".")
-    beside = model.get_submodule(owner) if last == "coded" else None
-    if isinstance(beside, LowRankCorrectedLinear):
-        pair = beside.adapter
+    corrected = model.get_submodule(owner) if last == "coded" else None
+    if isinstance(corrected, LowRankCorrectedLinear):
+        pair = corrected.adapter
         return cast(Tensor, floats.get_submodule(owner).weight) - pair.up.weight @ pair.down.weight
     return cast(Tensor, floats.get_submodule(name).weight)
 

@@ -184,16 +184,16 @@ def split_ternary_layers(model: nn.Module, edits: list[Edit]) -> tuple[list[Edit
     """
     latents = qat_layers(model)
     looked_up = {id(m.quantized.matrix) for _, m in latents if isinstance(m, QatEmbedding)}
-    made: dict[int, SplitLinear] = {}
+    replacements: dict[int, SplitLinear] = {}
     for name, latent in latents:
         matrix = latent.quantized.matrix
         if not isinstance(latent, QatLinear) or not matrix.scheme.split_scheme or id(matrix) in looked_up:
             continue
-        if id(latent) not in made:
+        if id(latent) not in replacements:
             edits = _split_edits(edits, name, matrix)
-            made[id(latent)] = _split_layer(latent).train(latent.training)
-        replace_module(model, name, made[id(latent)])
-    if not made:
+            replacements[id(latent)] = _split_layer(latent).train(latent.training)
+        replace_module(model, name, replacements[id(latent)])
+    if not replacements:
         known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.split_scheme)
         raise InputError(
             f"qat: weight_splitting applies only to layers of scheme {known}, and the model has none."
@@ -202,7 +202,7 @@ def split_ternary_layers(model: nn.Module, edits: list[Edit]) -> tuple[list[Edit
             code="no-layer-of-scheme",
             setting="qat.weight_splitting",
         )
-    return edits, len(made)
+    return edits, len(replacements)
 
 
 def _split_edits(edits: list[Edit], name: str, matrix: QuantizedMatrix) -> list[Edit]:
@@ -237,7 +237,7 @@ def _split_edits(edits: list[Edit], name: str, matrix: QuantizedMatrix) -> list[
 def _half_scheme(matrix: QuantizedMatrix) -> tuple[Scheme, dict[str, Any]]:
     """Return the scheme of the halves, and the options of the matrix that apply to it."""
     scheme = find_scheme(matrix.scheme.split_scheme)
-    return scheme, {one.name: matrix.options[one.name] for one in scheme.option_specs}
+    return scheme, {option.name: matrix.options[option.name] for option in scheme.option_specs}
 
 
 def _split_layer(latent: QatLinear) -> SplitLinear:

@@ -145,7 +145,7 @@ def entropy_range(counts: BinCounts, edges: FloatArray, codes: int = _NUM_LEVELS
     return limits[int(np.argmin(found))]
 
 
-def _requantize_bins(inner: BinCounts, codes: int, there: NDArray[np.bool_]) -> BinCounts:
+def _requantize_bins(inner: BinCounts, codes: int, nonempty: NDArray[np.bool_]) -> BinCounts:
     """Merge bins into `codes` coarse ones, and spread each count over its nonempty fine bins, rounded down.
 
     The last coarse bin also counts the remaining bins at the end, but does not extend over them.
@@ -154,7 +154,7 @@ def _requantize_bins(inner: BinCounts, codes: int, there: NDArray[np.bool_]) -> 
     whole = codes * merged
     coarse = inner[:whole].reshape(codes, merged).sum(axis=1)
     coarse[-1] += inner[whole:].sum()
-    filled = there[:whole].reshape(codes, merged).sum(axis=1)
+    filled = nonempty[:whole].reshape(codes, merged).sum(axis=1)
     shares = np.where(filled > 0, coarse / np.maximum(filled, 1), 0).astype(np.int64)
     spread = np.zeros(len(inner), dtype=np.int64)
     spread[:whole] = np.repeat(shares, merged)
@@ -294,11 +294,11 @@ def scale_underflow_warnings(
 
     weights: the result of `small_weights` before any method changed the weights to their quantized values.
     """
-    said: dict[int, list[str]] = {}
+    layers_by_weight: dict[int, list[str]] = {}
     largest: dict[int, float] = {}
     for layer in layers:
         if layer.name in weights and _loses_digits(layer, weights[layer.name]):
-            said.setdefault(layer.weight_id, []).append(layer.name)
+            layers_by_weight.setdefault(layer.weight_id, []).append(layer.name)
             largest[layer.weight_id] = float(weights[layer.name].abs().max())
     return [
         warning(
@@ -307,7 +307,7 @@ def scale_underflow_warnings(
             " lose precision or underflow to 0, and the quantized weights may be inaccurate. Keep"
             f" the layer in float with exclude: {json.dumps(names)}.",
         )
-        for weight, names in said.items()
+        for weight, names in layers_by_weight.items()
     ]
 
 

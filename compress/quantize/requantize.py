@@ -129,7 +129,7 @@ class Requantizer:
 
     def rounder_of(self, model: nn.Module, name: str) -> RoundWeights | None:
         """Return the function that rounds weights of the layer `name`; None if it was not quantized."""
-        layer = next((one for one in self._layers if one.name == name), None)
+        layer = next((layer for layer in self._layers if layer.name == name), None)
         if layer is None:
             return None
 
@@ -242,8 +242,8 @@ class Requantizer:
             new.bias.data = old.bias.detach().clone()
         if is_masked(old):
             mark_masked(new)
-        told = dict(matrix.options)
-        edit = {"op": "quantize", "module": inner, "scheme": matrix.scheme.name, **told}
+        options = dict(matrix.options)
+        edit = {"op": "quantize", "module": inner, "scheme": matrix.scheme.name, **options}
         replace_layer(model, edits, inner, new.train(old.training), edit)
         if id(matrix) in done:
             first, shared = done[id(matrix)]
@@ -264,7 +264,7 @@ class Requantizer:
     def _copy_ranges(self, old: QuantizedMatrix, new: QuantizedMatrix) -> None:
         """Copy the activation ranges, which apply to the whole matrix."""
         stored = old.scheme.stored_tensors(len(old.codes), old.width, old.options)
-        for name in (name for name, one in stored.items() if one.calibrated):
+        for name in (name for name, tensor in stored.items() if tensor.calibrated):
             new.get_parameter(name).data = old.tensor(name).detach().clone()
 
     def _kept_indices(self, layer: _DequantizedLayer, module: Any) -> tuple[Tensor, Tensor]:
@@ -281,13 +281,14 @@ class Requantizer:
     def _layer_codes(self, layer: _DequantizedLayer, module: Any) -> tuple[UnpackedWeights, Tensor]:
         """Return the quantized weights of the changed layer `module`, and their float source; count them."""
         weight, (rows, columns) = module.weight.detach().float(), self._kept_indices(layer, module)
-        known = next((one for values, one in layer.cache if torch.equal(values, weight)), None)
+        known = next((cached for values, cached in layer.cache if torch.equal(values, weight)), None)
         codes, floats, again = known or self._decide_codes(layer, weight, module, None)
         self._again += [layer.name] if again else []
         scheme, options, width = layer.matrix.scheme, layer.matrix.options, len(columns)
         was = layer.matrix.unpack()
         values, before = (
-            scheme.dequantize(one.q_weight, one.qparams, options).flatten(1) for one in (codes, was)
+            scheme.dequantize(quantized.q_weight, quantized.qparams, options).flatten(1)
+            for quantized in (codes, was)
         )
         same = codes.q_weight.flatten(1)[:, :width] == was.q_weight.flatten(1)[rows][:, columns]
         # the same integer with another scale is another value

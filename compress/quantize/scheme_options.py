@@ -50,18 +50,20 @@ def check_scheme_options(names: Sequence[str], settings: Settings, scheme_names:
                 continue
             if not mixed and scheme is not schemes[0] and option.name in main:
                 continue  # the value is for the linear layers; embeddings keep their scheme's default
-            said, *allowed = map(format_option_value, (value, *option.allowed))
-            one = f"{scheme.bits}-bit weights" if mixed else f"scheme {scheme.name}"
+            shown, *allowed = map(format_option_value, (value, *option.allowed))
+            scope = f"{scheme.bits}-bit weights" if mixed else f"scheme {scheme.name}"
             expected = f"expected one of {', '.join(allowed)}"
             raise SettingError(
-                option.others or f"{option.name} {said} is not for {one}; {expected}", code="wrong-value"
+                option.rejection or f"{option.name} {shown} is not for {scope}; {expected}",
+                code="wrong-value",
             )
 
 
 def resolve_options(scheme: str, settings: Settings) -> dict[str, OptionValue]:
     """Return the options of `scheme` from `settings`, with defaults where a value is for another scheme."""
     return {
-        one.name: _resolve_option(one, getattr(settings, one.name)) for one in SCHEMES[scheme].option_specs
+        option.name: _resolve_option(option, getattr(settings, option.name))
+        for option in SCHEMES[scheme].option_specs
     }
 
 
@@ -86,8 +88,8 @@ def _option_values(schemes: Iterable[str], settings: Settings) -> dict[str, list
     return {name: [options[name] for options in taken if name in options] for name in schemes_by_option()}
 
 
-def _resolve_option(option: SchemeOption, said: OptionValue | None) -> OptionValue:
-    return said if said is not None and option.allows(said) else option.default
+def _resolve_option(option: SchemeOption, value: OptionValue | None) -> OptionValue:
+    return value if value is not None and option.allows(value) else option.default
 
 
 _EMBEDDING_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.supports_embeddings)
@@ -106,16 +108,18 @@ EMBEDDING_SCHEME = f"scheme of embeddings and output layer; default {_default_ta
 
 
 def _option_field(found: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]:
-    """Return type and field of an option of these schemes; None stands for each scheme's default."""
+    """Return type and field of an option of these schemes; None is each scheme's default."""
     option = found[0][1]
-    values = {value: None for _, one in found for value in one.allowed}
+    values = {value: None for _, spec in found for value in spec.allowed}
     kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]
     takes: dict[str, list[str]] = {}
-    for scheme, one in found:
+    for scheme, spec in found:
         allowed = (
-            "" if set(one.allowed) == set(values) else f"{', '.join(map(format_option_value, one.allowed))}; "
+            ""
+            if set(spec.allowed) == set(values)
+            else f"{', '.join(map(format_option_value, spec.allowed))}; "
         )
-        takes.setdefault(f"{allowed}default {format_option_value(one.default)}", []).append(scheme.name)
+        takes.setdefault(f"{allowed}default {format_option_value(spec.default)}", []).append(scheme.name)
     notes = ". ".join(f"{', '.join(names)}: {text}" for text, names in takes.items())
     return kind | None, Field(default=None, description=f"{option.description}. {notes}")
 
@@ -160,23 +164,23 @@ def scheme_table() -> str:
     """Return the table, each line indented by two spaces, and an explanation of its columns."""
     rows = [list(_COLUMNS), *(_row_cells(scheme) for scheme in SCHEMES.values())]
     lines = [line for row in rows for line in _wrap_row(row)]
-    told = (
+    explanation = (
         "bits: per weight, scales and zero points included, with the default options. data:"
         " calibration samples. training: whether training after quantization is needed. runtimes: targets of"
         f" `onnx`; torch runs all schemes. pays: where the scheme is useful.{_restricted_schemes()}"
     )
-    return "\n".join(lines) + "\n\n" + told
+    return "\n".join(lines) + "\n\n" + explanation
 
 
 def _restricted_schemes() -> str:
     """Return sentences about schemes that a runtime supports only with certain options."""
-    told = [
+    sentences = [
         f" For {target}, {scheme.name} needs"
         f" {' and '.join(format_option(*option) for option in only.items())}."
         for scheme in SCHEMES.values()
         for target, only in scheme.required_options.items()
     ]
-    return "".join(told).replace("`", "")
+    return "".join(sentences).replace("`", "")
 
 
 def _row_cells(scheme: Scheme) -> list[str]:

@@ -103,8 +103,8 @@ def apply_smoothquant(
 
 def smoothquant_scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
     """Return s, float32 [K], from the channel maxima of activations and weights; 1 where either is 0."""
-    there = (activations > 0) & (weights > 0)
-    return (activations**alpha / weights ** (1 - alpha)).where(there, torch.ones(()))
+    nonzero = (activations > 0) & (weights > 0)
+    return (activations**alpha / weights ** (1 - alpha)).where(nonzero, torch.ones(()))
 
 
 def smooth_like(float_model: Any, quantized_model: Any) -> None:
@@ -174,8 +174,8 @@ def divide_norm(model: Any, group: NormGroup, scales: Tensor, stored_dtype: torc
     Returns:
         The exact divisors, by which the columns of its readers were multiplied.
     """
-    norm, one = model.get_submodule(group.norm), norm_weight_offset(model)
-    divided = (norm.weight + one) / scales - one
+    norm, offset = model.get_submodule(group.norm), norm_weight_offset(model)
+    divided = (norm.weight + offset) / scales - offset
     return set_norm_weight(model, group, divided.to(stored_dtype).float())
 
 
@@ -185,8 +185,8 @@ def set_norm_weight(model: Any, group: NormGroup, weight: Tensor) -> Tensor:
 
     Channels whose weight is 0, or would become 0 or infinite, are not changed.
     """
-    norm, one = model.get_submodule(group.norm), norm_weight_offset(model)
-    exact = (norm.weight + one) / (weight + one)
+    norm, offset = model.get_submodule(group.norm), norm_weight_offset(model)
+    exact = (norm.weight + offset) / (weight + offset)
     moved = exact.isfinite()
     done: Tensor = exact.where(moved, torch.ones(()))
     norm.weight.copy_(weight.where(moved, norm.weight))

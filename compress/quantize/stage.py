@@ -126,8 +126,8 @@ class Quantize:
 
         streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
-        for one in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"quantize: {one.message}", code=one.code, setting=one.setting)
+        for mistake in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"quantize: {mistake.message}", code=mistake.code, setting=mistake.setting)
         if any(edit["op"] == "quantize" for edit in edits):
             raise InputError(
                 f"{src.path}: this model is already quantized, and a model can be quantized only once."
@@ -236,7 +236,7 @@ def quantization_details(model: Any, stored: int) -> dict[str, Any]:
     from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear, is_quantized
     from smelt.quantization.matrix import QuantizedConv2d
 
-    beside = {
+    adapter_modules = {
         id(h) for m in model.modules() if isinstance(m, LowRankCorrectedLinear) for h in m.adapter.modules()
     }
     layers = [(name, m) for name, m in model.named_modules() if is_quantized(m)]
@@ -247,7 +247,7 @@ def quantization_details(model: Any, stored: int) -> dict[str, Any]:
         **({"convolutions": convolutions} if convolutions else {}),
         "embeddings": len(layers) - len(linears) - convolutions,
         "float_linear_layers": [
-            n for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in beside
+            n for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in adapter_modules
         ],
         "padded_layers": [name for name, m in linears if _is_padded(m.matrix)],
         "bits_per_weight": quantized_weight_bits(model, stored),

@@ -159,8 +159,8 @@ class StepSizes(nn.Module):
             grid = _make_grid(*self._grid(None))
 
         def decide(weight: Tensor, scheme: Scheme, options: SchemeOptions) -> UnpackedWeights:
-            there = {name: part.to(weight.device) for name, part in grid.items()}
-            return round_on_grid(lambda *_: there, weight, scheme, options)
+            on_device = {name: part.to(weight.device) for name, part in grid.items()}
+            return round_on_grid(lambda *_: on_device, weight, scheme, options)
 
         return decide
 

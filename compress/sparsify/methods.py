@@ -46,7 +46,7 @@ class SparsityMethod(Protocol):
     def __call__(
         self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
     ) -> Tensor:
-        """Return the new weight, float32 [N, K], with zeros as `pattern` says.
+        """Return the new weight, float32 [N, K], with zeros by `pattern`.
 
         Args:
             weight: float32 [N, K].
@@ -112,9 +112,9 @@ class SparseGpt:
         factor = inverse_cholesky(found)[0].to(weight)
         new = weight.clone()
         new[:, dead] = 0.0
-        at_once = max(1, _BLOCK_COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
-        for start in range(0, new.shape[1], at_once):
-            end = min(start + at_once, new.shape[1])
+        block_size = max(1, _BLOCK_COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
+        for start in range(0, new.shape[1], block_size):
+            end = min(start + block_size, new.shape[1])
             errors = _sparsify_columns(new[:, start:end], factor[start:end, start:end], pattern)
             new[:, end:] -= errors @ factor[start:end, end:]
         return new

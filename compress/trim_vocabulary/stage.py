@@ -108,7 +108,9 @@ class TrimVocabulary:
         found, _ = self.check_model(settings, model.config.to_dict())
         if found:
             raise InputError(
-                f"trim-vocabulary: {' '.join(one.message for one in found)}", code=found[0].code, found=found
+                f"trim-vocabulary: {' '.join(mistake.message for mistake in found)}",
+                code=found[0].code,
+                found=found,
             )
         words, size = open_vocabulary(src.path, model.config), int(model.config.vocab_size)
         tokenizer = load_tokenizer(src.path)

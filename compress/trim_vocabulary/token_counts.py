@@ -72,10 +72,10 @@ def compare_tokenizations(
     """
     changed = wrong = kept = 0
     for old, now in zip(before, after, strict=True):
-        there = [new_ids.get(at) for at in old]
-        kept += sum(at is not None for at in there)
-        changed += there != list(now)
-        wrong += all(at is not None for at in there) and there != list(now)
+        expected = [new_ids.get(at) for at in old]
+        kept += sum(at is not None for at in expected)
+        changed += expected != list(now)
+        wrong += all(at is not None for at in expected) and expected != list(now)
     tokens, tokens_after = (sum(map(len, rows)) for rows in (before, after))
     strange, strange_after = (
         0 if at is None else sum(list(row).count(at) for row in rows)

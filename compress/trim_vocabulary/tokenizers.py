@@ -47,10 +47,10 @@ def apply_bpe(text: str, rank: MergeRank) -> tuple[list[str], set[str]]:
     pieces, seen = list(text), set(text)
     while len(pieces) > 1:
         ranks = [rank(a, b) for a, b in pairwise(pieces)]
-        there = [(value, at) for at, value in enumerate(ranks) if value is not None]
-        if not there:
+        mergeable = [(value, at) for at, value in enumerate(ranks) if value is not None]
+        if not mergeable:
             break
-        _, at = min(there)
+        _, at = min(mergeable)
         pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
         seen.add(pieces[at])
     return pieces, seen
@@ -101,14 +101,14 @@ def required_pieces(tokens: Collection[str], scores: Mapping[str, float] | None 
 
 def required_wordpieces(tokens: Collection[str], mark: str) -> set[str]:
     """Return the WordPiece tokens to keep; continuation tokens begin with `mark` (##)."""
-    there = set(tokens)
+    known = set(tokens)
 
     def characters(token: str) -> list[str]:
         later = bool(mark) and token.startswith(mark) and len(token) > len(mark)
         letters = list(token.removeprefix(mark) if later else token)
         return [mark + c if later or at else c for at, c in enumerate(letters)]
 
-    return {token for token in there if len(found := characters(token)) == 1 or not there.issuperset(found)}
+    return {token for token in known if len(found := characters(token)) == 1 or not known.issuperset(found)}
 
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -225,7 +225,9 @@ def _renumber_post_processor(processor: dict[str, Any], new: Mapping[int, int]) 
     """Return the post-processor, which adds special tokens, with their new ids."""
     result = dict(processor)
     if isinstance(result.get("processors"), list):
-        result["processors"] = [_renumber_post_processor(one, new) for one in result["processors"]]
+        result["processors"] = [
+            _renumber_post_processor(processor, new) for processor in result["processors"]
+        ]
     for name in ("sep", "cls"):  # BertProcessing, RobertaProcessing: token and id
         if isinstance(result.get(name), list):
             result[name] = [result[name][0], new[result[name][1]]]

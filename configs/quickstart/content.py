@@ -12,7 +12,7 @@ def _codes(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# Countries whose German name stands without an article, so that "in X" is right in both languages.
+# Countries whose German name has no article, so that "in X" is right in both languages.
 COUNTRIES = _codes(
     "AD AF AL AM AO AR AT AU AZ BB BD BE BG BI BJ BO BR BT BW BY CA CL CM CN CO CR CU CY CZ DE DJ"
     " DK DZ EC EE EG ER ES ET FI FJ FR GA GE GH GM GN GR GT GY HN HR HT HU ID IE IL IN IS IT JM JO JP"
@@ -54,7 +54,7 @@ SECONDS: dict[RelativeUnit, int] = {
 }  # fmt: skip
 """Length in seconds that Babel gives each unit of relative time."""
 
-# Weight, English, German. A digit behind a slot's name only tells two slots of a kind apart.
+# Weight, English, German. A digit behind a slot's name only distinguishes two slots of a kind.
 TEMPLATES: tuple[tuple[int, str, str], ...] = (
     (6, "{full_date} at {time}", "{full_date} um {time}"),
     (4, "{full_date} at {time} in {country}", "{full_date} um {time} in {country}"),

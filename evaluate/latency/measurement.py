@@ -103,8 +103,8 @@ def measure_latency(
     if baseline not in artifacts:
         names = ", ".join(artifacts) or "no artifacts"
         raise InputError(f"Latency: unknown baseline '{baseline}'; known: {names}.", code="unknown-step")
-    others = [name for name in artifacts if name != baseline]
-    parts = max(1, len(others)) * len(settings.batch_sizes)
+    compared = [name for name in artifacts if name != baseline]
+    parts = max(1, len(compared)) * len(settings.batch_sizes)
     asked = settings.seconds
     if seconds is not None:  # so few samples that the requested rounds, and the baseline's, fit into a share
         settings = settings.model_copy(update={"seconds": min(settings.seconds, seconds / parts / 2)})
@@ -113,8 +113,8 @@ def measure_latency(
     with ExitStack() as stack:
         measurement = _Measurement(job, baseline, progress, parts, _TimeBudget(seconds))
         measurement.start_baseline(stack, artifacts[baseline])
-        for place, name in enumerate(others):
-            measurement.time_artifact(name, artifacts[name], len(others) - place)
+        for place, name in enumerate(compared):
+            measurement.time_artifact(name, artifacts[name], len(compared) - place)
             if on_measured is not None:
                 on_measured(measurement.result, name)
         return measurement.finish()
@@ -186,9 +186,9 @@ class _Measurement:
         lengths = self._job.prepare(timed, size)
         pairs = self._measure_pairs(timed, prepared, f"{name}, batch {size}")
         base = self._baseline_worker.resources if self._baseline_worker else timed.resources
-        beside = [RoundPair(pair.baseline, None) for pair in pairs if pair.baseline]
-        if beside:
-            self._baseline_pairs.setdefault(size, []).extend(beside)
+        baseline_pairs = [RoundPair(pair.baseline, None) for pair in pairs if pair.baseline]
+        if baseline_pairs:
+            self._baseline_pairs.setdefault(size, []).extend(baseline_pairs)
         return self._job.summary_row(size, pairs, timed.resources, base, lengths)
 
     def _measure_pairs(self, timed: LoadedWorker, against_baseline: bool, note: str) -> list[RoundPair]:
@@ -238,9 +238,11 @@ class _Measurement:
             if place is not None
         ]
         if rows:
-            one = {"speedup": 1.0, "speedup_ci95": [1.0, 1.0]}
-            one |= {f"cpu_{key}": value for key, value in one.items() if place and place.device == "cpu"}
-            self.result.rows[self._baseline_name] = [row | one for row in rows]
+            unit_speedup = {"speedup": 1.0, "speedup_ci95": [1.0, 1.0]}
+            unit_speedup |= {
+                f"cpu_{key}": value for key, value in unit_speedup.items() if place and place.device == "cpu"
+            }
+            self.result.rows[self._baseline_name] = [row | unit_speedup for row in rows]
         if self._baseline_worker is not None and self._baseline_worker.worker.alive:
             self._record_memory(self._baseline_worker, self._baseline_name)
 

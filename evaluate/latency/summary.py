@@ -313,7 +313,7 @@ def summarize_rounds(
     rounds = [pair.own for pair in counted]
     calls = np.concatenate([np.asarray(r.times_ms) for r in rounds])
     p50, p90, p99 = (float(p) for p in np.percentile(calls, [50, 90, 99]))
-    beside = [pair.baseline for pair in counted if pair.baseline is not None]
+    baseline_rounds = [pair.baseline for pair in counted if pair.baseline is not None]
     ratio, interval = _mean_ratio(pair.speedup for pair in counted)
     on_cpu = own.device == baseline.device == "cpu"
     cpu_ratio, cpu_interval = _mean_ratio(pair.cpu_speedup if on_cpu else None for pair in counted)
@@ -329,7 +329,9 @@ def summarize_rounds(
         "speedup_ci95": interval,
         "cpu_speedup": cpu_ratio,
         "cpu_speedup_ci95": cpu_interval,
-        "baseline_p50_ms": float(np.median([ms for r in beside for ms in r.times_ms])) if beside else None,
+        "baseline_p50_ms": float(np.median([ms for r in baseline_rounds for ms in r.times_ms]))
+        if baseline_rounds
+        else None,
         "stable": verdict.stable,
         "cause": verdict.cause,
         "reason": verdict.reason,
@@ -379,7 +381,7 @@ def median_call_parts(calls: NDArray[np.float64], parts: list[list[float]], p50:
         return None
     distance = np.abs(calls - p50)
     near = np.flatnonzero(distance <= MEDIAN_TOLERANCE * p50)
-    if not len(near):  # the median of an even number lies between two calls
+    if not len(near):  # the median of an even number is between two calls
         near = np.argsort(distance, kind="stable")[:2]
     means = np.asarray([parts[at] for at in near]).mean(axis=0)
     if len(means) == 3:

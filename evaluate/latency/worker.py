@@ -231,8 +231,8 @@ class TimingWorker:
             self._run_batch(self._groups[len(self._graph_calls)])
             self._graph_calls.append(watch.last_graph_call)
         return [
-            statistics.median(watch.first_token_ms(one) for _ in range(_FIRST_TOKEN_REPEATS))
-            for one in self._graph_calls
+            statistics.median(watch.first_token_ms(call) for _ in range(_FIRST_TOKEN_REPEATS))
+            for call in self._graph_calls
         ]
 
     def _peak_memory(self, request: dict[str, Any]) -> WorkerAnswer:
@@ -282,7 +282,7 @@ def peak_memory_bytes() -> int:
 def main() -> None:
     """Answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
-    # Libraries print to standard output; the answers use a descriptor that no library knows.
+    # Libraries print to standard output; the answers use a descriptor that no library writes to.
     answers: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     worker = TimingWorker()
@@ -367,9 +367,9 @@ class TimedRunner:
     def first_token_ms(self, asked: tuple[str, Batch, dict[str, Any]]) -> float:
         """Repeat `last_graph_call` for one token only; return ms."""
         graph, batch, feeds = asked
-        one = {**feeds, "max_new_tokens": np.array(1)}
+        inputs = {**feeds, "max_new_tokens": np.array(1)}
         begin = _clock_ns()
-        self._runner.generate_sequences(graph, batch, one)
+        self._runner.generate_sequences(graph, batch, inputs)
         return _ms(_clock_ns() - begin)
 
     def call_parts(self, begin: int, end: int) -> list[float] | None:

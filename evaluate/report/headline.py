@@ -64,8 +64,10 @@ def headline(report: ReportData) -> Headline:
     if rivals:
         known = [(step, row) for step, row in fit if row.cpu_speedup is not None]
         best = _smallest_fastest(known)
-        told = [_step_text(report, *best, by_processor=True)] if best else []
-        return Headline(trial, withheld=" ".join([*told, _disturbed_text(rivals)]), likely=best and best[0])
+        sentences = [_step_text(report, *best, by_processor=True)] if best else []
+        return Headline(
+            trial, withheld=" ".join([*sentences, _disturbed_text(rivals)]), likely=best and best[0]
+        )
     return Headline(trial, step, row)
 
 
@@ -100,7 +102,9 @@ def _chance_text(step: StepReport) -> str:
 
 
 def _may_be_faster(disturbed: LatencyReport, fastest: LatencyReport) -> bool:
-    reached = [one.speedup for one in disturbed.rounds or [] if one.speedup is not None]
+    reached = [
+        timing_round.speedup for timing_round in disturbed.rounds or [] if timing_round.speedup is not None
+    ]
     if not reached or not fastest.speedup_ci95:
         return True
     return max(reached) >= fastest.speedup_ci95[0]
@@ -109,12 +113,12 @@ def _may_be_faster(disturbed: LatencyReport, fastest: LatencyReport) -> bool:
 def headline_lines(report: ReportData) -> list[str]:
     """Return the headline as sentences, for a terminal and for Markdown."""
     found = headline(report)
-    said = [found.trial] if found.trial else []
+    sentences = [found.trial] if found.trial else []
     if found.withheld:
-        said.append(found.withheld)
+        sentences.append(found.withheld)
     if found.recommended and found.times:
-        said.append(_recommendation_text(report, found.recommended, found.times))
-    return said
+        sentences.append(_recommendation_text(report, found.recommended, found.times))
+    return sentences
 
 
 def _trial_text(report: ReportData) -> str | None:
@@ -187,11 +191,11 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
     found += [("run", "warning", text) for text in failed_on_test_texts(report)]
     found += [("run", "disturbed", text) for text in disturbed_texts(report)]
     for step in report.steps:
-        said = (
+        notes = (
             ("error", step.error and step.error.message),
             ("not scored" if step.unscored else step.status, step.reason),
         )
-        found += [(step.name, kind, text) for kind, text in said if text]
+        found += [(step.name, kind, text) for kind, text in notes if text]
         found += [
             (step.name, gate_verdict(gate), f"gate {gate_text(gate)}: {gate.reason}")
             for gate in step.gates
@@ -202,7 +206,7 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
             for gate in step.gates
             if gate.n_needed is not None
         ]
-        found += [(step.name, one.severity, str(one)) for one in sort_warnings(step.warnings)]
+        found += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
         if step.from_previous_run:
             found.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))
     return found
@@ -215,14 +219,14 @@ def disturbed_texts(report: ReportData) -> list[str]:
         for row in step.latency:
             if row.stable is False:
                 causes.setdefault(row.cause or row.reason or "", []).append((step, row))
-    told = []
+    texts = []
     for found in causes.values():
         sizes: dict[str, list[str]] = {}
         for step, row in found:
             sizes.setdefault(step.name, []).append(str(row.batch_size))
         names = ", ".join(f"{name} (batch {', '.join(batches)})" for name, batches in sizes.items())
-        told.append(f"the speed of {names} is unreliable: {view.disturbance_text(row for _, row in found)}")
-    return told
+        texts.append(f"the speed of {names} is unreliable: {view.disturbance_text(row for _, row in found)}")
+    return texts
 
 
 def gate_verdict(gate: GateReport) -> str:

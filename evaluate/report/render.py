@@ -240,9 +240,9 @@ def _test_section(report: ReportData) -> str:
         for row in view.tree_rows(report)
         if (tested := row.step.test)
     ]
-    said = "Steps were chosen on validation and are scored here on test: the expected quality on new data."
+    intro = "Steps were chosen on validation and are scored here on test: the expected quality on new data."
     return "\n\n".join(
-        [said, _markdown_table(["step", *(_escape(view.metric_label(metric)) for metric in metrics)], rows)]
+        [intro, _markdown_table(["step", *(_escape(view.metric_label(metric)) for metric in metrics)], rows)]
     )
 
 
@@ -270,11 +270,11 @@ def _latency_section(report: ReportData) -> str:
         CUSTOM_TASK: "nothing else is",
     }
     what = inside.get(str(report.recipe.get("task")), "tokenizing and detokenizing are")
-    said = (
+    intro = (
         f"From {view.latency_scope(report)}: {what} part of it; a call is one batch. The baseline's p50 is"
         " from the same rounds. The speed-up by CPU time is also reliable on a busy machine."
     )
-    return "\n\n".join([said, _markdown_table(head, rows), *_timings_table(report)])
+    return "\n\n".join([intro, _markdown_table(head, rows), *_timings_table(report)])
 
 
 def _timings_table(report: ReportData) -> list[str]:
@@ -425,10 +425,10 @@ def _warning_lines(report: ReportData) -> list[str]:
         for found in step.warnings:
             about.setdefault(found, []).append(f"'{step.name}'")
     ordered = notes.sort_warnings(about)
-    said = [f"{found.severity}: {', '.join(about[found])}: {found}" for found in ordered]
+    lines = [f"{found.severity}: {', '.join(about[found])}: {found}" for found in ordered]
     left = dict.fromkeys(name for found in ordered[_MAX_WARNINGS:] for name in about[found])
-    more = len(said) - _MAX_WARNINGS
-    return said[:_MAX_WARNINGS] + (
+    more = len(lines) - _MAX_WARNINGS
+    return lines[:_MAX_WARNINGS] + (
         [f"the report has {more} more warning{'s' * (more > 1)}, about {', '.join(left)}"] if left else []
     )
 

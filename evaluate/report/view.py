@@ -185,7 +185,7 @@ def disturbance_text(rows: Iterable[LatencyReport]) -> str:
 
 def _cause_text(cause: str, rows: Sequence[LatencyReport]) -> str:
     """Return one cause as text; with the figures of all its rows."""
-    lost = [one.lost_share for row in rows for one in row.rounds or []]
+    lost = [timing_round.lost_share for row in rows for timing_round in row.rounds or []]
     if cause == "busy" and len(rows) > 1 and lost:
         return f"other processes used the CPU for up to {100 * max(lost):.0f} % of a round"
     if cause == "disagree" and len(rows) > 1:
@@ -257,8 +257,10 @@ def difference_digits(found: ScoreDifference, metric: str | None) -> int:
     The same holds for an end of its interval, which would then seem to contain zero.
     """
     places = metric_digits(metric)
-    told = [value for value in (found.difference, *(found.ci95 or ())) if value]
-    while is_significant(found) and places < _MAX_DIGITS and not all(round(value, places) for value in told):
+    values = [value for value in (found.difference, *(found.ci95 or ())) if value]
+    while (
+        is_significant(found) and places < _MAX_DIGITS and not all(round(value, places) for value in values)
+    ):
         places += 1
     return places
 

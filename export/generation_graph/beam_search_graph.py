@@ -287,7 +287,10 @@ class _BeamPhase:
         # when this many sentences are finished, they are removed
         enough = b.op("Max", b.op("Div", batch.size, b.const([8])), b.const([1]))
         enough = b.op("Squeeze", enough, b.const([0]))
-        firsts = [replace(one, initial=name) for one, name in zip(carried, (*texts, *state), strict=True)]
+        firsts = [
+            replace(state_value, initial=name)
+            for state_value, name in zip(carried, (*texts, *state), strict=True)
+        ]
 
         def body(b: GraphBuilder, count: str, names: list[str]) -> tuple[str, list[str]]:
             now, (_, ids, *rest) = BeamValues(*names[: len(texts)]), names[len(texts) :]
@@ -355,9 +358,9 @@ def _initial_beams(b: GraphBuilder, prompt: str) -> list[LoopCarried]:
     length = b.op("Shape", prompt, start=1, end=2)
     texts = b.op("Expand", b.op("Unsqueeze", prompt, b.const([1])), b.op("Concat", batch, n, length, axis=0))
     # otherwise all beams would be identical
-    others = b.op("Greater", b.op("Range", b.const(0), "num_beams", b.const(1)), b.const(0))
+    later_beams = b.op("Greater", b.op("Range", b.const(0), "num_beams", b.const(1)), b.const(0))
     out, zero = b.const(EXCLUDED_SCORE, np.float32), b.const(0, np.float32)
-    scores = b.op("Expand", b.op("Where", others, out, zero), table)
+    scores = b.op("Expand", b.op("Where", later_beams, out, zero), table)
     none = b.op("Expand", b.const(False, np.bool_), table)
     all_may = b.op("Expand", b.const([[True]], np.bool_), b.op("Concat", batch, b.const([1]), axis=0))
     return [

@@ -72,9 +72,9 @@ class GraphBuilder:
         """Append a node with several outputs, as `op`."""
         from onnx import helper
 
-        made = [self.new_name(kind.lower()) for _ in range(outputs)]
-        self.nodes.append(helper.make_node(kind, inputs, made, self.new_name(f"{kind}.node"), **attributes))
-        return made
+        names = [self.new_name(kind.lower()) for _ in range(outputs)]
+        self.nodes.append(helper.make_node(kind, inputs, names, self.new_name(f"{kind}.node"), **attributes))
+        return names
 
     def const(self, value: Any, dtype: Any = np.int64) -> str:
         """Return the name of a constant of this graph; equal constants share one."""
@@ -104,22 +104,24 @@ class GraphBuilder:
         """
         inside = GraphBuilder(self)
         count, go_on = inside.new_name("step"), inside.new_name("going")
-        names = [inside.new_name(one.name) for one in carried]
+        names = [inside.new_name(value.name) for value in carried]
         again, after = body(inside, count, names)
         given = {*names, count, go_on}
-        made = {name for node in inside.nodes for name in node.output}
+        node_outputs = {name for node in inside.nodes for name in node.output}
         results: list[str] = []
         for name in (again, *after):  # each must be a value of the graph itself, without duplicates
-            fresh = name in made and name not in results and name not in given
+            fresh = name in node_outputs and name not in results and name not in given
             results.append(name if fresh else inside.op("Identity", name))
-        kinds = [(np.bool_, ()), *((one.dtype, one.shape) for one in carried)]
+        kinds = [(np.bool_, ()), *((value.dtype, value.shape) for value in carried)]
         graph = inside.graph(
             word,
             [value_info(count, np.int64, ()), value_info(go_on, np.bool_, ())]
-            + [value_info(name, one.dtype, one.shape) for name, one in zip(names, carried, strict=True)],
+            + [
+                value_info(name, value.dtype, value.shape) for name, value in zip(names, carried, strict=True)
+            ],
             [value_info(name, dtype, shape) for name, (dtype, shape) in zip(results, kinds, strict=True)],
         )
-        firsts = [one.initial for one in carried]
+        firsts = [value.initial for value in carried]
         true = self.const(True, np.bool_)
         return self.ops("Loop", trips, true, *firsts, outputs=len(firsts), body=graph)
 
@@ -131,8 +133,8 @@ class GraphBuilder:
         branches = {}
         for key, make in (("then_branch", then), ("else_branch", other)):
             inside = GraphBuilder(self)
-            made = make(inside)
-            branches[key] = inside.graph(key, [], [value_info(made, dtype, shape)])
+            value = make(inside)
+            branches[key] = inside.graph(key, [], [value_info(value, dtype, shape)])
         return self.op("If", condition, **branches)
 
     # frequent operations
@@ -185,21 +187,21 @@ def add_to_logits(b: GraphBuilder, logits: str, row: str) -> str:
 
     A row of a step's rules excludes tokens (0 or -inf), so the order of sums does not matter.
     """
-    made = {name: node for node in b.nodes for name in node.output}
-    node = made.get(logits)
+    producers = {name: node for node in b.nodes for name in node.output}
+    node = producers.get(logits)
     while node is not None and node.op_type in {"Squeeze", "Reshape", "Add"}:
-        node = made.get(node.input[0])
+        node = producers.get(node.input[0])
     place = _BIAS_INPUT.get(node.op_type) if node is not None else None
     if node is None or place is None:
         return b.op("Add", logits, row)
     at = b.nodes.index(node)
-    behind = b.nodes[at:]
+    later_nodes = b.nodes[at:]
     del b.nodes[at:]
     given = node.input[place] if len(node.input) > place else ""
     bias = b.op("Add", given, row) if given else row
     node.input.extend([""] * (place + 1 - len(node.input)))
     node.input[place] = bias
-    b.nodes.extend(behind)
+    b.nodes.extend(later_nodes)
     return logits
 
 

@@ -117,12 +117,12 @@ class ShortlistHead:
             RunError: an unsupported operator computes its logits.
         """
         self._constants = GraphConstants(graph)
-        made: dict[str, Any] = {name: node for node in graph.node for name in node.output}
-        last = made.get("logits")
+        producers: dict[str, Any] = {name: node for node in graph.node for name in node.output}
+        last = producers.get("logits")
         node: Any = last
         self._shift = ""
         if node is not None and node.op_type == "Add":  # a bias after the matrix multiplication
-            node, self._shift = made.get(node.input[0]), node.input[1]
+            node, self._shift = producers.get(node.input[0]), node.input[1]
         if node is None or node.op_type not in _VOCABULARY_AXES:
             kind = "nothing" if node is None else node.op_type
             raise RunError(
@@ -153,13 +153,13 @@ class ShortlistHead:
         node = self._product
         if node.op_type == "MatMulNBits":
             bias = [self._inputs[5]] if 5 in self._inputs else []
-            made = b.op(
+            logits = b.op(
                 "Gemm", _rounded_activations(b, states, _attributes(node)), self._inputs[1], *bias, transB=1
             )
         else:
             inputs = [states, *(self._inputs.get(at, node.input[at]) for at in range(1, len(node.input)))]
-            made = b.op(node.op_type, *inputs, domain=node.domain, **_attributes(node))
-        return b.op("Add", made, self._bias) if self._bias else made
+            logits = b.op(node.op_type, *inputs, domain=node.domain, **_attributes(node))
+        return b.op("Add", logits, self._bias) if self._bias else logits
 
     def _gather_constant(self, root: GraphLevel, name: str, words: str, axis: int | None) -> str:
         """Return a constant; if it has a vocabulary axis, only the entries of `words`."""
@@ -230,7 +230,7 @@ def _rounded_activations(b: GraphBuilder, states: str, asked: Mapping[str, Any])
 def _attributes(node: Any) -> dict[str, Any]:
     from onnx import helper
 
-    return {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
 def _remove_nodes(graph: Any, nodes: set[int]) -> Any:

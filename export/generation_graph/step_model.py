@@ -118,7 +118,7 @@ class EncoderDecoderModel:
         inner.names |= {"input_ids": ids} | {_past(n): c for n, c in zip(self._own, caches, strict=True)}
         hoist_nodes(self._decoder, levels, "decoder.")
         if beams:
-            widths = [_width(one) for one in self.shared[: len(self._cross)]]
+            widths = [_width(value) for value in self.shared[: len(self._cross)]]
             outer = levels[at].builder
             _share_attention_keys(
                 outer, inner.builder, outer.row_count(values[0]), dict(zip(values, widths, strict=False))
@@ -172,13 +172,13 @@ class DecoderOnlyModel:
         """Add one step; see `StepModel.add_step`."""
         inner, inside = levels[-1], levels[-1].builder
         mask, places = extra
-        fed = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
-        inner.names |= fed | dict(zip(self._past, caches, strict=True))
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+        inner.names |= inputs | dict(zip(self._past, caches, strict=True))
         inner.names["num_logits_to_keep"] = inside.const(1)
         hoist_nodes(self._decoder, levels, "decoder.")
         known = names_at(levels)
-        one = inside.op("Concat", inside.row_count(mask), inside.const([1]), axis=0)
-        seen = inside.op("Expand", inside.const([[1]]), one)
+        shape = inside.op("Concat", inside.row_count(mask), inside.const([1]), axis=0)
+        seen = inside.op("Expand", inside.const([[1]]), shape)
         last = inside.op("Slice", places, inside.const([-1]), inside.const([2**31]), inside.const([1]))
         after = [
             inside.op("Concat", mask, seen, axis=1),
@@ -202,7 +202,7 @@ def _share_attention_keys(
     together = {width: outer.op("Concat", batch, outer.const([-1, width]), axis=0) for width in widths}
     before, nodes = list(inside.nodes), inside.nodes
     nodes.clear()
-    apart = {width: inside.const([-1, 1, width]) for width in widths}
+    shapes = {width: inside.const([-1, 1, width]) for width in widths}
     for node in before:
         width = keys.get(node.input[1]) if node.op_type == "MultiHeadAttention" else None
         if width is None:
@@ -211,7 +211,7 @@ def _share_attention_keys(
         query, out = node.input[0], node.output[0]
         node.input[0], node.output[0] = inside.new_name("queries"), inside.new_name("attended")
         nodes.append(helper.make_node("Reshape", [query, together[width]], [node.input[0]]))
-        nodes.extend([node, helper.make_node("Reshape", [node.output[0], apart[width]], [out])])
+        nodes.extend([node, helper.make_node("Reshape", [node.output[0], shapes[width]], [out])])
 
 
 def _width(keys: LoopCarried) -> int:

@@ -129,8 +129,8 @@ def _add_inner_loop(
         LoopCarried("ids", ids, np.int64, (None, None)),
         LoopCarried("done", none, np.bool_, (None, 1)),
         *(
-            _with_initial(one, name)
-            for one, name in zip([*source.caches, *source.extra_state], state, strict=True)
+            _with_initial(value, name)
+            for value, name in zip([*source.caches, *source.extra_state], state, strict=True)
         ),
     ]
 
@@ -193,8 +193,8 @@ def _next_tokens_from_shortlist(
     return b.op("Where", b.op("Less", forced, b.const(0)), best, forced)
 
 
-def _with_initial(one: LoopCarried, name: str) -> LoopCarried:
-    return LoopCarried(one.name, name, one.dtype, one.shape)
+def _with_initial(value: LoopCarried, name: str) -> LoopCarried:
+    return LoopCarried(value.name, name, value.dtype, value.shape)
 
 
 START_TOKEN_INPUT = "decoder_start_token_id"
@@ -374,9 +374,9 @@ def _log_likelihood(
 ) -> float:
     """Return the log-likelihood of `tokens` after a row of the batch, in nats."""
     real = batch.attention_mask[row] == 1
-    one = Batch(batch.input_ids[row][real][None], np.ones((1, int(real.sum())), dtype=np.int64))
-    state = runner.encode(one)
-    before = int(one.input_ids[0, -1]) if decoding.start is None else decoding.start
+    single = Batch(batch.input_ids[row][real][None], np.ones((1, int(real.sum())), dtype=np.int64))
+    state = runner.encode(single)
+    before = int(single.input_ids[0, -1]) if decoding.start is None else decoding.start
     total = 0.0
     for token in tokens:
         logits = runner.decode_step(state, np.array([before]))[0].astype(np.float64)

@@ -1,1 +1,1 @@
-"""The graphs that a model leaves as, and what its attention and norms compute in them."""
+"""The graphs that a model is exported to, and what its attention and norms compute in them."""

@@ -272,14 +272,14 @@ def pack_projections(attentions: Sequence[AttentionModule]) -> None:
     Modules that share their projections share the packed one.
     """
     packs: dict[tuple[nn.Module, ...], PackedLinear] = {}
-    for one in attentions:
-        module, parts = one.module, one.parts
-        if parts.relative_bias and one.family.relative_bias and not hasattr(module, "bias_by_distance"):
-            found = one.family.relative_bias().bias_by_distance(module)
+    for attention in attentions:
+        module, parts = attention.module, attention.parts
+        if parts.relative_bias and attention.family.relative_bias and not hasattr(module, "bias_by_distance"):
+            found = attention.family.relative_bias().bias_by_distance(module)
             if found is not None:
                 module.bias_by_distance = nn.Buffer(found[0], persistent=False)
         if not hasattr(module, "pack") and not parts.packed:
-            three = tuple(one.projection(name) for name in (parts.query, parts.key, parts.value))
+            three = tuple(attention.projection(name) for name in (parts.query, parts.key, parts.value))
             if three not in packs:
                 packs[three] = PackedLinear(three)
             module.pack = packs[three]
@@ -289,82 +289,82 @@ def pack_projections(attentions: Sequence[AttentionModule]) -> None:
 def exportable_attention(modules: Sequence[AttentionModule], scope: AttentionScope) -> Iterator[None]:
     """Replace the forward of these attention modules for the export, within the block."""
     pack_projections(modules)
-    for one in modules:
-        one.module.forward = partial(_FORWARDS[one.parts.relative_bias], one, scope)
+    for attention in modules:
+        attention.module.forward = partial(_FORWARDS[attention.parts.relative_bias], attention, scope)
     try:
         yield
     finally:
-        for one in modules:
-            del one.module.forward
+        for attention in modules:
+            del attention.module.forward
 
 
 def _attend(
-    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
+    attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
     *unused: Any, key_value_states: Tensor | None = None, **also_unused: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Replace the forward of an attention module; masks and caches come from `scope`."""
     if key_value_states is not None:
-        return _cross_attention(one, scope, hidden_states), None
-    query, key, value = one.project_qkv(hidden_states)
-    if one.parts.rotary:
+        return _cross_attention(attention, scope, hidden_states), None
+    query, key, value = attention.project_qkv(hidden_states)
+    if attention.parts.rotary:
         cos, sin = also_unused["position_embeddings"]
-        query, key = (_apply_rotary(x, one.heads.head_dim, cos, sin) for x in (query, key))
-    bias = None if one.window is None else _window_bias(one.window, query)
-    return _self_attention(one, scope, (query, key, value), bias), None
+        query, key = (_apply_rotary(x, attention.heads.head_dim, cos, sin) for x in (query, key))
+    bias = None if attention.window is None else _window_bias(attention.window, query)
+    return _self_attention(attention, scope, (query, key, value), bias), None
 
 
 def _attend_with_bias(
-    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
+    attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
     attention_mask: Tensor | None = None, position_bias: Tensor | None = None, **unused: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Replace the forward of an attention module whose bias is an input, float32 [B, H, S, T]."""
-    return _self_attention(one, scope, one.project_qkv(hidden_states), position_bias), None
+    return _self_attention(attention, scope, attention.project_qkv(hidden_states), position_bias), None
 
 
 def _attend_by_distance(
-    one: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
+    attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
     *unused: Any, key_value_states: Tensor | None = None, position_bias: Tensor | None = None,
     **also_unused: Any,
 ) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
     """Replace the forward of an attention module that returns its bias."""
     if key_value_states is not None:
-        return _cross_attention(one, scope, hidden_states), None, None
-    packed = one.project_qkv(hidden_states)
+        return _cross_attention(attention, scope, hidden_states), None, None
+    packed = attention.project_qkv(hidden_states)
     if position_bias is None:
         length = hidden_states.shape[1]
-        past = 0 if scope.past is None else scope.past[one.module.layer_idx][0].shape[2]
-        position_bias = _relative_bias(one.module.bias_by_distance, length, past + length)
-    return _self_attention(one, scope, packed, position_bias), position_bias, None
+        past = 0 if scope.past is None else scope.past[attention.module.layer_idx][0].shape[2]
+        position_bias = _relative_bias(attention.module.bias_by_distance, length, past + length)
+    return _self_attention(attention, scope, packed, position_bias), position_bias, None
 
 
-def _cross_attention(one: AttentionModule, scope: AttentionScope, hidden_states: Tensor) -> Tensor:
+def _cross_attention(attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor) -> Tensor:
     assert scope.cross is not None
-    key, value = scope.cross[one.module.layer_idx]
-    query, heads = one.projection(one.parts.query)(hidden_states), one.heads
+    key, value = scope.cross[attention.module.layer_idx]
+    query, heads = attention.projection(attention.parts.query)(hidden_states), attention.heads
     return _output_projection(
-        one, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale)
+        attention, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale)
     )
 
 
 def _self_attention(
-    one: AttentionModule, scope: AttentionScope, packed: tuple[Tensor, ...], bias: Tensor | None
+    attention: AttentionModule, scope: AttentionScope, packed: tuple[Tensor, ...], bias: Tensor | None
 ) -> Tensor:
     query, key, value = packed
-    heads = one.heads
+    heads = attention.heads
     if scope.past is None:
         return _output_projection(
-            one, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale, bias)
+            attention, full_attention(query, key, value, scope.mask, heads.query_heads, heads.scale, bias)
         )
-    place = one.module.layer_idx
+    place = attention.module.layer_idx
     found, *present = cached_step_attention(
         query, key, value, scope.past[place], heads.query_heads, heads.scale, bias
     )
     scope.present[place] = (present[0], present[1])
-    return _output_projection(one, found)
+    return _output_projection(attention, found)
 
 
-def _output_projection(one: AttentionModule, found: Tensor) -> Tensor:
-    out = one.projection(one.parts.out)
+def _output_projection(attention: AttentionModule, found: Tensor) -> Tensor:
+    out = attention.projection(attention.parts.out)
     result: Tensor = found if out is None else out(found)
     return result
 

@@ -64,7 +64,9 @@ def unfused_heads_warning(attentions: Sequence[AttentionModule], target: str) ->
     if target != "ort-cpu":
         return None
     widths = {
-        one.heads.head_dim for one in attentions if not supports_gqa(one.heads.head_dim, one.parts.rotary)
+        attention.heads.head_dim
+        for attention in attentions
+        if not supports_gqa(attention.heads.head_dim, attention.parts.rotary)
     }
     if not widths:
         return None
@@ -111,7 +113,7 @@ class RotaryTables(nn.Module):
 def prepare_causal_attention(model: Any, attentions: Sequence[AttentionModule]) -> None:
     """Add the packed projection to each attention, and the position table to the model, before tracing."""
     body = model.base_model
-    if any(one.parts.rotary for one in attentions) and not hasattr(body, "tables"):
+    if any(attention.parts.rotary for attention in attentions) and not hasattr(body, "tables"):
         body.tables = RotaryTables(body.rotary_emb, int(model.config.max_position_embeddings))
     pack_projections(attentions)
 
@@ -124,8 +126,8 @@ def exportable_causal_model(
     body = model.base_model
     changed: list[tuple[nn.Module, Callable[..., Any]]] = []
     rotary = (body.tables.cos, body.tables.sin) if hasattr(body, "tables") else None
-    for one in attentions:
-        changed.append((one.module, partial(_attend, one, scope, rotary)))
+    for attention in attentions:
+        changed.append((attention.module, partial(_attend, attention, scope, rotary)))
     if rotary is not None:
         changed.append((body.rotary_emb, lambda *unused, **also_unused: (scope.positions, scope.positions)))
     for module, forward in changed:
@@ -139,61 +141,61 @@ def exportable_causal_model(
 
 
 def _attend(
-    one: AttentionModule, scope: CausalScope, rotary: KeyValue | None, hidden_states: Tensor,
+    attention: AttentionModule, scope: CausalScope, rotary: KeyValue | None, hidden_states: Tensor,
     *unused: Any, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Replace the forward of an attention module; masks and caches come from `scope`."""
-    heads, place = one.heads, one.module.layer_idx
+    heads, place = attention.heads, attention.module.layer_idx
     past = scope.past[place]
     if emit.export_target() == "ort-cpu" and supports_gqa(heads.head_dim, rotary is not None):
-        packed = _project_qkv(one, hidden_states)
+        packed = _project_qkv(attention, hidden_states)
         out, *present = group_query_attention(
-            packed, past, scope.sequence_positions, heads, rotary, one.window
+            packed, past, scope.sequence_positions, heads, rotary, attention.window
         )
     else:
-        query, key, value = _normalize_qk(one, one.project_qkv(hidden_states))
+        query, key, value = _normalize_qk(attention, attention.project_qkv(hidden_states))
         out, *present = _standard_attention(
             query,
             key,
             value,
             past,
-            _attention_bias(one, scope),
+            _attention_bias(attention, scope),
             heads=heads,
             rotary=rotary,
             positions=scope.positions,
         )
     scope.present[place] = (present[0], present[1])
-    return one.projection(one.parts.out)(out), None
+    return attention.projection(attention.parts.out)(out), None
 
 
-def _project_qkv(one: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _project_qkv(attention: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return queries, keys and values as one tensor if one layer computes them, else as three."""
-    if one.parts.qk_norms is None:
-        if one.parts.packed:
-            return one.projection(one.parts.query)(x), None, None
-        if one.module.pack.is_whole:
-            return one.module.pack.packed_output(x), None, None
-    query, key, value = _normalize_qk(one, one.project_qkv(x))
+    if attention.parts.qk_norms is None:
+        if attention.parts.packed:
+            return attention.projection(attention.parts.query)(x), None, None
+        if attention.module.pack.is_whole:
+            return attention.module.pack.packed_output(x), None, None
+    query, key, value = _normalize_qk(attention, attention.project_qkv(x))
     return query, key, value
 
 
-def _normalize_qk(one: AttentionModule, three: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _normalize_qk(attention: AttentionModule, three: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Normalize queries and keys per head, in families that do."""
-    if one.parts.qk_norms is None:
+    if attention.parts.qk_norms is None:
         return three
-    width = one.heads.head_dim
+    width = attention.heads.head_dim
     normed = [
-        one.projection(name)(x.unflatten(2, (-1, width))).flatten(2)
-        for name, x in zip(one.parts.qk_norms, three[:2], strict=True)
+        attention.projection(name)(x.unflatten(2, (-1, width))).flatten(2)
+        for name, x in zip(attention.parts.qk_norms, three[:2], strict=True)
     ]
     return (*normed, three[2])
 
 
-def _attention_bias(one: AttentionModule, scope: CausalScope) -> Tensor:
+def _attention_bias(attention: AttentionModule, scope: CausalScope) -> Tensor:
     """Return the bias of the scores, with tokens outside of the window masked too."""
-    if one.window is None:
+    if attention.window is None:
         return scope.bias
-    return _clamp_bias(scope.bias + (scope.distance >= one.window).to(scope.bias.dtype) * MASK_VALUE)
+    return _clamp_bias(scope.bias + (scope.distance >= attention.window).to(scope.bias.dtype) * MASK_VALUE)
 
 
 def _standard_attention(
@@ -287,7 +289,7 @@ def decoder_only_graph(
     ids = torch.ones(batch, length, dtype=torch.int64)
     mask = torch.ones(batch, before + length, dtype=torch.int64)
     places = torch.arange(before, before + length).expand(batch, length).contiguous()
-    heads = [one.heads for one in step.attentions]
+    heads = [attention.heads for attention in step.attentions]
     past = [torch.zeros(batch, h.kv_heads, before, h.head_dim, dtype=dtype) for h in heads for _ in "kv"]
     names = [f"{i}.{part}" for i in range(len(heads)) for part in ("key", "value")]
     axes = (

@@ -73,10 +73,10 @@ class _FlatValues:
         if source not in self._flat:
             self._flat[source] = (f"{source}.flat", k)
             self._reshape(source, f"{source}.flat", [-1, k])
-        made = f"{add.output[0]}.flat"
+        flat = f"{add.output[0]}.flat"
         read = [self._flat[source][0], matrix, bias]
-        self.nodes.append(helper.make_node("Gemm", read, [made], f"{product.name}.gemm"))
-        self._flat[add.output[0]] = (made, n)
+        self.nodes.append(helper.make_node("Gemm", read, [flat], f"{product.name}.gemm"))
+        self._flat[add.output[0]] = (flat, n)
         self._waiting.add(add.output[0])
 
     def append_flat(self, node: Any) -> None:
@@ -101,13 +101,13 @@ class _FlatValues:
                 flat, width = self._flat[name]
                 self._reshape(flat, name, [-1, 1, width])
 
-    def _reshape(self, name: str, made: str, shape: list[int]) -> None:
+    def _reshape(self, name: str, result: str, shape: list[int]) -> None:
         import numpy as np
         from onnx import helper, numpy_helper
 
-        table = f"{made}.shape"
+        table = f"{result}.shape"
         self._graph.initializer.append(numpy_helper.from_array(np.array(shape, np.int64), table))
-        self.nodes.append(helper.make_node("Reshape", [name, table], [made], f"{made}.reshape"))
+        self.nodes.append(helper.make_node("Reshape", [name, table], [result], f"{result}.reshape"))
 
 
 def _matmul_add_pairs(graph: Any) -> dict[str, tuple[Any, str]]:
@@ -146,5 +146,5 @@ def _readers(graph: Any) -> dict[str, set[str]]:
 def _node_inputs(node: Any) -> list[str]:
     """Return the names that a node reads, including those that its inner graphs read."""
     inner = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-    names = [name for graph in inner for one in graph.node for name in _node_inputs(one)]
+    names = [name for graph in inner for inner_node in graph.node for name in _node_inputs(inner_node)]
     return [*node.input, *names, *(output.name for graph in inner for output in graph.output)]

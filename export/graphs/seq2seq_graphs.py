@@ -36,8 +36,12 @@ class Seq2SeqEncoder(nn.Module):
         self.attentions = attention_modules(model, "encoder_layers")
         self.rms_norm = self.attentions[0].family.rms_norm
         crosses = attention_modules(model, "decoder_layers", cross=True)
-        self.heads = [one.heads.kv_heads for one in crosses]
-        both = [one.projection(n) for one in crosses for n in (one.parts.key, one.parts.value)]
+        self.heads = [attention.heads.kv_heads for attention in crosses]
+        both = [
+            attention.projection(n)
+            for attention in crosses
+            for n in (attention.parts.key, attention.parts.value)
+        ]
         once = list(dict.fromkeys(both))  # decoder layers may share them
         self.pack, self.places = PackedLinear(once), [once.index(product) for product in both]
 
@@ -145,7 +149,7 @@ def seq2seq_graphs(model: Any) -> list[GraphSpec]:
     )  # fmt: skip
 
     def caches(modules: list[AttentionModule], length: int) -> list[Tensor]:
-        shapes = [(2, one.heads.kv_heads, length, one.heads.head_dim) for one in modules]
+        shapes = [(2, attention.heads.kv_heads, length, attention.heads.head_dim) for attention in modules]
         return [torch.zeros(shape) for shape in shapes for _ in "kv"]
 
     decoder = GraphSpec(

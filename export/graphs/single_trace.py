@@ -94,10 +94,10 @@ def replace_unsupported_ops(program: Any) -> bool:
             _record_size(node, sizes)
     except _UnsupportedNodeError:
         return False
-    made: dict[int, Node] = {}
+    inserted: dict[int, Node] = {}
     for node, (target, args, kwargs) in plan:
         with graph.inserting_before(node):
-            node.args = _insert_arguments(args, graph, node, made)
+            node.args = _insert_arguments(args, graph, node, inserted)
         node.target, node.kwargs = target, kwargs
     program.graph_module.recompile()
     return True
@@ -163,7 +163,7 @@ def _inplace_add(node: Node, sizes: SizeNodes) -> OpCall:
     """Replace an in-place addition to a tensor without other readers by an ordinary one."""
     changed: Any = node.args[0]
     own = str(changed.target) in _CONVERTIBLE_OPS and not any(
-        one.alias_info for one in changed.target._schema.returns
+        value.alias_info for value in changed.target._schema.returns
     )
     if not own or len(changed.users) > 1 or changed.meta["val"].dtype != node.meta["val"].dtype:
         raise _UnsupportedNodeError
@@ -199,7 +199,9 @@ def _flatten(node: Node, sizes: SizeNodes) -> OpCall:
 def _reshape(node: Node, sizes: SizeNodes) -> OpCall:
     given: Any = node.args[1]
     shape = node.meta["val"].shape
-    return _view(node, [_size_argument(size, sizes, one) for size, one in zip(shape, given, strict=True)])
+    return _view(
+        node, [_size_argument(size, sizes, argument) for size, argument in zip(shape, given, strict=True)]
+    )
 
 
 def _unflatten(node: Node, sizes: SizeNodes) -> OpCall:
@@ -243,10 +245,10 @@ class _NewNode(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def insert(self, graph: Graph, source: Node, made: dict[int, Node]) -> Node:
+    def insert(self, graph: Graph, source: Node, inserted: dict[int, Node]) -> Node:
         """Insert it into the graph after its arguments; it belongs to the module of `source`."""
         node = graph.call_function(
-            self.target, _insert_arguments(self.args, graph, source, made), self.kwargs
+            self.target, _insert_arguments(self.args, graph, source, inserted), self.kwargs
         )
         # torch.onnx.export warns about nodes without it
         node.meta["nn_module_stack"] = source.meta.get("nn_module_stack", {})
@@ -255,14 +257,14 @@ class _NewNode(NamedTuple):
         return node
 
 
-def _insert_arguments(argument: Any, graph: Graph, source: Node, made: dict[int, Node]) -> Any:
+def _insert_arguments(argument: Any, graph: Graph, source: Node, inserted: dict[int, Node]) -> Any:
     """Return an argument with each new node in it inserted into the graph, once."""
     if isinstance(argument, _NewNode):
-        if id(argument) not in made:
-            made[id(argument)] = argument.insert(graph, source, made)
-        return made[id(argument)]
+        if id(argument) not in inserted:
+            inserted[id(argument)] = argument.insert(graph, source, inserted)
+        return inserted[id(argument)]
     if type(argument) in (list, tuple):
-        return type(argument)(_insert_arguments(a, graph, source, made) for a in argument)
+        return type(argument)(_insert_arguments(a, graph, source, inserted) for a in argument)
     return argument
 
 

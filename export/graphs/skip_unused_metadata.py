@@ -47,15 +47,15 @@ def _skip_memory_formats() -> Iterator[None]:
     from torch.fx.experimental import proxy_tensor
 
     tracing: Any = proxy_tensor
-    told = getattr(tracing, "_extract_tensor_metadata", None)
-    if told is None or "include_contiguity" not in inspect.signature(told).parameters:
+    extract = getattr(tracing, "_extract_tensor_metadata", None)
+    if extract is None or "include_contiguity" not in inspect.signature(extract).parameters:
         yield
         return
-    tracing._extract_tensor_metadata = functools.partial(told, include_contiguity=False)
+    tracing._extract_tensor_metadata = functools.partial(extract, include_contiguity=False)
     try:
         yield
     finally:
-        tracing._extract_tensor_metadata = told
+        tracing._extract_tensor_metadata = extract
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Packages: an artifact in the form that somebody else's tool takes, as a folder of real files."""
+"""Packages: an artifact in the form that another tool reads, as a folder of real files."""

@@ -104,14 +104,14 @@ class GenaiFormat:
             if name not in _GENERATION_GRAPHS:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(artifact.path / name, folder / name)
-        said = genai_config(artifact.path, config, decoding)
-        write_json(folder / GENAI_CONFIG_FILE, said)
+        settings = genai_config(artifact.path, config, decoding)
+        write_json(folder / GENAI_CONFIG_FILE, settings)
         tokenizer = read_json_object(folder / "tokenizer_config.json")
         write_json(
             folder / "tokenizer_config.json",
             tokenizer | {"tokenizer_class": _tokenizer_class(folder)},
         )
-        longest = said["model"]["context_length"]
+        longest = settings["model"]["context_length"]
         program = _PROGRAM.format(before=list(before), longest=longest, new=decoding.requested_new_tokens(1))
         (folder / "answer.py").write_text(program, encoding="utf-8")
         notes = (
@@ -208,9 +208,9 @@ def _cache_shapes(source: Path) -> tuple[int, int, int]:
 
     graph = read_graph(source / _GRAPH, values=False).graph
     shapes = [
-        tuple(int(one.type.tensor_type.shape.dim[axis].dim_value) for axis in (1, 3))
-        for one in graph.input
-        if one.name.startswith("past_key_values.") and one.name.endswith(".key")
+        tuple(int(value.type.tensor_type.shape.dim[axis].dim_value) for axis in (1, 3))
+        for value in graph.input
+        if value.name.startswith("past_key_values.") and value.name.endswith(".key")
     ]
     if len(set(shapes)) != 1:
         raise InputError(
@@ -223,8 +223,8 @@ def _cache_shapes(source: Path) -> tuple[int, int, int]:
 
 def _tokenizer_class(folder: Path) -> str:
     """Return the tokenizer class of `folder`; without one, the class that matches its tokenizer.json."""
-    said = read_json_object(folder / "tokenizer_config.json").get("tokenizer_class")
-    if said not in _NAMELESS:
-        return str(said)
+    name = read_json_object(folder / "tokenizer_config.json").get("tokenizer_class")
+    if name not in _NAMELESS:
+        return str(name)
     decoder = read_json_object(folder / "tokenizer.json").get("decoder") or {}
     return "GPT2Tokenizer" if decoder.get("type") == "ByteLevel" else "LlamaTokenizer"

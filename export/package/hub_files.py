@@ -48,8 +48,8 @@ def copy_tokenizer_files(source: Path, folder: Path) -> None:
         InputError: it has no tokenizer_config.json, or a file is damaged.
     """
     config, details = read_json_object(source / "config.json"), read_tokenizer_info(source)
-    said = read_json_object(source / TOKENIZER_CONFIG_FILE)
-    if not said:
+    tokenizer_config = read_json_object(source / TOKENIZER_CONFIG_FILE)
+    if not tokenizer_config:
         raise InputError(
             f"{source / TOKENIZER_CONFIG_FILE}: this tokenizer file is missing, and other libraries require"
             f" it. Copy it from the original model.",
@@ -60,28 +60,32 @@ def copy_tokenizer_files(source: Path, folder: Path) -> None:
     names = (TOKENIZER_JSON_FILE,) if fast else _slow_tokenizer_files(source)
     for name in (*names, *(path.name for path in source.glob("*.jinja"))):
         shutil.copyfile(source / name, folder / name)
-    said = portable_tokenizer_config(said)
+    tokenizer_config = portable_tokenizer_config(tokenizer_config)
     if fast:
-        said |= {
+        tokenizer_config |= {
             "tokenizer_class": FAST_TOKENIZER_CLASS,
             "clean_up_tokenization_spaces": details.clean_up,
             "model_input_names": [
                 "input_ids", *(["token_type_ids"] if details.types else []), "attention_mask",
             ],
         }  # fmt: skip
-        said |= _special_tokens(source, said)
+        tokenizer_config |= _special_tokens(source, tokenizer_config)
     limit = max_input_length(_LengthLimit(details.longest), config)
-    said["model_max_length"] = min(int(said.get("model_max_length") or NO_LIMIT), limit)
+    tokenizer_config["model_max_length"] = min(
+        int(tokenizer_config.get("model_max_length") or NO_LIMIT), limit
+    )
     if is_causal(config):
-        said["padding_side"] = "left"
-        if "pad_token" not in said and said.get("eos_token"):
-            said["pad_token"] = said["eos_token"]  # padding is masked, so any token will do
-    write_json(folder / TOKENIZER_CONFIG_FILE, said)
+        tokenizer_config["padding_side"] = "left"
+        if "pad_token" not in tokenizer_config and tokenizer_config.get("eos_token"):
+            tokenizer_config["pad_token"] = tokenizer_config[
+                "eos_token"
+            ]  # padding is masked, so any token will do
+    write_json(folder / TOKENIZER_CONFIG_FILE, tokenizer_config)
 
 
-def portable_tokenizer_config(said: Mapping[str, Any]) -> dict[str, Any]:
+def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return tokenizer_config.json with keys that all versions support."""
-    kept = {word: value for word, value in said.items() if word not in _DROPPED}
+    kept = {word: value for word, value in config.items() if word not in _DROPPED}
     extra = kept.get("extra_special_tokens")
     if isinstance(extra, list):
         del kept["extra_special_tokens"]
@@ -119,7 +123,7 @@ class _LengthLimit:
         self.model_max_length = longest
 
 
-def _special_tokens(source: Path, said: Mapping[str, Any]) -> dict[str, Any]:
+def _special_tokens(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the special tokens by their roles, which a tokenizer class of its own would define."""
     from smelt.models.checkpoint import load_tokenizer
 
@@ -129,15 +133,15 @@ def _special_tokens(source: Path, said: Mapping[str, Any]) -> dict[str, Any]:
         token = getattr(hub, f"{role}_token", None)
         if token is not None:
             found[f"{role}_token"] = str(token)
-    others = [str(t) for t in hub.all_special_tokens if str(t) not in found.values()]
-    if others or ADDITIONAL_TOKENS_KEY in said:
-        found[ADDITIONAL_TOKENS_KEY] = others
+    additional = [str(t) for t in hub.all_special_tokens if str(t) not in found.values()]
+    if additional or ADDITIONAL_TOKENS_KEY in config:
+        found[ADDITIONAL_TOKENS_KEY] = additional
     return found
 
 
 def _slow_tokenizer_files(source: Path) -> list[str]:
     """Return the names of the files of a tokenizer without tokenizer.json."""
-    others = {
+    excluded = {
         "config.json",
         "generation_config.json",
         "manifest.json",
@@ -146,7 +150,7 @@ def _slow_tokenizer_files(source: Path) -> list[str]:
     } | _NOT_COPIED
     ends = {".json", ".spm", ".model", ".txt"}
     names = [p.name for p in sorted(source.iterdir()) if p.is_file() and p.suffix in ends]
-    return [name for name in names if name not in others and not name.startswith("sentence_")]
+    return [name for name in names if name not in excluded and not name.startswith("sentence_")]
 
 
 _HEADS_KEYS = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head")
@@ -282,5 +286,5 @@ def _first_setting(config: Mapping[str, Any], words: tuple[str, ...]) -> int | N
 def generate_arguments(origin: PackageOrigin) -> str:
     """Return the generation settings of the scores as arguments of `generate`, with a leading comma."""
     known = {"num_beams", "max_new_tokens", "min_new_tokens", "length_penalty", "no_repeat_ngram_size"}
-    said = {k: v for k, v in origin.generation.items() if k in known}
-    return "".join(f", {word}={value!r}" for word, value in said.items())
+    arguments = {k: v for k, v in origin.generation.items() if k in known}
+    return "".join(f", {word}={value!r}" for word, value in arguments.items())

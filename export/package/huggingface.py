@@ -57,7 +57,7 @@ def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
         result = {
             "task": {"type": tag, "name": task},
             "dataset": {"type": _slug(data), "name": data, "split": origin.split},
-            "metrics": [one | {"args": {"signature": one["args"]}} for one in found],
+            "metrics": [metric | {"args": {"signature": metric["args"]}} for metric in found],
         }
         front["model-index"] = [{"name": origin.run or "model", "results": [result]}]
     text: str = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
@@ -131,9 +131,9 @@ class HuggingFaceFormat:
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Copy the artifact; change its tokenizer class to one that transformers 4 supports too."""
         copy_artifact(artifact, folder)
-        said = read_json_object(folder / TOKENIZER_CONFIG_FILE)
-        if said:
-            new = portable_tokenizer_config(said)
+        config = read_json_object(folder / TOKENIZER_CONFIG_FILE)
+        if config:
+            new = portable_tokenizer_config(config)
             if new.get("tokenizer_class") == _OF_FIVE:
                 new["tokenizer_class"] = FAST_TOKENIZER_CLASS
             write_json(folder / TOKENIZER_CONFIG_FILE, new)

@@ -70,27 +70,29 @@ def _make_unigram(source: Path, details: TokenizerInfo) -> Any:
     words = _vocabulary_tokens(source, details)
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL_PIECE}
     vocabulary = [(word, scores.get(word, _added_token_score(word))) for word in words]
-    made = Tokenizer(models.Unigram(vocabulary, unk_id=details.unknown))
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=details.unknown))
     chars = proto.normalizer_spec.precompiled_charsmap
     steps: list[Any] = [normalizers.Precompiled(chars)] if chars else []
     steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
-    made.normalizer = normalizers.Sequence(steps)
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     joined = decoders.Metaspace(prepend_scheme="always", split=False)
     # decoders.Strip panics on an empty text
     ends = decoders.Replace(Regex("^ +| +$"), "")
-    made.decoder = decoders.Sequence([joined, decoders.Fuse(), ends])
+    tokenizer.decoder = decoders.Sequence([joined, decoders.Fuse(), ends])
     special = set(details.special)
     added = [word for word in words if word in details.added or _is_language_token(word)]
-    made.add_special_tokens(
+    tokenizer.add_special_tokens(
         [AddedToken(word, normalized=False) for word in added if details.added.get(word) in special]
     )
-    made.add_tokens(
+    tokenizer.add_tokens(
         [AddedToken(word, normalized=False) for word in added if details.added.get(word) not in special]
     )
     end = words[details.eos or 0]
-    made.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, details.eos or 0)])
-    return made
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, details.eos or 0)]
+    )
+    return tokenizer
 
 
 def _vocabulary_tokens(source: Path, details: TokenizerInfo) -> list[str]:
@@ -121,15 +123,17 @@ def _is_language_token(word: str) -> bool:
 
 def compare_marian_tokenizers(source: Path, folder: Path, details: TokenizerInfo) -> str | None:
     """Return the first difference between tokenizer.json in `folder` and Marian's own, or None."""
-    own, made = MarianTokenizer(source, details), RustTokenizer(folder, details)
+    own, converted = MarianTokenizer(source, details), RustTokenizer(folder, details)
     texts = comparison_texts(source, details)
     wanted = own.encode_batch(texts, NO_LIMIT).ids
-    for text, expected, found in zip(texts, wanted, made.encode_batch(texts, NO_LIMIT).ids, strict=True):
+    for text, expected, found in zip(texts, wanted, converted.encode_batch(texts, NO_LIMIT).ids, strict=True):
         if expected != found:
             return f"ids of {text[:60]!r}: {found[:12]} instead of {expected[:12]}"
-    for row, said, read in zip(wanted, own.decode_batch(wanted), made.decode_batch(wanted), strict=True):
-        if said != read:
-            return f"the text of {row[:12]}: {read[:60]!r} instead of {said[:60]!r}"
+    for row, original, read in zip(
+        wanted, own.decode_batch(wanted), converted.decode_batch(wanted), strict=True
+    ):
+        if original != read:
+            return f"the text of {row[:12]}: {read[:60]!r} instead of {original[:60]!r}"
     return None
 
 

@@ -107,14 +107,14 @@ def _write_encoder_decoder(source: Path, folder: Path) -> None:
     ]
     layout = optimum_graphs(*graphs)
     accept_any_empty_cache(layout.merged_decoder, read_json_object(source / "config.json"))
-    made = {
+    decoders = {
         ENCODER_GRAPH: layout.encoder,
         FIRST_DECODER_GRAPH: layout.decoder,
         DECODER_WITH_PAST_GRAPH: layout.decoder_with_past,
         MERGED_DECODER_GRAPH: layout.merged_decoder,
     }
-    paths = [folder / f"{name}.onnx" for name in made]
-    for path, model in zip(paths, made.values(), strict=True):
+    paths = [folder / f"{name}.onnx" for name in decoders]
+    for path, model in zip(paths, decoders.values(), strict=True):
         onnx.save(model, path)
     share_weights(paths, external_data_path(paths[0]).name, source)
     for path in paths:

@@ -88,7 +88,7 @@ def _extract_cross_attention(graph: Any) -> CrossAttentionNodes:
         o.name: o.name for o in outputs
     }
     nodes = []
-    for node in (_copy(one) for one in found):
+    for node in (_copy(node) for node in found):
         if "input_ids" in node.input and node.op_type != "Shape":
             raise RunError(
                 f"encoder_model.onnx: node '{node.name}' ({node.op_type}) computes keys or values of"
@@ -125,8 +125,8 @@ def _first_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> Any
     own = [i for i in graph.input if _is_cache(i.name, "decoder")]
     start = [helper.make_node("Shape", ["input_ids"], ["first.batch"], "first.batch", start=0, end=1)]
     weights = [*cross.weights]
-    for one in own:
-        nodes, sizes = _empty_cache(one)
+    for cache in own:
+        nodes, sizes = _empty_cache(cache)
         start += nodes
         weights.append(sizes)
     nodes = [*start, *cross.nodes, *_step_nodes(graph)]
@@ -154,14 +154,14 @@ def _merged_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> An
     for node in here:
         for ends in (node.input, node.output):  # one node may read the output of another
             _rename(ends, {name: f"made.{name}" for name in names})
-    made = [_with_name(o, f"made.{o.name}") for o in cross.outputs]
+    outputs = [_with_name(o, f"made.{o.name}") for o in cross.outputs]
     given = [_with_name(o, f"given.{o.name}") for o in cross.outputs]
     pasts = [_past(name) for name in names]
     take = [helper.make_node("Identity", [p], [g.name], g.name) for p, g in zip(pasts, given, strict=True)]
     choice = helper.make_node(
         "If", [USE_CACHE_BRANCH], names, "cross_attention",
         then_branch=helper.make_graph(take, "given", [], given),
-        else_branch=helper.make_graph(here, "made", [], made),
+        else_branch=helper.make_graph(here, "made", [], outputs),
     )  # fmt: skip
     branch = helper.make_tensor_value_info(USE_CACHE_BRANCH, TensorProto.BOOL, [1])
     inputs = [*_sort_caches(graph.input), states, branch]
@@ -199,8 +199,8 @@ def _add_token_axis(nodes: list[Any], graph: Any) -> Any:
     dims = described.type.tensor_type.shape.dim
     batch, words = _copy(dims[0]), _copy(dims[1])
     del dims[:]
-    one = type(batch)(dim_value=1)
-    dims.extend([batch, one, words])
+    token_axis = type(batch)(dim_value=1)
+    dims.extend([batch, token_axis, words])
     return described
 
 
@@ -327,8 +327,8 @@ def add_hidden_states_output(model: Any) -> None:
     name = last.output[0]
     for node in graph.node:
         for names in (node.input, node.output):
-            for place, one in enumerate(names):
-                if one == name:
+            for place, candidate in enumerate(names):
+                if candidate == name:
                     names[place] = LAST_HIDDEN_STATE
     shape = [rows[0].dim_param or rows[0].dim_value, rows[1].dim_param or rows[1].dim_value, width]
     graph.output.append(helper.make_tensor_value_info(LAST_HIDDEN_STATE, TensorProto.FLOAT, shape))

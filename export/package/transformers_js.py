@@ -156,23 +156,23 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
     details = read_tokenizer_info(source)
     if details.reader != "sentencepiece":
         copy_tokenizer_files(source, folder)
-        said = read_json_object(folder / TOKENIZER_CONFIG_FILE)
+        config = read_json_object(folder / TOKENIZER_CONFIG_FILE)
         # only their own classes create token types there
-        said["tokenizer_class"] = BERT_TOKENIZER_CLASS if details.types else FAST_TOKENIZER_CLASS
-        write_json(folder / TOKENIZER_CONFIG_FILE, said)
+        config["tokenizer_class"] = BERT_TOKENIZER_CLASS if details.types else FAST_TOKENIZER_CLASS
+        write_json(folder / TOKENIZER_CONFIG_FILE, config)
         return
     from smelt.export.package.marian_tokenizer_json import write_marian_tokenizer_json
 
     write_marian_tokenizer_json(source, folder)
     words = {place: word for word, place in details.added.items()}
     roles = {"eos_token": details.eos, "pad_token": details.pad, "unk_token": details.unknown}
-    said = {
+    config = {
         "tokenizer_class": FAST_TOKENIZER_CLASS,
         "model_max_length": details.longest,
         "clean_up_tokenization_spaces": False,
     }
-    said |= {role: words[place] for role, place in roles.items() if place in words}
-    write_json(folder / TOKENIZER_CONFIG_FILE, said)
+    config |= {role: words[place] for role, place in roles.items() if place in words}
+    write_json(folder / TOKENIZER_CONFIG_FILE, config)
 
 
 def _notes(kind: str, source: Path, dtype: str) -> list[str]:

@@ -91,21 +91,21 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     out = out.absolute()
     require_empty_destination(out)
     missing = [parent for parent in out.parents if not parent.exists()]
-    beside = out.with_name(f".{out.name[:_MAX_NAME_LENGTH]}.{secrets.token_hex(4)}{_PART_SUFFIX}")
+    temporary = out.with_name(f".{out.name[:_MAX_NAME_LENGTH]}.{secrets.token_hex(4)}{_PART_SUFFIX}")
     try:
         with translate_os_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
             _remove_stale(out)
-            with heartbeat(beside.with_name(beside.name + _OWNER_SUFFIX)):
-                beside.mkdir()
-                yield beside
-                _finalize_files(beside)
+            with heartbeat(temporary.with_name(temporary.name + _OWNER_SUFFIX)):
+                temporary.mkdir()
+                yield temporary
+                _finalize_files(temporary)
                 with contextlib.suppress(FileNotFoundError):
                     out.rmdir()  # an empty folder, which Windows does not replace by a rename
-                beside.rename(out)
+                temporary.rename(out)
                 fsync_path(out.parent)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         for parent in missing:  # the deepest first; one that has been filled meanwhile is kept
             with contextlib.suppress(OSError):
                 parent.rmdir()
@@ -164,9 +164,9 @@ def _disk_full_error(out: Path) -> RunError:
 
 
 def _free_space(out: Path) -> str:
-    there = next((parent for parent in out.parents if parent.exists()), None)
+    parent_folder = next((parent for parent in out.parents if parent.exists()), None)
     with contextlib.suppress(OSError):
-        return "" if there is None else f" ({shutil.disk_usage(there).free:,} bytes are free)"
+        return "" if parent_folder is None else f" ({shutil.disk_usage(parent_folder).free:,} bytes are free)"
     return ""
 
 
@@ -273,7 +273,7 @@ def unsupported_format(package_format: PackageFormat, artifact: Artifact) -> Uns
     Properties that no export changes are checked first, so that no useless step is suggested.
     """
     takes, manifest = package_format.supported, artifact.manifest
-    made, target = artifact.format, manifest.details.get("target")
+    artifact_format, target = artifact.format, manifest.details.get("target")
     if takes.tasks is not None and manifest.task not in takes.tasks:
         return UnsupportedFormat(
             "unsupported-task",
@@ -283,8 +283,9 @@ def unsupported_format(package_format: PackageFormat, artifact: Artifact) -> Uns
     if takes.families is not None and family not in takes.families:
         text = f"its model family is {family}; this format supports {_join_words(takes.families)}."
         return UnsupportedFormat("unsupported-family", text)
-    if made not in takes.formats:
-        text = f"it is {with_article(made)} artifact; this format supports {_join_words(takes.formats)}."
+    if artifact_format not in takes.formats:
+        supported = _join_words(takes.formats)
+        text = f"it is {with_article(artifact_format)} artifact; this format supports {supported}."
         return UnsupportedFormat("unsupported-format", text, needs_export=True)
     if takes.targets is not None and target not in takes.targets:
         text = f"it was exported for {target}; this format supports {_join_words(takes.targets)}."
@@ -319,15 +320,19 @@ def require_supported(
     why = unsupported_format(package_format, artifact)
     if why is None:
         return
-    said = [f"{name} cannot be packaged as '{package_format.name}': {why.text.strip()}"]
-    if others := [step for step, other in run.items() if unsupported_format(package_format, other) is None]:
-        steps = f"step{'s' * (len(others) > 1)} {_join_words(others)}"
-        said.append(f"This format supports the {steps} of the same run (artifacts/{others[0]}).")
+    sentences = [f"{name} cannot be packaged as '{package_format.name}': {why.text.strip()}"]
+    if supported_steps := [
+        step for step, other in run.items() if unsupported_format(package_format, other) is None
+    ]:
+        steps = f"step{'s' * (len(supported_steps) > 1)} {_join_words(supported_steps)}"
+        sentences.append(
+            f"This format supports the {steps} of the same run (artifacts/{supported_steps[0]})."
+        )
     elif why.needs_export and package_format.supported.hint:
-        said.append(package_format.supported.hint)
+        sentences.append(package_format.supported.hint)
     if fitting := [other.name for other in forms if unsupported_format(other, artifact) is None]:
-        said.append(f"Formats that support this artifact: {', '.join(fitting)} (--format).")
-    raise InputError(" ".join(said), code=why.code)
+        sentences.append(f"Formats that support this artifact: {', '.join(fitting)} (--format).")
+    raise InputError(" ".join(sentences), code=why.code)
 
 
 def _join_words(words: Iterable[str]) -> str:

@@ -71,14 +71,14 @@ def check_int8_caches(
     """
     model = read_graph(folder / f"{name}.onnx", values=False)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    asked = [_read_attention(one, scales, constants, folder) for one in nodes]
+    asked = [_read_attention(node, scales, constants, folder) for node in nodes]
     session = _open_with_outputs(folder, name, model, asked)
     found = {"codes": 0, "rounded_otherwise": 0, "attention": 0.0}
     for call, got in run_graph_calls(session, folder, name, reference):
         values = {**call.feeds, **got}
         assert call.token_mask is not None
-        for one in asked:
-            _compare(name, one, values, call.token_mask, found)
+        for attention in asked:
+            _compare(name, attention, values, call.token_mask, found)
     if found["rounded_otherwise"] > 1 + _MAX_ROUNDING_SHARE * found["codes"]:
         raise ParityError(
             f"{name}: {found['rounded_otherwise']} of {found['codes']} int8 values of the KV cache differ by"
@@ -90,18 +90,18 @@ def check_int8_caches(
 
 
 def _read_attention(
-    one: tuple[Any, str, str], scales: Mapping[str, AnyArray], constants: Mapping[str, Any], folder: Path
+    found: tuple[Any, str, str], scales: Mapping[str, AnyArray], constants: Mapping[str, Any], folder: Path
 ) -> _AttentionNode:
     from onnx import helper, numpy_helper
 
-    node, *outputs = one
-    said = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    node, *outputs = found
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     tables = None
-    if said.get("do_rotary"):
+    if attributes.get("do_rotary"):
         cos, sin = (numpy_helper.to_array(constants[node.input[at]], str(folder)) for at in (7, 8))
         tables = (cos, sin)
     return _AttentionNode(
-        node, said, tables, (scales[outputs[0]], scales[outputs[1]]), (outputs[0], outputs[1])
+        node, attributes, tables, (scales[outputs[0]], scales[outputs[1]]), (outputs[0], outputs[1])
     )
 
 
@@ -112,31 +112,35 @@ def _open_with_outputs(folder: Path, name: str, model: Any, asked: list[_Attenti
     from smelt.runtimes.onnx_session import open_onnx_session
 
     known = {value.name for value in (*model.graph.input, *model.graph.output, *model.graph.initializer)}
-    read = [name for one in asked for name in (*one.node.input[:3], one.node.input[10], one.node.output[0])]
+    read = [
+        name
+        for attention in asked
+        for name in (*attention.node.input[:3], attention.node.input[10], attention.node.output[0])
+    ]
     model.graph.output.extend(ValueInfoProto(name=n) for n in dict.fromkeys(read) if n and n not in known)
-    with TemporaryDirectory(dir=folder) as beside:
+    with TemporaryDirectory(dir=folder) as temporary:
         for data in external_data_names(model):
-            Path(beside, data).hardlink_to(folder / data)
-        write_graph(model, Path(beside, f"{name}.onnx"))
-        return open_onnx_session(Path(beside, f"{name}.onnx"))
+            Path(temporary, data).hardlink_to(folder / data)
+        write_graph(model, Path(temporary, f"{name}.onnx"))
+        return open_onnx_session(Path(temporary, f"{name}.onnx"))
 
 
 def _compare(
-    graph: str, one: _AttentionNode, values: TensorsByName, real: AnyArray, found: dict[str, Any]
+    graph: str, attention: _AttentionNode, values: TensorsByName, real: AnyArray, found: dict[str, Any]
 ) -> None:
     """Compare one call of one attention; real: bool [B, S], false at padding."""
-    node = f"{graph}: node '{one.node.name}' ({one.node.op_type})"
-    q, k, v = _split_heads(one, values)
-    fed = q.shape[2]
-    codes = [values[output] for output in one.outputs]
-    past = codes[0].shape[2] - fed
-    if one.tables is not None:
-        cos, sin = (table[past : past + fed] for table in one.tables)
+    node = f"{graph}: node '{attention.node.name}' ({attention.node.op_type})"
+    q, k, v = _split_heads(attention, values)
+    length = q.shape[2]
+    codes = [values[output] for output in attention.outputs]
+    past = codes[0].shape[2] - length
+    if attention.tables is not None:
+        cos, sin = (table[past : past + length] for table in attention.tables)
         q, k = _apply_rotary(q, cos, sin), _apply_rotary(k, cos, sin)
     text = np.broadcast_to(real[:, None], k.shape[:3])
-    for output, new, kept, scale in zip(one.outputs, (k, v), codes, one.scales, strict=True):
-        ought = np.clip(np.rint(new / scale), -128, 127).astype(np.int16)
-        off = np.abs(ought - kept[:, :, past:])[text]
+    for output, new, kept, scale in zip(attention.outputs, (k, v), codes, attention.scales, strict=True):
+        expected = np.clip(np.rint(new / scale), -128, 127).astype(np.int16)
+        off = np.abs(expected - kept[:, :, past:])[text]
         if off.max(initial=0) > 1 or not np.array_equal(kept[:, :, :past], values[past_input_name(output)]):
             raise ParityError(
                 f"{node}: int8 values of {output} differ from numpy's by up to {int(off.max())}. Set"
@@ -146,11 +150,13 @@ def _compare(
             )
         found["codes"] += off.size
         found["rounded_otherwise"] += int(off.sum())
-    floats = [kept * scale for kept, scale in zip(codes, one.scales, strict=True)]
-    ought = _reference_attention(q, floats[0], floats[1], values[one.node.input[10]], one.attributes)
-    got = values[one.node.output[0]]
-    spread = float(np.std(ought[real])) or 1.0
-    off = float(np.abs(ought - got)[real].max(initial=0.0)) / spread
+    floats = [kept * scale for kept, scale in zip(codes, attention.scales, strict=True)]
+    expected = _reference_attention(
+        q, floats[0], floats[1], values[attention.node.input[10]], attention.attributes
+    )
+    got = values[attention.node.output[0]]
+    spread = float(np.std(expected[real])) or 1.0
+    off = float(np.abs(expected - got)[real].max(initial=0.0)) / spread
     if not off <= _TOLERANCE:
         raise ParityError(
             f"{node} differs from attention over its dequantized KV cache by {off:.3g} standard deviations of"
@@ -161,11 +167,11 @@ def _compare(
     found["attention"] = max(found["attention"], off)
 
 
-def _split_heads(one: _AttentionNode, values: TensorsByName) -> tuple[AnyArray, AnyArray, AnyArray]:
+def _split_heads(attention: _AttentionNode, values: TensorsByName) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Return queries float32 [B, H, S, d], and keys and values [B, K, S, d], from the node's inputs."""
-    given = [values[name] for name in one.node.input[:3] if name]
-    queries, keys = one.attributes["num_heads"], one.attributes["kv_num_heads"]
-    width = one.scales[0].shape[2]
+    given = [values[name] for name in attention.node.input[:3] if name]
+    queries, keys = attention.attributes["num_heads"], attention.attributes["kv_num_heads"]
+    width = attention.scales[0].shape[2]
     if len(given) == 1:
         given = np.split(given[0], [queries * width, (queries + keys) * width], axis=2)
     q, k, v = (x.reshape(*x.shape[:2], -1, width).swapaxes(1, 2) for x in given)
@@ -178,15 +184,15 @@ def _apply_rotary(x: AnyArray, cos: AnyArray, sin: AnyArray) -> AnyArray:
 
 
 def _reference_attention(
-    q: AnyArray, keys: AnyArray, values: AnyArray, bias: AnyArray, said: Mapping[str, Any]
+    q: AnyArray, keys: AnyArray, values: AnyArray, bias: AnyArray, attributes: Mapping[str, Any]
 ) -> AnyArray:
     """Return [B, S, H * d]: causal attention of queries [B, H, S, d] over keys and values [B, K, T, d]."""
-    fed, total = q.shape[2], keys.shape[2]
+    length, total = q.shape[2], keys.shape[2]
     keys, values = (np.repeat(x.astype(np.float64), q.shape[1] // x.shape[1], axis=1) for x in (keys, values))
-    behind = np.arange(total - fed, total)[:, None] - np.arange(total)[None]
-    window = said.get("local_window_size", -1)
-    hidden = (behind < 0) | (behind >= (window if window > 0 else total))
-    scores = q @ keys.swapaxes(2, 3) * said["scale"] + bias + np.where(hidden, -1e30, 0.0)
+    distance = np.arange(total - length, total)[:, None] - np.arange(total)[None]
+    window = attributes.get("local_window_size", -1)
+    hidden = (distance < 0) | (distance >= (window if window > 0 else total))
+    scores = q @ keys.swapaxes(2, 3) * attributes["scale"] + bias + np.where(hidden, -1e30, 0.0)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     out: AnyArray = (weights / weights.sum(axis=-1, keepdims=True)) @ values
-    return out.swapaxes(1, 2).reshape(q.shape[0], fed, -1)
+    return out.swapaxes(1, 2).reshape(q.shape[0], length, -1)

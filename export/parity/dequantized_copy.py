@@ -45,22 +45,22 @@ def make_dequantized_copy(
             overflows. ONNX Runtime has few kernels of these types there; for float16 it omits the casts
             between two nodes, and bfloat16 does not run at all.
     """
-    with TemporaryDirectory(dir=folder, prefix=".exact-") as made:
-        twin = Path(made)
+    with TemporaryDirectory(dir=folder, prefix=".exact-") as temporary:
+        copy = Path(temporary)
         for name in ("config.json", "generation_config.json", MODULES_FILE):
             if (folder / name).is_file():
-                shutil.copyfile(folder / name, twin / name)
+                shutil.copyfile(folder / name, copy / name)
         for name in names:
             path = folder / f"{name}.onnx"
             model = read_graph(path, values=widen)
             if widen:
                 widen_to_float32(model, rounding)
             for data in external_data_names(model):
-                if not (twin / data).exists():
-                    _link(folder / data, twin / data)
+                if not (copy / data).exists():
+                    _link(folder / data, copy / data)
             dequantize_graph(model)
-            write_graph(model, twin / path.name)
-        yield twin
+            write_graph(model, copy / path.name)
+        yield copy
 
 
 def _link(source: Path, target: Path) -> None:
@@ -95,8 +95,8 @@ def dequantize_graph(model: Any) -> int:
     if found:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
-    for said in [said for said in model.metadata_props if said.key == ACTIVATION_BLOCKS]:
-        model.metadata_props.remove(said)  # so that OpenVINO does not round activations
+    for entry in [entry for entry in model.metadata_props if entry.key == ACTIVATION_BLOCKS]:
+        model.metadata_props.remove(entry)  # so that OpenVINO does not round activations
     kept = [value for value in model.graph.value_info if value.name not in codes]  # others are floats now
     del model.graph.value_info[:]
     model.graph.value_info.extend(kept)

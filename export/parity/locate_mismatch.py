@@ -136,8 +136,8 @@ def _open_with_outputs(folder: Path, name: str, values: list[str]) -> Any:
 
     path = folder / f"{name}.onnx"
     model = read_graph(path)
-    there = {output.name for output in model.graph.output}
-    model.graph.output.extend(ValueInfoProto(name=v) for v in dict.fromkeys(values) if v not in there)
-    with TemporaryDirectory(dir=folder) as beside:
-        write_graph(model, Path(beside, path.name))
-        return open_onnx_session(Path(beside, path.name))
+    outputs = {output.name for output in model.graph.output}
+    model.graph.output.extend(ValueInfoProto(name=v) for v in dict.fromkeys(values) if v not in outputs)
+    with TemporaryDirectory(dir=folder) as temporary:
+        write_graph(model, Path(temporary, path.name))
+        return open_onnx_session(Path(temporary, path.name))

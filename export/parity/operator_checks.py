@@ -94,8 +94,8 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
         _write_operator_graph(model, found, file)
         session: Any = open_onnx_session(file, threads)
         for sign in (1, -1):
-            inputs = {fed: sign * _binary_rows(*fed) for fed in names}
-            results = session.run(None, {name: inputs[fed] for fed, name in names.items()})
+            inputs = {test_input: sign * _binary_rows(*test_input) for test_input in names}
+            results = session.run(None, {name: inputs[test_input] for test_input, name in names.items()})
             for operator, got in zip(found, results, strict=True):
                 _compare(graph, operator, inputs[operator.test_input], got)
     except ParityError:
@@ -120,7 +120,10 @@ def _quantized_nodes(model: Any) -> Iterator[Any]:
 
 def _test_inputs(found: Iterable[_QuantizedNode]) -> dict[tuple[int, float], str]:
     """Return the inputs of the operators (`_QuantizedNode.test_input`) and their names."""
-    return {fed: f"x{at}" for at, fed in enumerate(sorted({operator.test_input for operator in found}))}
+    return {
+        test_input: f"x{at}"
+        for at, test_input in enumerate(sorted({operator.test_input for operator in found}))
+    }
 
 
 def _activation_path(model: Any, node: Any) -> list[Any]:
@@ -136,12 +139,14 @@ def _activation_path(model: Any, node: Any) -> list[Any]:
 
 def _match_layer(graph: str, model: Any, module: nn.Module, node: Any) -> _QuantizedNode:
     """Return a node with its layer, found by the name of its quantized weights in the scheme."""
-    before, others = producing_nodes(model, node.input[1:])
+    before, weight_names = producing_nodes(model, node.input[1:])
     _, names = producing_nodes(model, node.input[1:2])
     layers = (n.rpartition(".matrix.")[0] for n in names if ".matrix." in n)
     layer = next(layers, None)
     found = _linear_of_layer(module, layer) if layer else None
-    parts = [(layer, part) for name in others for layer, at, part in [name.rpartition(".matrix.")] if at]
+    parts = [
+        (layer, part) for name in weight_names for layer, at, part in [name.rpartition(".matrix.")] if at
+    ]
     if found is not None and len({layer for layer, _ in parts}) > 1:
         layer, found = _layer_with_equal_tensors(module, parts) or (layer, found)
     if layer is None or found is None:
@@ -158,11 +163,11 @@ def _match_layer(graph: str, model: Any, module: nn.Module, node: Any) -> _Quant
 
 def _input_width(model: Any, node: Any, before: list[Any], layer: QuantizedLinear) -> int:
     """Return the number of a node's inputs, from its attribute or from the columns of its weights [K, N]."""
-    said = next((attribute.i for attribute in node.attribute if attribute.name == "K"), None)
+    width = next((attribute.i for attribute in node.attribute if attribute.name == "K"), None)
     makers = [other.input[0] for other in before if other.output[0] == node.input[1]]
-    if said is None and node.op_type == "MatMul" and makers:
-        said = next((t.dims[0] for t in model.graph.initializer if t.name == makers[0]), None)
-    return layer.in_features if said is None else said
+    if width is None and node.op_type == "MatMul" and makers:
+        width = next((t.dims[0] for t in model.graph.initializer if t.name == makers[0]), None)
+    return layer.in_features if width is None else width
 
 
 def _layer_with_equal_tensors(
@@ -220,10 +225,10 @@ def producing_nodes(model: Any, names: Iterable[str]) -> tuple[list[Any], list[s
     return [model.graph.node[at] for at in sorted(nodes)], sources
 
 
-def _binary_rows(size: int, one: float) -> NDArray[np.float32]:
-    """Return float32 [_ROWS, size]: random rows and their complements, with `one` instead of 1."""
+def _binary_rows(size: int, value: float) -> NDArray[np.float32]:
+    """Return float32 [_ROWS, size]: random rows and their complements, with `value` instead of 1."""
     rows = np.random.default_rng(size).integers(0, 2, (_TEST_ROWS // 2, size))
-    return np.concatenate([rows, 1 - rows]).astype(np.float32) * np.float32(one)
+    return np.concatenate([rows, 1 - rows]).astype(np.float32) * np.float32(value)
 
 
 def _write_operator_graph(model: Any, found: list[_QuantizedNode], file: Path) -> None:
@@ -232,11 +237,11 @@ def _write_operator_graph(model: Any, found: list[_QuantizedNode], file: Path) -
 
     nodes: list[Any] = []
     outputs = []
-    made: set[str] = set()
+    constants: set[str] = set()
     names = _test_inputs(found)
     for number, operator in enumerate(found):
-        nodes += [n for n in operator.constant_nodes if n.output[0] not in made]
-        made.update(n.output[0] for n in operator.constant_nodes)
+        nodes += [n for n in operator.constant_nodes if n.output[0] not in constants]
+        constants.update(n.output[0] for n in operator.constant_nodes)
         nodes += _rename_chain(
             [*operator.activation_nodes, operator.node], names[operator.test_input], f"y{number}"
         )

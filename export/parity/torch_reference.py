@@ -239,10 +239,10 @@ def _run_encoder_decoder(model: Any, batch: Batch, tokens: Tokens) -> ExactRefer
     ids, mask = _tensors(batch)
     hidden = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
     cross = {}
-    for at, one in enumerate(attention_modules(model, "decoder_layers", cross=True)):
-        for word, name in (("key", one.parts.key), ("value", one.parts.value)):
-            made = split_heads(one.projection(name)(hidden), one.heads.kv_heads)
-            cross[f"present.{at}.encoder.{word}"] = made.numpy()
+    for at, attention in enumerate(attention_modules(model, "decoder_layers", cross=True)):
+        for word, name in (("key", attention.parts.key), ("value", attention.parts.value)):
+            projected = split_heads(attention.projection(name)(hidden), attention.heads.kv_heads)
+            cross[f"present.{at}.encoder.{word}"] = projected.numpy()
     out = model(
         encoder_outputs=BaseModelOutput(last_hidden_state=hidden), attention_mask=mask,
         decoder_input_ids=torch.from_numpy(np.ascontiguousarray(tokens.T)), use_cache=False,

@@ -84,7 +84,7 @@ class _HalfConversion:
         self.floats = {name for name, kind in self.types.items() if kind == TensorProto.FLOAT}
         for node in all_nodes(graph.node):
             if subgraphs(node) and not is_control_flow(node):
-                self.wide |= {node_key(one) for body in subgraphs(node) for one in all_nodes(body.node)}
+                self.wide |= {node_key(inner) for body in subgraphs(node) for inner in all_nodes(body.node)}
         defaults = {tensor.name for tensor in graph.initializer}
         for value in [*graph.input, *graph.output]:
             stays = value.name in self.outside or value.name in defaults
@@ -125,9 +125,9 @@ class _HalfConversion:
         for node in list(graph.node):
             self._convert_node(node, ends)
         self.casts = self.casts.parents
-        made, self.nodes = self.nodes, around
+        nodes, self.nodes = self.nodes, around
         del graph.node[:]
-        graph.node.extend(made)
+        graph.node.extend(nodes)
         del graph.value_info[:]
 
     def _stays_fp32(self, node: Any) -> bool:
@@ -208,10 +208,10 @@ class _HalfConversion:
             word = helper.tensor_dtype_to_string(kind).rpartition(".")[2].lower()
             # names in one graph may not be those of an outer graph, whose Cast may come later
             self.made += self.depth > 0
-            made = self._unused_name(f"{name}.{word}" + (f".{self.made}" if self.depth else ""))
-            self.casts[name, kind] = made
-            self.types[made] = kind
-            self.nodes.append(helper.make_node("Cast", [source], [made], f"{made}.cast", to=kind))
+            cast_name = self._unused_name(f"{name}.{word}" + (f".{self.made}" if self.depth else ""))
+            self.casts[name, kind] = cast_name
+            self.types[cast_name] = kind
+            self.nodes.append(helper.make_node("Cast", [source], [cast_name], f"{cast_name}.cast", to=kind))
         return self.casts[name, kind]
 
     def _unused_name(self, name: str) -> str:

@@ -70,7 +70,7 @@ def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tok
         InputError: the text has no token.
     """
     examples = split.examples
-    said = split.windows.separator if split.windows is not None else None
+    separator = split.windows.separator if split.windows is not None else None
     most = min(CACHE_CALIBRATION_LENGTH, limit)
     found = []
     for place in dict.fromkeys(
@@ -80,7 +80,7 @@ def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tok
         for other in examples[place + 1 :]:
             if len(text) >= most * _CHARACTERS_PER_TOKEN:
                 break
-            text += ("\n\n" if said is None else said) + other.text
+            text += ("\n\n" if separator is None else separator) + other.text
         ids = tokenizer(text[: most * _CHARACTERS_PER_TOKEN], verbose=False)["input_ids"][:most]
         if ids:
             found.append(np.asarray(ids, dtype=np.int64))
@@ -108,9 +108,9 @@ def max_cache_magnitudes(
     Raises:
         RunError: a value is not finite.
     """
-    outputs = [one.name for one in session.get_outputs() if one.name.startswith(PRESENT_PREFIX)]
-    caches = [one for one in session.get_inputs() if one.name.startswith(PAST_PREFIX)]
-    empty = {one.name: np.zeros((1, one.shape[1], 0, one.shape[3]), np.float32) for one in caches}
+    outputs = [output.name for output in session.get_outputs() if output.name.startswith(PRESENT_PREFIX)]
+    caches = [input_value for input_value in session.get_inputs() if input_value.name.startswith(PAST_PREFIX)]
+    empty = {cache.name: np.zeros((1, cache.shape[1], 0, cache.shape[3]), np.float32) for cache in caches}
     found: dict[str, Float32Array] = {}
     for ids in rows:
         feeds = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64), **empty}
@@ -139,9 +139,9 @@ def cache_scales(largest: Float32Array) -> Float32Array:
     other texts are then coarse, but not clipped to 0.
     """
     scales = (largest / np.float32(_MAX_CODE)).astype(np.float32)
-    told = scales >= np.finfo(np.float32).tiny  # smaller values cannot be divisors
-    instead = scales[told].max(initial=0.0) or 1.0 / _MAX_CODE
-    return np.where(told, scales, np.float32(instead))[:, None]
+    usable = scales >= np.finfo(np.float32).tiny  # smaller values cannot be divisors
+    instead = scales[usable].max(initial=0.0) or 1.0 / _MAX_CODE
+    return np.where(usable, scales, np.float32(instead))[:, None]
 
 
 ATTENTION_OP = "GroupQueryAttention"
@@ -161,20 +161,20 @@ def cached_attentions(model: Any) -> Iterator[tuple[Any, str, str]]:
     for node in model.graph.node:
         if node.op_type != ATTENTION_OP:
             continue
-        given, made = [node.input[at] for at in _PAST_INPUTS], [node.output[at] for at in _PRESENT_OUTPUTS]
+        given, outputs = [node.input[at] for at in _PAST_INPUTS], [node.output[at] for at in _PRESENT_OUTPUTS]
         if (
             not ends.issuperset(given)
-            or not ends.issuperset(made)
-            or given != [past_input_name(n) for n in made]
+            or not ends.issuperset(outputs)
+            or given != [past_input_name(n) for n in outputs]
         ):
             raise RunError(
-                f"onnx: kv_cache: int8: the caches {', '.join(given)} and {', '.join(made)} of node"
+                f"onnx: kv_cache: int8: the caches {', '.join(given)} and {', '.join(outputs)} of node"
                 f" '{node.name}' do not match the graph's inputs and outputs one to one. Set kv_cache:"
                 " float.",
                 code="crossed-caches",
             )
-        left -= set(made)
-        yield node, made[0], made[1]
+        left -= set(outputs)
+        yield node, outputs[0], outputs[1]
     if left:
         raise RunError(
             f"onnx: kv_cache: int8: the caches {', '.join(sorted(left))} do not belong to any {ATTENTION_OP}"
@@ -210,8 +210,8 @@ def quantize_kv_cache(model: Any, scales: Mapping[str, Float32Array]) -> None:
             model.graph.initializer.append(numpy_helper.from_array(scales[output], name))
         node.input.extend([""] * (_SCALE_INPUTS[0] - len(node.input)))
         node.input.extend(names)
-        said = {"k_quant_type": _PER_CHANNEL, "v_quant_type": _PER_CHANNEL, "kv_cache_bit_width": _BITS}
-        node.attribute.extend(helper.make_attribute(word, value) for word, value in said.items())
+        attributes = {"k_quant_type": _PER_CHANNEL, "v_quant_type": _PER_CHANNEL, "kv_cache_bit_width": _BITS}
+        node.attribute.extend(helper.make_attribute(word, value) for word, value in attributes.items())
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if value.name.startswith((PAST_PREFIX, PRESENT_PREFIX)):
             value.type.tensor_type.elem_type = TensorProto.INT8
@@ -239,9 +239,9 @@ def require_int8_caches(attentions: Any, config: Any, ctx: Context) -> None:
     Raises:
         InputError: the task, the heads or the data do not fit.
     """
-    widths = [(one.heads.head_dim, one.parts.rotary) for one in attentions]
+    widths = [(attention.heads.head_dim, attention.parts.rotary) for attention in attentions]
     found = unsupported_task(ctx.task) or unsupported_model(config)
-    if why := found or next(filter(None, (unsupported_head_dim(*one) for one in widths)), None):
+    if why := found or next(filter(None, (unsupported_head_dim(*head) for head in widths)), None):
         code = "unsupported-task" if unsupported_task(ctx.task) else "unsupported-cache"
         raise InputError(f"onnx: kv_cache: int8: {why}", code=code, setting="kv_cache")
     cache_calibration_split(ctx.data)

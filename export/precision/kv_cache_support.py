@@ -29,15 +29,15 @@ def unsupported_model(config: Mapping[str, Any]) -> str | None:
     """
     family = find_family(config)
     for stack in family.stacks(config) if family is not None and family.architecture == "decoder" else ():
-        for one in stack.attentions:
+        for attention in stack.attentions:
             heads, whole = (
-                config.get(one.heads_key),
+                config.get(attention.heads_key),
                 config.get(str(family.hidden_size_key) if family else ""),
             )
-            width = config.get(one.head_dim_key) if one.head_dim_key else None
-            if one.head_dim_key and width is None and isinstance(heads, int) and isinstance(whole, int):
+            width = config.get(attention.head_dim_key) if attention.head_dim_key else None
+            if attention.head_dim_key and width is None and isinstance(heads, int) and isinstance(whole, int):
                 width = whole // heads
-            if isinstance(width, int) and (why := unsupported_head_dim(width, one.rotary)):
+            if isinstance(width, int) and (why := unsupported_head_dim(width, attention.rotary)):
                 return why
     return None
 

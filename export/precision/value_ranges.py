@@ -103,11 +103,11 @@ def open_with_measurements(model: Any, folder: Path, name: str, threads: int | N
     model = read_graph(path, values=False)
     for found in _add_measurements(model.graph, floats, opset_versions(model)[""]):
         model.graph.output.append(helper.make_tensor_value_info(found, TensorProto.FLOAT, []))
-    with TemporaryDirectory(dir=folder) as beside:
+    with TemporaryDirectory(dir=folder) as temporary:
         for data in external_data_names(model):
-            Path(beside, data).hardlink_to(folder / data)
-        onnx.save(model, Path(beside, path.name))
-        return open_onnx_session(Path(beside, path.name), threads, optimized=False)
+            Path(temporary, data).hardlink_to(folder / data)
+        onnx.save(model, Path(temporary, path.name))
+        return open_onnx_session(Path(temporary, path.name), threads, optimized=False)
 
 
 def _add_measurements(graph: Any, floats: set[str], opset: int, inside: str = "") -> list[str]:
@@ -194,7 +194,7 @@ def _axes_to_input(graph: Any, node: Any, name: str) -> None:
     """Convert the attribute `axes` to an input: ReduceSum has it from opset 13 on, ReduceMean from 18 on."""
     from onnx import TensorProto, helper
 
-    axes = next((one for one in node.attribute if one.name == "axes"), None)
+    axes = next((attribute for attribute in node.attribute if attribute.name == "axes"), None)
     if axes is not None:
         node.attribute.remove(axes)
         tensor = helper.make_tensor(name, TensorProto.INT64, [len(axes.ints)], list(axes.ints))

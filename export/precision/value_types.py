@@ -77,7 +77,7 @@ def iter_graphs(graph: Any) -> Iterator[Any]:
 
 def opset_versions(model: Any) -> dict[str, int]:
     """Return the version of each domain's operators, ONNX's own under the empty name."""
-    return {normalized_domain(said.domain): said.version for said in model.opset_import}
+    return {normalized_domain(opset.domain): opset.version for opset in model.opset_import}
 
 
 def node_types(node: Any, opsets: Mapping[str, int]) -> NodeTypes | None:
@@ -117,10 +117,10 @@ def _op_schema(domain: str, name: str, version: int) -> tuple[tuple[_OpParameter
     from onnx import defs
 
     try:
-        said = defs.get_schema(name, version, domain)
+        schema = defs.get_schema(name, version, domain)
     except defs.SchemaError:
         return _runtime_op_schema(domain, name, version)
-    kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in said.type_constraints}
+    kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in schema.type_constraints}
     return tuple(
         tuple(
             _OpParameter(
@@ -130,18 +130,18 @@ def _op_schema(domain: str, name: str, version: int) -> tuple[tuple[_OpParameter
             )
             for p in parameters
         )
-        for parameters in (said.inputs, said.outputs)
+        for parameters in (schema.inputs, schema.outputs)
     )
 
 
 def _runtime_op_schema(domain: str, name: str, version: int) -> tuple[tuple[_OpParameter, ...], ...] | None:
     """Return the same for an operator that only ONNX Runtime defines."""
-    said = [
+    schemas = [
         schema for schema in _runtime_schemas().get((domain, name), ()) if schema.since_version <= version
     ]
-    if not said:
+    if not schemas:
         return None
-    newest = max(said, key=lambda schema: schema.since_version)
+    newest = max(schemas, key=lambda schema: schema.since_version)
     kinds = {c.type_param_str: frozenset(c.allowed_type_strs) for c in newest.type_constraints}
     return tuple(
         tuple(
@@ -174,8 +174,8 @@ def value_types(model: Any) -> dict[str, int]:
     # a copy without weights, which may exceed the protobuf limit; types do not depend on them
     graph = model.graph
     weights = [helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in graph.initializer]
-    there = {value.name for value in graph.input}
-    inputs = [*graph.input, *(value for value in weights if value.name not in there)]
+    input_names = {value.name for value in graph.input}
+    inputs = [*graph.input, *(value for value in weights if value.name not in input_names)]
     light = helper.make_graph(graph.node, "types", inputs, graph.output, value_info=graph.value_info)
     bare = helper.make_model(light, opset_imports=model.opset_import, ir_version=model.ir_version)
     inferred = onnx.shape_inference.infer_shapes(bare).graph

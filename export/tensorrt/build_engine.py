@@ -91,12 +91,12 @@ def causal_ranges(
         longest_prompt: of any profile, if there are several; each has the cache of the longest text.
         usual_prompt: number of input tokens at opt.
     """
-    fed, longest = max(1, min(prompt, limit)), max(1, min(longest_prompt or prompt, limit))
+    longest_input, longest = max(1, min(prompt, limit)), max(1, min(longest_prompt or prompt, limit))
     before = max(1, min(limit, longest + max_new_tokens) - 1)
-    opt = min(usual_prompt, fed)
+    opt = min(usual_prompt, longest_input)
     usual = max(1, before // 2) if opt == 1 else 0
-    total = SizeRange(1, usual + opt, fed + before)
-    return {"input": SizeRange(1, opt, fed), "past": SizeRange(0, usual, before), "total": total}
+    total = SizeRange(1, usual + opt, longest_input + before)
+    return {"input": SizeRange(1, opt, longest_input), "past": SizeRange(0, usual, before), "total": total}
 
 
 def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
@@ -119,10 +119,10 @@ def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> P
         if (longest := ranges.get(VALUE_INPUTS.get(value.name, ""))) is not None:
             shapes[value.name] = (0,), (1,), (longest.max,)
             continue
-        said = value.type.tensor_type.shape.dim
-        dimensions = [_dimension_range(d, value.name, known, graph) for d in said]
+        axes = value.type.tensor_type.shape.dim
+        dimensions = [_dimension_range(d, value.name, known, graph) for d in axes]
         # also if a profile has a single size: the dimension is dynamic in the graph
-        if any(not d.HasField("dim_value") for d in said):
+        if any(not d.HasField("dim_value") for d in axes):
             shapes[value.name] = (
                 tuple(d.min for d in dimensions),
                 tuple(d.opt for d in dimensions),
@@ -136,10 +136,10 @@ def _dimension_range(dimension: Any, name: str, known: Mapping[str, SizeRange], 
         return SizeRange(dimension.dim_value, dimension.dim_value, dimension.dim_value)
     if dimension.dim_param in known:
         return known[dimension.dim_param]
-    said = dimension.dim_param or "without a name"
+    dimension_name = dimension.dim_param or "without a name"
     raise RunError(
-        f"{graph}: input '{name}' has a dynamic dimension ({said}) without a known length."
-        f" Known dimensions: {', '.join(known)}.{did_you_mean(said, known)}",
+        f"{graph}: input '{name}' has a dynamic dimension ({dimension_name}) without a known length."
+        f" Known dimensions: {', '.join(known)}.{did_you_mean(dimension_name, known)}",
         code="unknown-axis-size",
         file=graph,
     )
@@ -201,10 +201,10 @@ def build_engine(
         raise _rejected_error([explain_log(logger.errors, path.name)])
     if cache is not None and options.timing_cache is not None:
         _write_timing_cache(options.timing_cache, bytes(config.get_timing_cache().serialize()))
-    told = [
+    warnings = [
         line for line in dict.fromkeys(logger.warnings) if not any(part in line for part in _IGNORED_WARNINGS)
     ]
-    return bytes(plan), [explain_warning(line) for line in told]
+    return bytes(plan), [explain_warning(line) for line in warnings]
 
 
 def make_builder(trt: Any, logger: Any, graph: str) -> Any:
@@ -237,7 +237,7 @@ def parse_onnx(trt: Any, network: Any, logger: Any, path: Path) -> None:
 
 def _rejected_error(found: Sequence[Message]) -> RunError:
     """Return the error for TensorRT's messages about a graph; its code is theirs if all have the same."""
-    kinds = {one.code for one in found}
+    kinds = {problem.code for problem in found}
     code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
     return RunError("\n".join(map(str, found)), code=code, file=found[0].file, found=found)
 
@@ -319,10 +319,10 @@ def _attach_timing_cache(config: Any, path: Path | None) -> Any:
 
 def _write_timing_cache(path: Path, data: bytes) -> None:
     """Store the timings; if the disk is full or read-only, only the next build takes longer."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(data)
-        beside.replace(path)
+        temporary.write_bytes(data)
+        temporary.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Check a third-party ONNX file with the TensorRT rules, in a subprocess with limits.
 
 The limits of memory and time, and the checks before any value is read (size and offset of each tensor, names
-that connect the nodes), are those of graphs that a recipe starts from. ONNX Runtime is not asked.
+that connect the nodes), are those of graphs that a recipe starts from. ONNX Runtime is not used.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _REEXPORT_HINT = "Copy it again, or export the model again."
 def check_onnx_for_tensorrt(path: Path) -> list[TensorrtProblem]:
     """Return the problems of the file `path`: what TensorRT rejects or silently computes differently."""
     try:
-        said = run_isolated(__name__, [str(path)], validation_limits(path))
+        answer = run_isolated(__name__, [str(path)], validation_limits(path))
     except OSError as error:
         return [_unreadable_problem(path, f"{path}: the file cannot be read: {error.strerror}")]
     except IsolatedProcessError as error:
         return [_unreadable_problem(path, f"{path}: the check failed: {error}.")]
-    return [TensorrtProblem(*one) for one in said]
+    return [TensorrtProblem(*problem) for problem in answer]
 
 
 def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
@@ -40,8 +40,8 @@ def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
         if broken:  # rules cannot check values that are missing
             more = [f"and {len(broken) - _MAX_PROBLEMS} more"] * (len(broken) > _MAX_PROBLEMS)
             return [
-                TensorrtProblem("error", f"{said}.", "", _REEXPORT_HINT, "damaged", path.name)
-                for said in [*map(str, broken[:_MAX_PROBLEMS]), *more]
+                TensorrtProblem("error", f"{text}.", "", _REEXPORT_HINT, "damaged", path.name)
+                for text in [*map(str, broken[:_MAX_PROBLEMS]), *more]
             ]
         return preflight(model, path)
     except RunError as error:

@@ -206,8 +206,8 @@ def explain_log(lines: Iterable[str], graph: str) -> Message:
         meaning = _explanation_for_text(line)
         if meaning is not None:
             return _rejection_message(meaning.code, f"{meaning.text}{_quote('builder', line)}", graph)
-    said = " / ".join(kept[:3]) or "(empty log)"
-    text = f"TensorRT could not build an engine. Its log: {said}"
+    log = " / ".join(kept[:3]) or "(empty log)"
+    text = f"TensorRT could not build an engine. Its log: {log}"
     return _rejection_message("tensorrt-build-failed", text, graph)
 
 

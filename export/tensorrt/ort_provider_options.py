@@ -39,7 +39,7 @@ def export_provider_options(
     from smelt.runtimes.tensorrt_sidecar import graph_hash
 
     [ranges], limit = profile_ranges(source, settings.as_tensorrt_settings(), ctx, "onnx: {engine: {%s}}")
-    told: dict[str, ProviderOptions] = {}
+    options: dict[str, ProviderOptions] = {}
     for path in sorted(ctx.out.glob("*.onnx")):
         model = load_graph(path)
         shapes = profile_shapes(model, ranges, path.name)
@@ -50,8 +50,10 @@ def export_provider_options(
             )
             raise RunError(text, code="does-not-fit-model", file=path.name, found=wrong)
         coded = any(node.op_type in _QDQ_OPS for node in model.graph.node)
-        told[path.stem] = ProviderOptions(graph_hash(path), tensorrt_options(settings, dtype, coded, shapes))
-    write_provider_options(ctx.out, told)
+        options[path.stem] = ProviderOptions(
+            graph_hash(path), tensorrt_options(settings, dtype, coded, shapes)
+        )
+    write_provider_options(ctx.out, options)
     return {name: [r.min, r.opt, r.max] for name, r in ranges.items()}
 
 

@@ -56,13 +56,13 @@ def profile_ranges(
     limit = position_limit(config)
     parts = settings.each_profile()
     if ctx.task == IMAGE_CLASSIFICATION:
-        made: list[DimensionRanges] = [{"batch": _batch_range(part)} for part in parts]
+        ranges: list[DimensionRanges] = [{"batch": _batch_range(part)} for part in parts]
     elif ctx.task == "language-modeling":
-        made = _decoder_only_ranges(folder, config, parts, limit or 10**6, ctx)
+        ranges = _decoder_only_ranges(folder, config, parts, limit or 10**6, ctx)
     else:
-        made = _text_ranges(folder, parts, limit or 10**6, ctx, setting_path)
-    largest_profile(made)
-    return made, limit
+        ranges = _text_ranges(folder, parts, limit or 10**6, ctx, setting_path)
+    largest_profile(ranges)
+    return ranges, limit
 
 
 def largest_profile(profiles: Sequence[Mapping[str, SizeRange]]) -> int:
@@ -115,14 +115,14 @@ def _text_ranges(
             code="missing-data",
         )
     lengths, outputs = _token_lengths(folder, examples, ctx.task)
-    made: list[DimensionRanges] = []
+    profiles: list[DimensionRanges] = []
     for part in parts:
         ranges = {"batch": _batch_range(part), "input": _input_range(part, lengths, limit)}
         if ctx.task in TEXT_TO_TEXT_TASKS:
             longest = part.max_new_tokens or max_output_tokens(folder, ctx.task)
             ranges["past"] = past_range(outputs or lengths or [2], longest, limit)
-        made.append(ranges)
-    most = max(ranges["input"].max for ranges in made)
+        profiles.append(ranges)
+    most = max(ranges["input"].max for ranges in profiles)
     longer = sum(n > most for n in lengths)
     if longer:
         are = "is" if longer == 1 else "are"
@@ -131,7 +131,7 @@ def _text_ranges(
             f"{longer:,} of {len(lengths):,} texts {are} longer than the {most} tokens of the engine and"
             f" would be truncated. Increase {under % 'length_percentile, lengths'}.",
         )
-    return made
+    return profiles
 
 
 def _input_range(settings: TensorrtSettings, lengths: Sequence[int], limit: int) -> SizeRange:
@@ -150,9 +150,9 @@ def max_output_tokens(folder: Path, task: Task) -> int:
 
     files = (folder / "generation_config.json", folder / "config.json")
     own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
-    said = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
-    longest = GenerationConfig.model_validate(said).max_total_length(1) - 1
-    prompted = task == "language-modeling" and "max_new_tokens" not in said
+    limits = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
+    longest = GenerationConfig.model_validate(limits).max_total_length(1) - 1
+    prompted = task == "language-modeling" and "max_new_tokens" not in limits
     return max(longest, MAX_NEW_TOKENS) if prompted else longest
 
 
@@ -204,8 +204,8 @@ def third_party_ranges(
     sizes: DimensionRanges = {}
     batches: list[str] = []
     for value in read_signature(folder).inputs:
-        for axis, said in enumerate(value.shape or ()):
-            if isinstance(said, int):
+        for axis, length in enumerate(value.shape or ()):
+            if isinstance(length, int):
                 continue
             if axis == value.axis:
                 batches += [f"{value.name}.{axis}"] if axis else []  # axis 0 is the batch for texts too
@@ -220,12 +220,12 @@ def third_party_ranges(
             place = axis if value.axis is None or axis > value.axis else axis + 1
             size = int(rows.values[value.name].shape[place])
             sizes[f"{value.name}.{axis}"] = SizeRange(size, size, size)
-    made: list[DimensionRanges] = []
+    profiles: list[DimensionRanges] = []
     for part in settings.each_profile():
         batch = SizeRange(1, part.opt_batch_size, part.max_batch_size)
-        made.append({"batch": batch, **dict.fromkeys(batches, batch), **sizes})
-    largest_profile(made)
-    return made, None
+        profiles.append({"batch": batch, **dict.fromkeys(batches, batch), **sizes})
+    largest_profile(profiles)
+    return profiles, None
 
 
 def third_party_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
@@ -237,19 +237,19 @@ def third_party_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) 
     weights = {tensor.name for tensor in model.graph.initializer}
     shapes: ProfileShapes = {}
     for value in model.graph.input:
-        said = value.type.tensor_type.shape.dim
-        if value.name in weights or all(d.dim_value > 0 for d in said):
+        sizes = value.type.tensor_type.shape.dim
+        if value.name in weights or all(d.dim_value > 0 for d in sizes):
             continue
-        axes = [_axis_range(value.name, axis, size, ranges, graph) for axis, size in enumerate(said)]
+        axes = [_axis_range(value.name, axis, size, ranges, graph) for axis, size in enumerate(sizes)]
         shapes[value.name] = (
             tuple(r.min for r in axes), tuple(r.opt for r in axes), tuple(r.max for r in axes),
         )  # fmt: skip
     return shapes
 
 
-def _axis_range(name: str, axis: int, said: Any, ranges: Mapping[str, SizeRange], graph: str) -> SizeRange:
-    if said.dim_value > 0:
-        return SizeRange(said.dim_value, said.dim_value, said.dim_value)
+def _axis_range(name: str, axis: int, size: Any, ranges: Mapping[str, SizeRange], graph: str) -> SizeRange:
+    if size.dim_value > 0:
+        return SizeRange(size.dim_value, size.dim_value, size.dim_value)
     known = ranges.get(f"{name}.{axis}") or (ranges.get("batch") if axis == 0 else None)
     known = known or (ranges.get("input") if axis == 1 else None)
     if known is None:

@@ -47,8 +47,10 @@ def run_parser(path: Path) -> ParserResult:
         return ParserResult(None, why=f"its process failed: {error}")
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        said = (done.stderr.strip() or "nothing").splitlines()[-1]
-        return ParserResult(None, why=f"{name} exited with code {done.returncode}. Its output: {said[:200]}")
+        output = (done.stderr.strip() or "nothing").splitlines()[-1]
+        return ParserResult(
+            None, why=f"{name} exited with code {done.returncode}. Its output: {output[:200]}"
+        )
     answer = json.loads(lines[-1])
     return ParserResult(answer["asked"], tuple(answer["errors"]), answer["why"])
 

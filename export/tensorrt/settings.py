@@ -99,12 +99,14 @@ class TensorrtSettings(Settings):
         return [self._with_profile(profile) for profile in self.profiles]
 
     def _with_profile(self, profile: ProfileSettings) -> TensorrtSettings:
-        said = {n: getattr(profile, n) for n in profile.model_fields_set if getattr(profile, n) is not None}
-        if "length_percentile" in said:
-            said["lengths"] = None
-        if "max_batch_size" in said:  # a smaller profile than the step's own
-            said.setdefault("opt_batch_size", min(self.opt_batch_size, said["max_batch_size"]))
-        return self.model_copy(update={**said, "profiles": []})
+        explicit = {
+            n: getattr(profile, n) for n in profile.model_fields_set if getattr(profile, n) is not None
+        }
+        if "length_percentile" in explicit:
+            explicit["lengths"] = None
+        if "max_batch_size" in explicit:  # a smaller profile than the step's own
+            explicit.setdefault("opt_batch_size", min(self.opt_batch_size, explicit["max_batch_size"]))
+        return self.model_copy(update={**explicit, "profiles": []})
 
 
 class ProviderSettings(Settings):

@@ -91,13 +91,13 @@ class TensorrtStage:
         )
         options = _build_options(trt, settings)
         for path, shapes in graphs.items():
-            plan, said = build_engine(trt, path, shapes, options, ctx.progress)
+            plan, warnings = build_engine(trt, path, shapes, options, ctx.progress)
             target_path = ctx.out / f"{path.stem}.plan"
             target_path.write_bytes(plan)
             write_sidecar(target_path, _engine_sidecar(trt, path, plan, shapes, options))
             record_built_engine(target_path)
-            for one in said[:5]:
-                ctx.warn(one.code, f"TensorRT: {one.message[:300]}", file=path.name)
+            for warning in warnings[:5]:
+                ctx.warn(warning.code, f"TensorRT: {warning.message[:300]}", file=path.name)
             if options.weights == "stripped":
                 copy_graph(path, ctx.out)
         _copy_other_files(src.path, ctx.out)
@@ -141,8 +141,8 @@ def plan_graphs(
             file=str(folder),
         )
     found = [problem.as_message() for problem in problems]
-    warnings.extend(one for one in found if one.severity == "warning")
-    errors = [one for one in found if one.severity == "error"]
+    warnings.extend(problem for problem in found if problem.severity == "warning")
+    errors = [problem for problem in found if problem.severity == "error"]
     if errors:
         shown = [*map(str, errors[:20])] + [f"... and {len(errors) - 20} more"] * (len(errors) > 20)
         raise RunError(
@@ -197,9 +197,9 @@ def copy_graph(path: Path, out: Path) -> None:
     """Copy a graph and its weight file, from which a stripped engine reads weights."""
     shutil.copyfile(path, out / path.name)
     for file in external_data_files(path):
-        there = out / file.relative_to(path.parent)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, there)
+        copy = out / file.relative_to(path.parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def _copy_other_files(src: Path, out: Path) -> None:

@@ -1,1 +1,1 @@
-"""Stages on ONNX graphs that somebody else exported: simplify, quantize, narrow to float16."""
+"""Stages on ONNX graphs that were exported by other tools: simplify, quantize, narrow to float16."""

@@ -73,9 +73,9 @@ def _compare_isolated(
 ) -> dict[str, str]:
     with TemporaryDirectory(prefix="smelt-") as folder:
         axes = {value.name: value.axis for value in (*signature.inputs, *signature.outputs)}
-        said = [str(graph), *write_feeds(Path(folder), feeds), json.dumps(axes)]
+        arguments = [str(graph), *write_feeds(Path(folder), feeds), json.dumps(axes)]
         try:
-            found: dict[str, str] = run_isolated(__name__, said, trial_limits(graph, dict(feeds)))
+            found: dict[str, str] = run_isolated(__name__, arguments, trial_limits(graph, dict(feeds)))
         except IsolatedProcessError:  # resource needs of several samples do not matter in this first check
             return {}
     return found
@@ -96,14 +96,18 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, str]:
         together = dict(zip(outputs, session.run(None, feeds), strict=True))
         alone = []
         for at in range(count):
-            one = {n: v if axes[n] is None or not v.ndim else v.take([at], axes[n]) for n, v in feeds.items()}
-            alone.append(dict(zip(outputs, session.run(None, one), strict=True)))
+            sample = {
+                n: v if axes[n] is None or not v.ndim else v.take([at], axes[n]) for n, v in feeds.items()
+            }
+            alone.append(dict(zip(outputs, session.run(None, sample), strict=True)))
     except MemoryError:
         raise
     except Exception:  # ONNX Runtime's share no other base class; a failure is reported elsewhere
         return {}
     found = {
-        name: _difference_message(together[name], [one[name] for one in alone], axes.get(name))
+        name: _difference_message(
+            together[name], [outputs_alone[name] for outputs_alone in alone], axes.get(name)
+        )
         for name in outputs
     }
     return {name: how for name, how in found.items() if how is not None}
@@ -113,28 +117,28 @@ def _difference_message(
     together: NDArray[Any], alone: Sequence[NDArray[Any]], axis: int | None
 ) -> str | None:
     """Return how far samples run alone differ; None if they do not, or if it cannot be measured."""
-    if axis is None or any(one.ndim <= axis or one.shape[axis] != 1 for one in alone):
+    if axis is None or any(output.ndim <= axis or output.shape[axis] != 1 for output in alone):
         return None
     try:
-        apart = np.concatenate(alone, axis)
+        separate = np.concatenate(alone, axis)
     except ValueError:  # of other sizes
         return None
-    if apart.shape != together.shape or not apart.size:
+    if separate.shape != together.shape or not separate.size:
         return None
     if together.dtype.kind != "f":
-        share = float(np.mean(together != apart))
+        share = float(np.mean(together != separate))
         return f"{100 * share:.0f} % of its values differ" if share >= _OTHERS else None
-    return _relative_difference(together.astype(np.float64), apart.astype(np.float64))
+    return _relative_difference(together.astype(np.float64), separate.astype(np.float64))
 
 
-def _relative_difference(together: NDArray[Any], apart: NDArray[Any]) -> str | None:
-    both = np.isfinite(together) & np.isfinite(apart)
-    odd = float(np.mean(np.isfinite(together) != np.isfinite(apart)))
+def _relative_difference(together: NDArray[Any], separate: NDArray[Any]) -> str | None:
+    both = np.isfinite(together) & np.isfinite(separate)
+    odd = float(np.mean(np.isfinite(together) != np.isfinite(separate)))
     if odd >= _OTHERS:
         return f"{100 * odd:.0f} % of its values are finite in only one of the two"
     if not both.any():
         return None
-    a, b = together[both], apart[both]
+    a, b = together[both], separate[both]
     off, size, spread = (float(np.sqrt(np.mean(v**2))) for v in (a - b, b, b - b.mean()))
     if off <= max(_WARN_DIFFERENCE * spread, _ROUNDING_DIFFERENCE * size):
         return None

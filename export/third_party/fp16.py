@@ -101,7 +101,7 @@ class Fp16:
                 "Value ranges were measured on random inputs, because the recipe has only test data. Add"
                 " data: {calibration: FILE}.",
             )
-        kept, got, wanted, fed = 0, [], [], []
+        kept, got, wanted, inputs = 0, [], [], []
         for path, model in models.items():
             constants_to_initializers(model)
             wide = float32_nodes(model, settings.keep_fp32)
@@ -110,7 +110,7 @@ class Fp16:
             convert_to_half(model, path.name, "fp16", wide | large, ends)
             write_graph(model, ctx.out / path.name)
             kept += len(large)
-            fed += feeds[path.stem]
+            inputs += feeds[path.stem]
             require_runnable(ctx.out / path.name, feeds[path.stem])
             got += run_onnx_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
             wanted += run_onnx_graph(path, feeds[path.stem], ctx.threads)
@@ -121,8 +121,8 @@ class Fp16:
                 code="non-finite-outputs",
             )
         found = OutputComparison(read_batch_axes(src.path))
-        for one in zip(fed, got, wanted, strict=True):
-            found.add(*one)
+        for call in zip(inputs, got, wanted, strict=True):
+            found.add(*call)
         found.record(ctx)
         if max_output_difference(got, wanted, exact=False) > _RANDOM and _is_random(models, feeds, ctx):
             ctx.warn(
@@ -209,8 +209,8 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
         outputs = [output.name for output in session.get_outputs()]
         largest = dict(weight_magnitudes(model))
         sums: dict[str, float] = {}
-        for one in feeds:
-            for output, value in zip(outputs, session.run(outputs, cast_feeds(one, kinds)), strict=True):
+        for inputs in feeds:
+            for output, value in zip(outputs, session.run(outputs, cast_feeds(inputs, kinds)), strict=True):
                 for mark, into in ((MAX_OUTPUT_PREFIX, largest), (SUM_PREFIX, sums)):
                     if output.startswith(mark):
                         key, size = output[len(mark) :], float(value)
@@ -229,11 +229,11 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
     if found:
         calls = {node_key(node): node.name or node_key(node) for node in nodes}
         worst = sorted(found, key=lambda name: -found[name])
-        told = ", ".join(f"{calls[name]} ({found[name]:,.0f})" for name in worst[:_MAX_NAMED_NODES])
+        listed = ", ".join(f"{calls[name]} ({found[name]:,.0f})" for name in worst[:_MAX_NAMED_NODES])
         more = f" and {len(worst) - _MAX_NAMED_NODES} more" if len(worst) > _MAX_NAMED_NODES else ""
         ctx.warn(
             "kept-float32",
             f"{len(found)} node{'s remain' if len(found) > 1 else ' remains'} float32, because their values"
-            f" are close to or above float16's maximum (65,504): {told}{more}.",
+            f" are close to or above float16's maximum (65,504): {listed}{more}.",
         )
     return set(found)

@@ -40,7 +40,7 @@ _EXAMPLE_TEXTS = (
 
 
 def collect_samples(
-    src: Artifact, ctx: Context, count: int, at_once: int = 4
+    src: Artifact, ctx: Context, count: int, batch_size: int = 4
 ) -> tuple[dict[str, list[Feeds]], bool]:
     """Return by graph (without `.onnx`) its inputs call by call, and whether they are from the recipe's data.
 
@@ -48,16 +48,16 @@ def collect_samples(
         src: an artifact of one graph, `model.onnx`, or the graphs of a model that generates.
         ctx: with the data; the calibration split is used first.
         count: maximum number of samples.
-        at_once: samples per call; a graph whose batch is fixed gets that number.
+        batch_size: samples per call; a graph whose batch is fixed gets that number.
     """
     from smelt.runtimes.registry import open_runner
 
     with open_runner(src, ctx.threads, "cpu") as runner:
         if src.manifest.task == CUSTOM_TASK:
             assert isinstance(runner, GraphRunner)
-            feeds, real = _array_samples(runner, ctx, count, at_once)
+            feeds, real = _array_samples(runner, ctx, count, batch_size)
             return {MODEL_GRAPH: feeds}, real
-        return _text_samples(runner, ctx, count, at_once)
+        return _text_samples(runner, ctx, count, batch_size)
 
 
 def resized_batch(src: Artifact, feeds: Feeds) -> list[Feeds]:
@@ -90,9 +90,11 @@ def batch_size_of(feeds: Feeds, axes: SampleAxes = NO_SAMPLE_AXES) -> int:
     return next((v.shape[a] for n, v in feeds.items() if v.ndim and (a := places[n]) is not None), 1)
 
 
-def _array_samples(runner: GraphRunner, ctx: Context, count: int, at_once: int) -> tuple[list[Feeds], bool]:
+def _array_samples(
+    runner: GraphRunner, ctx: Context, count: int, batch_size: int
+) -> tuple[list[Feeds], bool]:
     signature = runner.signature
-    size = signature.fixed_batch_size or at_once
+    size = signature.fixed_batch_size or batch_size
     rows = next((ctx.data[place].arrays for place in SPLIT_ORDER if place in ctx.data), None)
     if rows is None:
         random = np.random.default_rng(0)
@@ -126,7 +128,9 @@ def _random_input(value: TensorSpec, rows: int, random: np.random.Generator) -> 
     return random.integers(0, 2, size=sizes).astype(dtype)
 
 
-def _text_samples(runner: Any, ctx: Context, count: int, at_once: int) -> tuple[dict[str, list[Feeds]], bool]:
+def _text_samples(
+    runner: Any, ctx: Context, count: int, batch_size: int
+) -> tuple[dict[str, list[Feeds]], bool]:
     from smelt.data.splits import input_texts
     from smelt.generation.runners import is_causal
     from smelt.runtimes.predict_texts import encode_texts, pad_batch
@@ -136,16 +140,17 @@ def _text_samples(runner: Any, ctx: Context, count: int, at_once: int) -> tuple[
         (list(_EXAMPLE_TEXTS), None) if split is None else input_texts(split.examples[:count], ctx.task)
     )
     generates = ctx.task in (*TEXT_TO_TEXT_TASKS, "language-modeling")
-    at_once = 1 if is_causal(runner.config) else at_once  # a prompt is padded on the left, these rows are not
+    if is_causal(runner.config):
+        batch_size = 1  # a prompt is padded on the left, these rows are not
     encoded = encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs)
     found: dict[str, list[Feeds]] = {}
     pad, places = runner.text.tokenizer.pad_token_id or 0, range(len(texts))
-    for at in places[::at_once]:  # in their order, not by length, so that they are padded
-        batch = pad_batch(encoded, places[at : at + at_once], pad)
-        fed = (
+    for at in places[::batch_size]:  # in their order, not by length, so that they are padded
+        batch = pad_batch(encoded, places[at : at + batch_size], pad)
+        recorded = (
             record_generation_feeds(runner, batch) if generates else {MODEL_GRAPH: [_feeds_from_batch(batch)]}
         )
-        for name, feeds in fed.items():
+        for name, feeds in recorded.items():
             found.setdefault(name, []).extend(feeds)
     return found, split is not None
 
@@ -195,8 +200,8 @@ def iter_graph_outputs(path: Path, feeds: list[Feeds], threads: int | None) -> I
         session = open_onnx_session(path, threads or 1)
         kinds = {item.name: item.type for item in session.get_inputs()}
         names = [output.name for output in session.get_outputs()]
-        for one in feeds:
-            yield dict(zip(names, session.run(names, cast_feeds(one, kinds)), strict=True))
+        for inputs in feeds:
+            yield dict(zip(names, session.run(names, cast_feeds(inputs, kinds)), strict=True))
     except Exception as error:  # its error classes share no other base class
         words = " ".join(str(error.__cause__ or error).split())[:400]
         raise RunError(
@@ -223,15 +228,15 @@ def require_runnable(path: Path, feeds: list[Feeds]) -> None:
         for value in graph.input
         if value.name not in weights
     }
-    for one in feeds[:_MAX_TRIAL_CALLS]:
+    for inputs in feeds[:_MAX_TRIAL_CALLS]:
         try:
-            trial_run(path, cast_feeds(one, kinds), path.name)
+            trial_run(path, cast_feeds(inputs, kinds), path.name)
         except InputError as error:
-            told = (
+            message = (
                 f"the converted graph fails in ONNX Runtime: {error} Exclude operators (op_types, exclude,"
                 " keep_fp32)."
             )
-            raise RunError(told, code="graph-crashes") from error
+            raise RunError(message, code="graph-crashes") from error
 
 
 def cast_feeds(feeds: Feeds, types: dict[str, str]) -> Feeds:
@@ -251,20 +256,20 @@ def max_output_difference(got: list[Feeds], expected: list[Feeds], exact: bool =
     differs; else those are left to `count_changed`.
     """
     worst = 0.0
-    for one, other in zip(got, expected, strict=True):
+    for outputs, other in zip(got, expected, strict=True):
         for name, wanted in other.items():
-            if exact or wanted.dtype.kind == "f" or one[name].shape != wanted.shape:
-                worst = max(worst, _relative_difference(one[name], wanted))
+            if exact or wanted.dtype.kind == "f" or outputs[name].shape != wanted.shape:
+                worst = max(worst, _relative_difference(outputs[name], wanted))
     return worst
 
 
 def count_changed(got: list[Feeds], expected: list[Feeds]) -> tuple[int, int]:
     """Return the number of integers, bools and strings that differ, and their total."""
     off = total = 0
-    for one, other in zip(got, expected, strict=True):
+    for outputs, other in zip(got, expected, strict=True):
         for name, wanted in other.items():
-            if wanted.dtype.kind != "f" and one[name].shape == wanted.shape:
-                off += int(np.count_nonzero(one[name] != wanted))
+            if wanted.dtype.kind != "f" and outputs[name].shape == wanted.shape:
+                off += int(np.count_nonzero(outputs[name] != wanted))
                 total += wanted.size
     return off, total
 
@@ -289,12 +294,12 @@ def _relative_difference(got: NDArray[Any], wanted: NDArray[Any]) -> float:
         return float("inf")
     if wanted.dtype.kind != "f":
         return 0.0 if np.array_equal(got, wanted) else float("inf")
-    there = np.isfinite(wanted)
-    if not np.array_equal(there, np.isfinite(got)) or not np.array_equal(
-        got[~there], wanted[~there], equal_nan=True
+    finite = np.isfinite(wanted)
+    if not np.array_equal(finite, np.isfinite(got)) or not np.array_equal(
+        got[~finite], wanted[~finite], equal_nan=True
     ):
         return float("inf")
-    a, b = got[there].astype(np.float64), wanted[there].astype(np.float64)
+    a, b = got[finite].astype(np.float64), wanted[finite].astype(np.float64)
     spread = float(b.std()) if b.size > 1 else 0.0
     return float(np.abs(a - b).max(initial=0.0)) / (spread or float(np.abs(b).max(initial=0.0)) or 1.0)
 
@@ -319,9 +324,9 @@ def _encoder_decoder_feeds(runner: Any, batch: Batch, source: Feeds) -> Iterator
     held = {past_input_name(name): value for name, value in cross.items() if name.startswith(PRESENT_PREFIX)}
     rows = len(batch.input_ids)
     held |= _empty_caches(runner.folder / f"{DECODER_GRAPH}.onnx", rows, set(held))
-    said = (runner.generation_config, runner.config)
+    configs = (runner.generation_config, runner.config)
     start = next(
-        (s["decoder_start_token_id"] for s in said if s.get("decoder_start_token_id") is not None), 0
+        (s["decoder_start_token_id"] for s in configs if s.get("decoder_start_token_id") is not None), 0
     )
     tokens = np.full((rows, 1), start, dtype=np.int64)
     for _ in range(_STEPS):

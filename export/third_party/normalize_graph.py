@@ -149,9 +149,11 @@ def rename_reserved(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple
     bare = read_graph(path, values=False).graph
     values, nodes = _value_names(bare), _node_names(bare)
     taken = values | nodes
-    clashing = sorted({one for name in taken for one in _conflicting_prefixes(name) if one in values})
+    clashing = sorted(
+        {prefix for name in taken for prefix in _conflicting_prefixes(name) if prefix in values}
+    )
     nodes_too = sorted(
-        {name for name in nodes if any(one in taken for one in _conflicting_prefixes(name))} - {*keep}
+        {name for name in nodes if any(prefix in taken for prefix in _conflicting_prefixes(name))} - {*keep}
     )
     nested = any(subgraphs(node) for node in bare.node)
     if not clashing and not nodes_too and not nested:

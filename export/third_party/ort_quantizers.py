@@ -115,21 +115,21 @@ class _ActivationReader:
         from smelt.export.graph_files import MAX_INLINE_BYTES, external_data_path
 
         size = sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
-        made = create_calibrator(
+        calibrator = create_calibrator(
             path, list(operators), str(folder / "augmented.onnx"), CalibrationMethod.Percentile,
             use_external_data_format=size > MAX_INLINE_BYTES,
         )  # fmt: skip
-        self.names = sorted(set(made.tensors_to_calibrate) - set(but))
-        self._session = made.infer_session
+        self.names = sorted(set(calibrator.tensors_to_calibrate) - set(but))
+        self._session = calibrator.infer_session
         self._feeds = feeds
 
     def __iter__(self) -> Iterator[tuple[str, NDArray[Any]]]:
         from smelt.export.third_party.graph_samples import cast_feeds
 
         kinds = {item.name: item.type for item in self._session.get_inputs()}
-        for one in self._feeds if self.names else ():
-            fed = cast_feeds(one, kinds)
-            for name, value in zip(self.names, self._session.run(self.names, fed), strict=True):
+        for feeds in self._feeds if self.names else ():
+            inputs = cast_feeds(feeds, kinds)
+            for name, value in zip(self.names, self._session.run(self.names, inputs), strict=True):
                 yield name, value.ravel()
 
 
@@ -308,7 +308,9 @@ def run_ort_quantizer(
     for body in bodies:
         unfit = unquantizable_nodes(body, kinds, settings.quantized_op_types)
         # the quantizer does not find weights of an LSTM in an outer graph
-        unfit |= {at: "inside If, Loop or Scan" for at, one in enumerate(body.node) if one.op_type == "LSTM"}
+        unfit |= {
+            at: "inside If, Loop or Scan" for at, node in enumerate(body.node) if node.op_type == "LSTM"
+        }
         names += _name_float_nodes(body, unfit, ctx)
     quantize_dynamic(
         model if kept or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
@@ -335,10 +337,10 @@ def _calibrate(
     from onnx import TensorProto
 
     wide = {name for name, kind in kinds.items() if kind != TensorProto.FLOAT}
-    with TemporaryDirectory(dir=folder) as apart:
+    with TemporaryDirectory(dir=folder) as temporary:
         but = masked_values(model.graph) | wide
         return calibrate_activations(
-            source, settings.quantized_op_types, settings.calibration_method, feeds, but, Path(apart)
+            source, settings.quantized_op_types, settings.calibration_method, feeds, but, Path(temporary)
         )
 
 
@@ -386,11 +388,11 @@ def _name_float_nodes(graph: Any, kept: Mapping[int, str], ctx: Context) -> list
             graph.node[at].name = name
             times[name] += 1
     found = [graph.node[at].name for at in kept]
-    told = ", ".join(f"{graph.node[at].name} ({why})" for at, why in list(kept.items())[:_MAX_NAMED])
+    listed = ", ".join(f"{graph.node[at].name} ({why})" for at, why in list(kept.items())[:_MAX_NAMED])
     more = f" and {len(kept) - _MAX_NAMED:,} more" if len(kept) > _MAX_NAMED else ""
     ctx.warn(
         "nodes-kept-float",
-        f"{len(kept):,} node{'s remain' if len(kept) > 1 else ' remains'} float: {told}{more}.",
+        f"{len(kept):,} node{'s remain' if len(kept) > 1 else ' remains'} float: {listed}{more}.",
     )
     return found
 

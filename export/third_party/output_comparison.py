@@ -105,9 +105,9 @@ class OutputDifference:
         if classes and wanted.ndim > 1 and wanted.shape[-1] > 1:
             self._add_classes(got.argmax(-1).ravel(), wanted.argmax(-1).ravel())
             self.near += _count_near_max(wanted, got.argmax(-1))
-        one, other = np.isfinite(got), np.isfinite(wanted)
-        both = one & other
-        same = ~one & ~other & ((got == wanted) | (np.isnan(got) & np.isnan(wanted)))
+        got_finite, wanted_finite = np.isfinite(got), np.isfinite(wanted)
+        both = got_finite & wanted_finite
+        same = ~got_finite & ~wanted_finite & ((got == wanted) | (np.isnan(got) & np.isnan(wanted)))
         self.mismatches += int((~both & ~same).sum())
         a, b = got[both].astype(np.float64), wanted[both].astype(np.float64)
         self.count += a.size
@@ -210,11 +210,11 @@ def require_close(
             )
     if not wrong:
         return
-    told = "; ".join(f"output '{name}': {how}" for name, how in list(wrong.items())[:3])
+    listed = "; ".join(f"output '{name}': {how}" for name, how in list(wrong.items())[:3])
     more = f", and {len(wrong) - 3} more outputs" if len(wrong) > 3 else ""
     raise ParityError(
-        f"The quantized graph differs too much from the float one on {comparison.rows} samples: {told}{more}."
-        f" {advice} To accept this difference, increase max_difference.",
+        f"The quantized graph differs too much from the float one on {comparison.rows} samples:"
+        f" {listed}{more}. {advice} To accept this difference, increase max_difference.",
         code="quantization-error",
     )
 
@@ -269,7 +269,7 @@ def remove_passthrough_outputs(path: Path, folder: Path) -> tuple[Path, Passthro
         return path, []
     model = read_graph(path)
     passed = passed_in(model)
-    kept = [value for value in model.graph.output if value.name not in {one.name for _, one in passed}]
+    kept = [value for value in model.graph.output if value.name not in {output.name for _, output in passed}]
     passed = [(at, _copy_value(value)) for at, value in passed]
     kept = [_copy_value(value) for value in kept]
     del model.graph.output[:]
@@ -289,6 +289,6 @@ def restore_passthrough_outputs(model: Any, passed: PassthroughOutputs) -> Any:
 def _copy_value(value: Any) -> Any:
     from onnx import ValueInfoProto
 
-    made = ValueInfoProto()
-    made.CopyFrom(value)
-    return made
+    copy = ValueInfoProto()
+    copy.CopyFrom(value)
+    return copy

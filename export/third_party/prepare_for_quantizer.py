@@ -94,16 +94,16 @@ def _annotate_types(model: Any) -> None:
     from smelt.export.precision.value_types import value_types
 
     graph = model.graph
-    said = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
+    typed = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
     kinds = value_types(model)
-    for name in (name for node in graph.node for name in node.output if name not in said):
+    for name in (name for node in graph.node for name in node.output if name not in typed):
         if name in kinds:
             graph.value_info.append(helper.make_tensor_value_info(name, kinds[name], None))
 
 
 def _onnx_opset(model: Any) -> int:
     return next(
-        (one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), PER_CHANNEL_OPSET
+        (opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), PER_CHANNEL_OPSET
     )
 
 
@@ -185,7 +185,7 @@ def _convert_opset(model: Any) -> Any:
     try:
         found = version_converter.convert_version(model, PER_CHANNEL_OPSET)
         checker.check_model(found)
-    except Exception:  # the converter does not know an operator, or it is not a standard one
+    except Exception:  # the converter does not support an operator, or it is not a standard one
         return model
     return found
 
@@ -263,9 +263,9 @@ def _clips_around_zero(node: Any, constants: Mapping[str, NDArray[Any]]) -> bool
     low, high = [*node.input[1:3], "", ""][:2]
     if any(name and name not in constants for name in (low, high)):
         return False
-    said = {attribute.name: attribute.f for attribute in node.attribute}  # before opset 11
-    least = float(constants[low].item()) if low else said.get("min", -np.inf)
-    most = float(constants[high].item()) if high else said.get("max", np.inf)
+    attributes = {attribute.name: attribute.f for attribute in node.attribute}  # before opset 11
+    least = float(constants[low].item()) if low else attributes.get("min", -np.inf)
+    most = float(constants[high].item()) if high else attributes.get("max", np.inf)
     return least <= 0 <= most
 
 
@@ -330,8 +330,8 @@ def _float_constants(graph: Any) -> Iterator[tuple[str, NDArray[Any]]]:
 
 def _is_mask_fill(value: NDArray[Any]) -> bool:
     """Return whether all values are 0 or a fill value, unlike those of a large weight or bias."""
-    there = value[value != 0]
-    return bool(there.size and ((there <= _MASK_FILL) | (there >= _HUGE_VALUE)).all())
+    nonzero = value[value != 0]
+    return bool(nonzero.size and ((nonzero <= _MASK_FILL) | (nonzero >= _HUGE_VALUE)).all())
 
 
 def _between_mask_and_softmax(graph: Any) -> set[str]:
@@ -387,7 +387,7 @@ def fold_gemm_factors(graph: Any) -> None:
 
 
 def _gemm_factor(node: Any, name: str) -> float:
-    return next((float(one.f) for one in node.attribute if one.name == name), 1.0)
+    return next((float(attribute.f) for attribute in node.attribute if attribute.name == name), 1.0)
 
 
 def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict[str, Any]) -> None:
@@ -402,13 +402,17 @@ def _scale_input(graph: Any, node: Any, place: int, factor: float, tensors: dict
         tensors[name].CopyFrom(numpy_helper.from_array((value * factor).astype(value.dtype), name))
         return
     kind = _gemm_dtype(graph, node, tensors)
-    taken = {each for one in graph.node for each in (*one.input, *one.output)} | set(tensors)
+    taken = {each for other in graph.node for each in (*other.input, *other.output)} | set(tensors)
     new = [f"{name}.{word}{place}" for word in ("factor", "scaled")]
     while taken & set(new):
         new = [f"{word}_" for word in new]
     tensors[new[0]] = graph.initializer.add()
     tensors[new[0]].CopyFrom(numpy_helper.from_array(np.asarray(factor, kind), new[0]))
-    at = next(at for at, one in enumerate(graph.node) if one is node or one.output[0] == node.output[0])
+    at = next(
+        at
+        for at, candidate in enumerate(graph.node)
+        if candidate is node or candidate.output[0] == node.output[0]
+    )
     graph.node.insert(at, helper.make_node("Mul", [name, new[0]], [new[1]], f"{new[1]}.mul"))
     graph.node[at + 1].input[place] = new[1]
 
@@ -458,11 +462,11 @@ def expand_gemm_biases(graph: Any) -> None:
             spread = np.broadcast_to(value.ravel(), (outputs,))
             bias.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(spread), bias.name))
             continue
-        taken = {name for one in graph.node for name in (*one.input, *one.output)} | set(tensors)
+        taken = {name for node in graph.node for name in (*node.input, *node.output)} | set(tensors)
         product = f"{node.output[0]}.product"
         while product in taken:
             product += "_"
-        at = next(at for at, one in enumerate(graph.node) if one.output[:] == node.output[:])
+        at = next(at for at, candidate in enumerate(graph.node) if candidate.output[:] == node.output[:])
         added = helper.make_node("Add", [product, bias.name], [node.output[0]], f"{product}.add")
         graph.node.insert(at + 1, added)
         graph.node[at].output[0] = product

@@ -40,8 +40,8 @@ from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.third_party.graph_structure import all_nodes, node_inputs, subgraphs
 
 
-def finalize_quantized(made: Path, source: Path) -> Any:
-    """Return the quantized graph in `made` as a valid onnx.ModelProto.
+def finalize_quantized(quantized: Path, source: Path) -> Any:
+    """Return the quantized graph in `quantized` as a valid onnx.ModelProto.
 
     - The quantizers sort nodes without considering outer values that inner graphs (If, Loop, Scan) read.
     - They drop the domain of nodes that contain graphs (com.microsoft.BeamSearch).
@@ -49,12 +49,12 @@ def finalize_quantized(made: Path, source: Path) -> Any:
       scales of the shape of the stack, with one row.
 
     Args:
-        made: the output of a quantizer.
+        quantized: the output of a quantizer.
         source: its input.
     """
     from smelt.export.graph_files import read_graph
 
-    model = read_graph(made)
+    model = read_graph(quantized)
     domains = {
         node.output[0]: node.domain
         for node in all_nodes(read_graph(source, values=False).graph.node)
@@ -70,9 +70,9 @@ def finalize_quantized(made: Path, source: Path) -> Any:
 
 def _sort_topologically(graph: Any) -> None:
     """Sort nodes topologically and otherwise keep their order; also in inner graphs."""
-    made = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
+    producers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
     nodes = list(graph.node)
-    before = [sorted({made[name] for name in node_inputs(node) if name in made}) for node in nodes]
+    before = [sorted({producers[name] for name in node_inputs(node) if name in producers}) for node in nodes]
     done: set[int] = set()
     order: list[int] = []
     for first in range(len(nodes)):
@@ -192,14 +192,14 @@ class QuantizeOnnx:
             return
         # samples of arrays have one shape, so several per call would only need more memory
         alone = settings.uses_calibration and src.manifest.task == CUSTOM_TASK
-        feeds, real = collect_samples(src, ctx, settings.calibration_samples, at_once=1 if alone else 4)
+        feeds, real = collect_samples(src, ctx, settings.calibration_samples, batch_size=1 if alone else 4)
         axes = read_batch_axes(src.path)
         found = OutputComparison(axes)
         for path in paths:
-            fed = feeds[path.stem]
-            _write_quantized(path, settings, fed, ctx)
-            require_runnable(ctx.out / path.name, fed)
-            _compare_graphs(found, ctx.out / path.name, path, fed, ctx)
+            graph_feeds = feeds[path.stem]
+            _write_quantized(path, settings, graph_feeds, ctx)
+            require_runnable(ctx.out / path.name, graph_feeds)
+            _compare_graphs(found, ctx.out / path.name, path, graph_feeds, ctx)
         _report([read_graph(ctx.out / path.name, values=False) for path in paths], settings, ctx)
         found.record(ctx)
         if real:
@@ -234,8 +234,8 @@ def _compare_graphs(found: OutputComparison, new: Path, old: Path, feeds: list[A
     pairs = zip(
         iter_graph_outputs(new, some, ctx.threads), iter_graph_outputs(old, some, ctx.threads), strict=True
     )
-    for fed, (got, wanted) in zip(some, pairs, strict=True):
-        found.add(fed, got, wanted)
+    for inputs, (got, wanted) in zip(some, pairs, strict=True):
+        found.add(inputs, got, wanted)
 
 
 def _measure_noise(noise: OutputComparison, path: Path, feeds: list[Any], ctx: Context) -> None:
@@ -243,9 +243,11 @@ def _measure_noise(noise: OutputComparison, path: Path, feeds: list[Any], ctx: C
     from smelt.export.third_party.graph_samples import iter_graph_outputs
 
     some = _select_samples(feeds, noise.axes)
-    found = iter_graph_outputs(path, [fed for one in some for fed in (one, one)], ctx.threads)
-    for fed in some:
-        noise.add(fed, next(found), next(found))
+    found = iter_graph_outputs(
+        path, [repeated for inputs in some for repeated in (inputs, inputs)], ctx.threads
+    )
+    for inputs in some:
+        noise.add(inputs, next(found), next(found))
 
 
 def _select_samples(feeds: list[Any], axes: SampleAxes) -> list[Any]:
@@ -263,9 +265,11 @@ def _advice(settings: QuantizeOnnxSettings) -> str:
     if settings.op_types:
         ways.append("remove `op_types`, so that only matrix multiplications and convolutions are quantized")
     if settings.uses_calibration:
-        others = [name for name in ("minmax", "percentile", "entropy") if name != settings.calibration_method]
+        alternatives = [
+            name for name in ("minmax", "percentile", "entropy") if name != settings.calibration_method
+        ]
         ways += [
-            f"try calibration_method: {others[0]}",
+            f"try calibration_method: {alternatives[0]}",
             "use more calibration samples, similar to the model's inputs",
         ]
         if settings.target == "ort-cpu":
@@ -283,7 +287,11 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
     from smelt.runtimes.onnx_session import silence_onnxruntime
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
-        made, ready_in, named_in = Path(folder, path.name), Path(folder, "prepared"), Path(folder, "named")
+        quantized, ready_in, named_in = (
+            Path(folder, path.name),
+            Path(folder, "prepared"),
+            Path(folder, "named"),
+        )
         ready_in.mkdir()
         named_in.mkdir()
         try:
@@ -293,10 +301,10 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
             ready, opset = prepare_for_quantizer(source, ready_in)
             ready, names = rename_reserved(ready, named_in, settings.exclude)
             renamed = {before: after for after, before in names.items()}
-            named = [{renamed.get(name, name): value for name, value in one.items()} for one in feeds]
+            named = [{renamed.get(name, name): value for name, value in inputs.items()} for inputs in feeds]
             with silence_onnxruntime():
-                run_ort_quantizer(ready, made, _per_tensor_settings(opset, settings, ctx), named, ctx)
-            model = finalize_quantized(made, ready)
+                run_ort_quantizer(ready, quantized, _per_tensor_settings(opset, settings, ctx), named, ctx)
+            model = finalize_quantized(quantized, ready)
             restore_names(model, names)
         except Exception as error:  # a library with many classes of errors; no graph is written
             words = " ".join(str(error).split())[:400]
@@ -386,12 +394,12 @@ def float_matrices_message(models: Sequence[Any]) -> str | None:
     if not large:
         return None
     worst = sorted(large, key=lambda name: -large[name])
-    told = ", ".join(
+    listed = ", ".join(
         f"'{name[:80]}' of {readers[name]} ({_megabytes(large[name])})" for name in worst[:_MAX_NAMED]
     )
     more = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
     what = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
-    return f"{what} still float, {_megabytes(sum(large.values()))}: {told}{more}"
+    return f"{what} still float, {_megabytes(sum(large.values()))}: {listed}{more}"
 
 
 def _megabytes(size_bytes: int) -> str:

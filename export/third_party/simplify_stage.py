@@ -67,11 +67,11 @@ class Simplify:
         copy_model_files(src, ctx)
         copy_graphs(src, ctx)
         paths = ordered_graphs(src)
-        fed = SampleFeeds(src, ctx)
+        samples = SampleFeeds(src, ctx)
         for path in paths:
             with TemporaryDirectory(dir=ctx.out.parent, prefix=".simplify-") as folder:
                 candidate = Path(folder, path.name)
-                reason = _simplify_isolated(path, candidate, settings) or _rejection(path, candidate, fed)
+                reason = _simplify_isolated(path, candidate, settings) or _rejection(path, candidate, samples)
                 if reason is None:
                     for file in (ctx.out / path.name, external_data_path(ctx.out / path.name)):
                         file.unlink(missing_ok=True)
@@ -115,10 +115,10 @@ def _simplify_isolated(path: Path, candidate: Path, settings: SimplifySettings) 
     free = max(_MIN_MEMORY_BYTES, int(_MEMORY_FRACTION * available_bytes()))
     memory = free if settings.memory_gb is None else int(settings.memory_gb * 1e9)
     try:
-        said = run_isolated(__name__, [str(path), str(candidate)], ProcessLimits(memory, settings.seconds))
+        answer = run_isolated(__name__, [str(path), str(candidate)], ProcessLimits(memory, settings.seconds))
     except IsolatedProcessError as error:
         return warning(error.code, f"onnxsim was stopped: {error}")
-    return None if said is None else Message(**said)
+    return None if answer is None else Message(**answer)
 
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, Any] | None:
@@ -191,7 +191,7 @@ def _rejection(path: Path, candidate: Path, samples: SampleFeeds) -> Message | N
     if wrong is not None:
         return warning("outputs-changed", f"the outputs of the simplified graph differ ({wrong})")
     before = ctx.details.get("parity", {"rows": 0, "relative": 0.0})
-    rows = before["rows"] + sum(batch_size_of(one, read_batch_axes(ctx.out)) for one in feeds)
+    rows = before["rows"] + sum(batch_size_of(call, read_batch_axes(ctx.out)) for call in feeds)
     ctx.details["parity"] = {"rows": rows, "relative": max(off, before["relative"])}
     return None
 
@@ -200,13 +200,15 @@ def _first_mismatch(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> 
     """Return the first output that differs, and by how much, or None."""
     from smelt.export.third_party.graph_samples import max_output_difference
 
-    for one, other in zip(got, wanted, strict=True):
+    for outputs, other in zip(got, wanted, strict=True):
         for name, value in other.items():
-            off = max_output_difference([one], [{name: value}])
+            off = max_output_difference([outputs], [{name: value}])
             if off <= _TOLERANCE:
                 continue
             largest = np.abs(value[np.isfinite(value)]).max(initial=0.0) if value.dtype.kind == "f" else 0.0
-            apart = np.abs(one[name] - value)[np.isfinite(value)].max(initial=0.0) if largest else 0.0
-            if not np.isfinite(off) or not apart <= _TOLERANCE_OF_MAX * largest:
+            difference = (
+                np.abs(outputs[name] - value)[np.isfinite(value)].max(initial=0.0) if largest else 0.0
+            )
+            if not np.isfinite(off) or not difference <= _TOLERANCE_OF_MAX * largest:
                 return f"output '{name[:80]}': relative difference {off:.2g}"
     return None

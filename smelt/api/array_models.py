@@ -212,5 +212,5 @@ def prediction_lines(
     with _open_graph(folder, None if texts else data, threads, device) as (runner, rows):
         found = outputs_by_sample(runner, rows, batch_size)
     for at, outputs in enumerate(found, start=1):
-        said = {name: value.tolist() for name, value in outputs.items()}
-        yield json.dumps({"row": at, "outputs": said} if as_json else said, ensure_ascii=False)
+        fields = {name: value.tolist() for name, value in outputs.items()}
+        yield json.dumps({"row": at, "outputs": fields} if as_json else fields, ensure_ascii=False)

@@ -233,8 +233,8 @@ def timing_table(result: Mapping[str, Any]) -> str:
             if not row["stable"]:
                 doubts.setdefault(row["reason"], []).append(f"{name}, batch {row['batch_size']}")
     if doubts:
-        said = f"{DISTURBED_MARK} Measurement disturbed; measure again when the machine is idle. "
-        notes.append(said + "; ".join(f"{'; '.join(who)}: {why}" for why, who in doubts.items()) + ".")
+        advice = f"{DISTURBED_MARK} Measurement disturbed; measure again when the machine is idle. "
+        notes.append(advice + "; ".join(f"{'; '.join(who)}: {why}" for why, who in doubts.items()) + ".")
     return "\n".join([*lines, "", *(part for note in notes for part in textwrap.wrap(note, _WIDTH))])
 
 
@@ -302,9 +302,9 @@ def open_artifacts(folders: Sequence[Path]) -> dict[str, Artifact]:
         artifact.verify()
     tasks = {name: artifact.manifest.task for name, artifact in found.items()}
     if len(set(tasks.values())) > 1:
-        said = ", ".join(f"{name} is for {task}" for name, task in tasks.items())
+        listed = ", ".join(f"{name} is for {task}" for name, task in tasks.items())
         raise InputError(
-            f"bench: the artifacts are for different tasks: {said}. Pass artifacts of one task.",
+            f"bench: the artifacts are for different tasks: {listed}. Pass artifacts of one task.",
             code="different-tasks",
         )
     return found

@@ -40,7 +40,7 @@ def evaluate_artifact(
     baseline: Path | None = None,
     tokenize: str | None = None,
     trust_engine: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Score the artifact in `folder` on `data`; return entries as in `quality` of report.json.
 
@@ -60,7 +60,7 @@ def evaluate_artifact(
         baseline: artifact to compare with: embeddings for sentence embedders, outputs for `custom`.
         tokenize: BLEU's tokenizer; default by the references.
         trust_engine: as in `smelt.load`.
-        say: called with notes and warnings.
+        report: called with notes and warnings.
 
     Raises:
         InputError: the folder is not an artifact, unknown metrics or columns, unreadable data, or window
@@ -103,7 +103,7 @@ def evaluate_artifact(
     else:
         whole = read_split(data, task, parse_columns(columns), Path.cwd())
     split = limit_split(whole, limit)
-    split = _with_windows(split, artifact, window, stride, say)
+    split = _with_windows(split, artifact, window, stride, report)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(
             Store(Path(scratch)),
@@ -120,13 +120,13 @@ def evaluate_artifact(
         )
         score = scorer.score(artifact, split)
     for found in score["warnings"]:
-        say(f"{found['severity']}: {found['message']}")
+        report(f"{found['severity']}: {found['message']}")
     quality: dict[str, Any] = score["quality"]
     return quality
 
 
 def _with_windows(
-    split: Split, artifact: Artifact, window: int | None, stride: int | None, say: Callable[[str], None]
+    split: Split, artifact: Artifact, window: int | None, stride: int | None, report: Callable[[str], None]
 ) -> Split:
     """Return `split` with the window settings given, else those of the run that made `artifact`."""
     if split.windows is None:
@@ -139,19 +139,19 @@ def _with_windows(
     own: dict[str, Any] = dict(artifact.manifest.details.get("windows") or {})
     if window is not None:  # the run's stride is for the run's window
         own = {name: value for name, value in own.items() if name == "separator"}
-    said = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}
-    taken = own | said
+    requested = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}
+    taken = own | requested
     if taken.get("stride", 1) > taken.get("length", math.inf):
         raise InputError(
             f"--stride {taken['stride']} skips text between windows of {taken['length']} tokens. Set"
             " --stride to the window or less.",
             code="settings-conflict",
         )
-    if kept := {name: value for name, value in taken.items() if name not in said}:
+    if kept := {name: value for name, value in taken.items() if name not in requested}:
         words = ", ".join(
             f"{'window' if name == 'length' else name} {value!r}" for name, value in kept.items()
         )
-        say(f"window settings of the run: {words}")
+        report(f"window settings of the run: {words}")
     return replace(split, windows=split.windows.model_copy(update=taken))
 
 

@@ -119,8 +119,8 @@ def _step_keys(run: Path) -> dict[str, str]:
 
 
 def _licence(details: Mapping[str, Any]) -> str | None:
-    said = details.get("licence")
-    return said if isinstance(said, str) else None
+    licence = details.get("licence")
+    return licence if isinstance(licence, str) else None
 
 
 def _package_steps(report: ReportData, step: str) -> list[OriginStep]:
@@ -141,8 +141,8 @@ def _recipe_settings(report: ReportData, step: str) -> Mapping[str, Any]:
     """Return the settings of a step in the recipe."""
     from smelt.evaluate.report.schema import STEP_KEYS
 
-    for said in report.recipe.get("stages") or ():
-        entry = {said: {}} if isinstance(said, str) else said
+    for stage in report.recipe.get("stages") or ():
+        entry = {stage: {}} if isinstance(stage, str) else stage
         word = next((key for key in entry if key not in STEP_KEYS), "")
         if entry.get("name", word) == step:
             return dict(entry[word] or {})
@@ -187,9 +187,9 @@ def _baseline_scores(base: ReportStep, found: ReportStep) -> ReportStep | Scores
 
 def _scored_data(report: ReportData, split: str) -> str | None:
     """Return the recipe's source of the scored split; None if it is not a string."""
-    said = (report.recipe.get("data") or {}).get(split)
-    said = said.get("path") or said.get("hub") if isinstance(said, dict) else said
-    return said if isinstance(said, str) else None
+    source = (report.recipe.get("data") or {}).get(split)
+    source = source.get("path") or source.get("hub") if isinstance(source, dict) else source
+    return source if isinstance(source, str) else None
 
 
 def _latency_lines(report: ReportData, step: str) -> list[str]:
@@ -198,12 +198,12 @@ def _latency_lines(report: ReportData, step: str) -> list[str]:
 
     lines = []
     for row in next(found for found in report.steps if found.name == step).latency:
-        said = f"{row.p50_ms:.3g} ms (median) at batch {row.batch_size}, threads: {row.threads or 'all'}"
+        text = f"{row.p50_ms:.3g} ms (median) at batch {row.batch_size}, threads: {row.threads or 'all'}"
         if row.stable and row.speedup and row.speedup_ci95 and step != report.baseline:
             low, high = row.speedup_ci95
-            said += f": {row.speedup:.2f} times as fast as {report.baseline} [{low:.2f}, {high:.2f}]"
-        said += "" if row.stable is not False else " (measurement disturbed by other processes)"
-        lines.append(f"{said}; {hardware(report)}")
+            text += f": {row.speedup:.2f} times as fast as {report.baseline} [{low:.2f}, {high:.2f}]"
+        text += "" if row.stable is not False else " (measurement disturbed by other processes)"
+        lines.append(f"{text}; {hardware(report)}")
     return lines
 
 
@@ -238,8 +238,8 @@ def package_artifact(
             code="nothing-to-do",
         )
     run = find_run(path, artifact)
-    others = {} if run is None else {n: a for n, a in run_artifacts(run[0]).items() if n != run[1]}
-    require_supported(chosen, artifact, str(source), PACKAGE_FORMATS.values(), others)
+    other_steps = {} if run is None else {n: a for n, a in run_artifacts(run[0]).items() if n != run[1]}
+    require_supported(chosen, artifact, str(source), PACKAGE_FORMATS.values(), other_steps)
     name = path.absolute().name if run is None else run[1]
     name = name[:_KEY_DIGITS] if name == artifact.key else name
     folder = Path(f"{name}-{format}") if out is None else Path(out).expanduser()

@@ -56,18 +56,18 @@ class ExampleOutput:
     @property
     def json_line(self) -> str:
         """Input and output as one line of JSON."""
-        said: dict[str, Any] = {"image" if self.image else "text": self.example.text}
+        fields: dict[str, Any] = {"image" if self.image else "text": self.example.text}
         if self.example.text_pair is not None:
-            said["text_b"] = self.example.text_pair
+            fields["text_b"] = self.example.text_pair
         if isinstance(self.output, str):
-            said["output"] = self.output
+            fields["output"] = self.output
         elif isinstance(self.output, float):
-            said["similarity"] = self.output
+            fields["similarity"] = self.output
         elif isinstance(self.output, list):
-            said["embedding"] = self.output
+            fields["embedding"] = self.output
         else:
-            said |= {"label": self.output.label, "probabilities": dict(self.output.probabilities)}
-        return json.dumps(said, ensure_ascii=False)
+            fields |= {"label": self.output.label, "probabilities": dict(self.output.probabilities)}
+        return json.dumps(fields, ensure_ascii=False)
 
 
 class Predictor:
@@ -119,8 +119,8 @@ class Predictor:
                 part = examples[at : at + step]
                 self._seen += len(part)
                 found = self._predict_function()(runner, part)
-                for example, one in zip(part, found, strict=True):
-                    yield ExampleOutput(example, one, self.task == IMAGE_CLASSIFICATION)
+                for example, output in zip(part, found, strict=True):
+                    yield ExampleOutput(example, output, self.task == IMAGE_CLASSIFICATION)
 
     def _predict_classes(self, runner: Any, examples: Sequence[Example]) -> list[ClassPrediction]:
         from smelt.runtimes.predict_texts import class_logits

@@ -94,13 +94,13 @@ class Recipe:
         Raises:
             InputError: no such recipe, or it has mistakes; the message lists every mistake.
         """
-        made = cls.__new__(cls)
+        recipe = cls.__new__(cls)
         if isinstance(source, str) and "\n" in source:
-            made._read(source, Path.cwd() / "recipe.yaml")
+            recipe._read(source, Path.cwd() / "recipe.yaml")
         else:
             path = find_recipe(str(source))
-            made._read(read_yaml(path).text, path.resolve())
-        return made
+            recipe._read(read_yaml(path).text, path.resolve())
+        return recipe
 
     def to_yaml(self, path: str | PathLike[str] | None = None) -> str:
         """Return the recipe as YAML, and write it to `path` if given.
@@ -240,8 +240,8 @@ def apply_stage(
                 raise RunError(
                     found.message, code=found.code, setting=found.setting, file=found.file, line=found.line
                 )
-        with atomic_folder(target) as made:
-            shutil.copytree(result.artifact(_STEP_NAME), made, dirs_exist_ok=True)
+        with atomic_folder(target) as temporary:
+            shutil.copytree(result.artifact(_STEP_NAME), temporary, dirs_exist_ok=True)
     return read_artifact(target)
 
 
@@ -252,14 +252,22 @@ def _as_argument_error(error: InputError, stage: str, has_test: bool) -> InputEr
     own = (f"{stage}.yaml", str(Path.cwd() / f"{stage}.yaml"))
     settings = f"stages[0].{stage}"
     found = []
-    for one in error.found:
-        if one.setting == "data.test" and not has_test and len(error.found) > 1:
+    for mistake in error.found:
+        if mistake.setting == "data.test" and not has_test and len(error.found) > 1:
             continue  # already reported for the file that replaces the test split
-        text = one.message.removeprefix(f"{one.file}:{one.line}: ") if one.file in own else one.message
+        text = (
+            mistake.message.removeprefix(f"{mistake.file}:{mistake.line}: ")
+            if mistake.file in own
+            else mistake.message
+        )
         text = text.removeprefix(f"{settings}.").removeprefix(f"{settings}: ")
-        where = None if one.setting == settings else (one.setting or "").removeprefix(f"{settings}.") or None
-        place = (None, None) if one.file in own else (one.file, one.line)
-        found.append(replace(one, message=text, setting=where, file=place[0], line=place[1]))
+        where = (
+            None
+            if mistake.setting == settings
+            else (mistake.setting or "").removeprefix(f"{settings}.") or None
+        )
+        place = (None, None) if mistake.file in own else (mistake.file, mistake.line)
+        found.append(replace(mistake, message=text, setting=where, file=place[0], line=place[1]))
     return combined_error(found, type(error))
 
 

@@ -82,12 +82,12 @@ def _problem_lines(checked: GraphCheck) -> Iterator[str]:
         kind = OUTCOMES.get(problem.rule, "rejected")
         kinds.setdefault((kind, problem.reason, problem.hint), []).append(problem.location)
     yield f"{checked.path}: {_summary_line(checked)}"
-    for (outcome, reason, mend), places in kinds.items():
+    for (outcome, reason, hint), places in kinds.items():
         named = ", ".join(place for place in places[:_MAX_SHOWN] if place)
         more = f" and {len(places) - _MAX_SHOWN} more" if len(places) > _MAX_SHOWN else ""
         yield f"  {outcome}: {named}{more}{': ' if named else ''}{reason}"
-        if mend:
-            yield f"    -> {mend}"
+        if hint:
+            yield f"    -> {hint}"
     yield from _verdict_lines(checked.verdict)
 
 

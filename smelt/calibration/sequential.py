@@ -289,7 +289,7 @@ def run_blocks(
     stage: str = "calibration",
     enter: BlockCallback = ignore_block,
     leave: BlockCallback = ignore_block,
-    behind: Callable[[ObserveInputs], None] | None = None,
+    after_blocks: Callable[[ObserveInputs], None] | None = None,
     limit_bytes: int = STATES_MEMORY_BYTES,
 ) -> Iterator[RunningBlock]:
     """Yield each block of `model` once, in order, to be observed and changed in place.
@@ -304,8 +304,8 @@ def run_blocks(
         stage: the name of the stage, for messages.
         enter: called with a block before its first run.
         leave: called with a block after its last run; only for models whose blocks share no layer.
-        behind: called after the last block with a function that observes the layers after the blocks, such as
-            the output layer; no block runs for that.
+        after_blocks: called after the last block with a function that observes the layers after the blocks,
+            such as the output layer; no block runs for that.
         limit_bytes: memory for the states between two blocks; beyond it they are stored on disk.
 
     Raises:
@@ -332,8 +332,8 @@ def run_blocks(
             walk.run_block(block)
             leave(block)
             ctx.progress(done, len(blocks), block.module_path)
-        if behind is not None:
-            behind(walk.observe_after_blocks)
+        if after_blocks is not None:
+            after_blocks(walk.observe_after_blocks)
 
 
 class RunningBlock:
@@ -394,7 +394,7 @@ class PrefixCachedModel:
 
         If the model has no such stack, or repeats blocks, it starts from the beginning.
         """
-        found = next((one for one in self._stacks if one.name == stack), None)
+        found = next((candidate for candidate in self._stacks if candidate.name == stack), None)
         if found is None or self._shares_blocks:
             return self.reset()
         if self._walk is None or self._walk.is_past(found, number):

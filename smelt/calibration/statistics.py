@@ -126,7 +126,7 @@ def few_tokens_text(token_counts: Iterable[tuple[int, int]], samples: Calibratio
     short = [(tokens, inputs) for tokens, inputs in seen if tokens < inputs]
     if not short:
         return ""
-    tokens, inputs = min(short, key=lambda one: one[0] / one[1])
+    tokens, inputs = min(short, key=lambda counts: counts[0] / counts[1])
     return f"Only {tokens:,} calibration tokens of {samples.origin} for layers with {inputs:,} inputs"
 
 
@@ -390,7 +390,7 @@ def squared_gradients(
         RunError: a gradient is not finite.
     """
     device = torch_device(ctx.device)
-    single = [one for batch in batches_on_device(samples, device) for one in _split_batch(batch)]
+    single = [sample for batch in batches_on_device(samples, device) for sample in _split_batch(batch)]
     wanted = {id(parameter) for parameter in parameters.values()}
     with torch_threads(ctx.threads):
         frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in wanted]

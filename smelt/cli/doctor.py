@@ -79,8 +79,8 @@ def try_ort_tensorrt() -> Iterator[CheckResult]:
 
     name = "onnxruntime tensorrt"
     if not has_cuda():
-        mend = missing_package() or "everything else is installed"
-        yield CheckResult("runtimes", name, False, "no NVIDIA GPU with a working driver", mend)
+        hint = missing_package() or "everything else is installed"
+        yield CheckResult("runtimes", name, False, "no NVIDIA GPU with a working driver", hint)
     elif (lack := missing_requirement()) is not None:
         yield CheckResult("runtimes", name, False, "cannot be loaded", lack)
     else:

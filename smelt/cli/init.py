@@ -53,8 +53,8 @@ def init(
             code="unknown-task",
         )
     named = parse_columns(columns).model_dump(exclude_unset=True)
-    wishes = InitOptions(task, named, (source_language, target_language), fast)
-    text, path = init_recipe(model, data, out, task, force, wishes)
+    options = InitOptions(task, named, (source_language, target_language), fast)
+    text, path = init_recipe(model, data, out, task, force, options)
     if path is None:
         click.echo(text, nl=False)
         return

@@ -183,9 +183,9 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     from smelt.core.errors import InputError
     from smelt.pipeline.plan.load_plan import load_plan
 
-    made = load_plan(recipe, overrides, until)
-    print_untrusted(str(made))
-    if made.blocked_steps:
+    loaded = load_plan(recipe, overrides, until)
+    print_untrusted(str(loaded))
+    if loaded.blocked_steps:
         sys.exit(InputError.exit_code)
 
 
@@ -242,7 +242,7 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     """Score ARTIFACT (such as runs/NAME/artifacts/STEP) on your data."""
     from smelt.api.evaluate import evaluate_artifact, quality_lines
 
-    scores = evaluate_artifact(artifact, **options, say=lambda text: print_untrusted(text, err=True))
+    scores = evaluate_artifact(artifact, **options, report=lambda text: print_untrusted(text, err=True))
     if as_json:
         import json
 

@@ -79,13 +79,14 @@ class StoredArtifact:
     """An artifact in the store.
 
     key: its content address. stage: the stage that made it (`?` if its manifest cannot be read). parent: key
-    of its parent artifact. made: seconds since 1970. size_bytes: of all files. used_by: RUN/STEP of each run.
+    of its parent artifact. created: seconds since 1970. size_bytes: of all files. used_by: RUN/STEP of each
+    run.
     """
 
     key: str
     stage: str
     parent: str | None
-    made: float
+    created: float
     size_bytes: int
     used_by: tuple[str, ...]
 
@@ -141,10 +142,10 @@ def stored_artifacts(root: Path) -> list[StoredArtifact]:
             stage, parent = manifest.stage, manifest.parent
         except InputError:
             stage, parent = "?", None
-        made = (path / MANIFEST if (path / MANIFEST).is_file() else path).stat().st_mtime
+        created = (path / MANIFEST if (path / MANIFEST).is_file() else path).stat().st_mtime
         used = tuple(users.get(path.name, ()))
-        found.append(StoredArtifact(path.name, stage, parent, made, folder_size(path), used))
-    return sorted(found, key=lambda entry: (entry.made, entry.key))
+        found.append(StoredArtifact(path.name, stage, parent, created, folder_size(path), used))
+    return sorted(found, key=lambda entry: (entry.created, entry.key))
 
 
 def find_unused(root: Path) -> UnusedFiles:
@@ -229,10 +230,10 @@ def store_list_text(root: Path) -> str:
     head = f"{root}: {_pluralize(len(kept), 'artifact')}, {_megabytes(size)} MB;"
     head += f" {_pluralize(len(scores), 'score')}, {_megabytes(sum(p.stat().st_size for p in scores))} MB"
     lines = [*_wrap_lines(head, 2), "", *_artifact_table(kept)]
-    others = list_cached_files(root)
-    if others:
+    cached = list_cached_files(root)
+    if cached:
         lines += ["", "cached files, computed again if removed:"]
-        lines += [f"  {_megabytes(found.size_bytes):>8} MB  {found.description}" for found in others]
+        lines += [f"  {_megabytes(found.size_bytes):>8} MB  {found.description}" for found in cached]
     stopped = list_step_checkpoints(root)
     if stopped:
         lines += ["", "checkpoints of interrupted steps, from which they resume:"]
@@ -333,10 +334,10 @@ def _artifact_table(artifacts: tuple[StoredArtifact, ...] | list[StoredArtifact]
     stage = max(5, *(len(entry.stage) for entry in artifacts))
     sizes = [_megabytes(entry.size_bytes) for entry in artifacts]
     width = max(2, *map(len, sizes))
-    lines = [f"{'key':{_KEY_DIGITS}}  {'stage':{stage}}  {'made':16}  {'MB':>{width}}  used by"]
+    lines = [f"{'key':{_KEY_DIGITS}}  {'stage':{stage}}  {'created':16}  {'MB':>{width}}  used by"]
     for entry, size in zip(artifacts, sizes, strict=True):
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
-        line = f"{entry.key[:_KEY_DIGITS]:{_KEY_DIGITS}}  {entry.stage:{stage}}  {made}  {size:>{width}}  "
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created))
+        line = f"{entry.key[:_KEY_DIGITS]:{_KEY_DIGITS}}  {entry.stage:{stage}}  {created}  {size:>{width}}  "
         used = ", ".join(entry.used_by) or "-"
         room = _WIDTH - len(line)
         lines.append(line + (used if len(used) <= room else used[: room - 3] + "..."))

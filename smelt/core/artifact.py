@@ -100,30 +100,32 @@ class Artifact:
         ends = (".safetensors", ".onnx", ".data", ".onnx_data", ".plan")
         return sum(r.size_bytes for n, r in self.model_files.items() if n.endswith(ends))
 
-    def verify(self, mend: str | None = None) -> None:
+    def verify(self, hint: str | None = None) -> None:
         """Compare every file with its recorded size and hash.
 
         Args:
-            mend: how to repair it, the end of the message; None: the text for a run, or a package.
+            hint: how to repair it, the end of the message; None: the text for a run, or a package.
 
         Raises:
             InputError: a file is missing or its bytes have changed.
         """
-        mend = mend or (_COPY_HINT if (self.path / CHECKSUMS_FILE).is_file() else _REBUILD_HINT)
+        hint = hint or (_COPY_HINT if (self.path / CHECKSUMS_FILE).is_file() else _REBUILD_HINT)
         for name, record in self.manifest.files.items():
             path = self.path / name
             try:
-                there = path.is_file()
-                same = there and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
+                exists = path.is_file()
+                same = (
+                    exists and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
+                )
             except (OSError, ValueError) as error:  # unreadable, or an invalid file name
                 raise InputError(
-                    f"{path}: cannot be read: {error}. {mend}", code="unreadable-file"
+                    f"{path}: cannot be read: {error}. {hint}", code="unreadable-file"
                 ) from error
-            if not there:
-                raise InputError(f"{path}: this file of the artifact is missing. {mend}", code="missing-file")
+            if not exists:
+                raise InputError(f"{path}: this file of the artifact is missing. {hint}", code="missing-file")
             if not same:
                 raise InputError(
-                    f"{path}: the file has been modified since it was written. {mend}", code="changed-file"
+                    f"{path}: the file has been modified since it was written. {hint}", code="changed-file"
                 )
 
 
@@ -131,7 +133,7 @@ def read_artifact(path: Path) -> Artifact:
     """Return the artifact in the folder `path`.
 
     Raises:
-        InputError: there is no such folder, no manifest, the manifest cannot be read, a file lies outside
+        InputError: there is no such folder, no manifest, the manifest cannot be read, a file is outside
             of the folder, or the folder has a file that the manifest does not list and that could be read
             as part of the model (all but hidden files, system files, and notes such as README.md).
     """
@@ -259,7 +261,7 @@ def _is_inside(name: str) -> bool:
 
 
 def unexpected_files(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str, str]]:
-    """Yield files that do not belong to the artifact and could do harm, each with code and text of the error.
+    """Yield files that do not belong to the artifact and could be harmful, with code and text of the error.
 
     These are links that point outside of the folder, and files that the manifest does not list.
     """

@@ -146,7 +146,7 @@ class SettingError(ValueError):
 
 
 class MissingDependencyError(InputError):
-    """A package that a step needs is not installed; the message says how to install it."""
+    """A package that a step needs is not installed; the message contains how to install it."""
 
 
 class DeviceWarning(UserWarning):

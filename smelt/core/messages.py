@@ -87,4 +87,6 @@ def message_codes(messages: Iterable[Message]) -> list[str]:
 
 def messages_to_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Return `messages` as JSON-able dictionaries, without unknown places."""
-    return [{name: value for name, value in asdict(one).items() if value is not None} for one in messages]
+    return [
+        {name: value for name, value in asdict(message).items() if value is not None} for message in messages
+    ]

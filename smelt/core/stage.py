@@ -48,7 +48,8 @@ class Settings(BaseModel):
                 setting = ".".join([name, *map(str, place)])
                 if isinstance(value, Settings):
                     found |= {
-                        f"{setting}.{below}": said for below, said in value._marked_references().items()
+                        f"{setting}.{below}": reference
+                        for below, reference in value._marked_references().items()
                     }
                 elif isinstance(value, str) and mark is not None:
                     found[setting] = value, mark
@@ -85,7 +86,9 @@ class Settings(BaseModel):
             mark = next((mark for mark in info.metadata if isinstance(mark, _PathMarker)), None)
             for place, value in _tuple_items(getattr(self, name)):
                 if isinstance(value, Settings):
-                    found |= {(name, *place, *below): said for below, said in value._marked_paths().items()}
+                    found |= {
+                        (name, *place, *below): marked for below, marked in value._marked_paths().items()
+                    }
                 elif isinstance(value, str) and mark is not None:
                     found[name, *place] = value, mark
         return found
@@ -111,7 +114,7 @@ def _absolute_path(path: Path) -> Path:
 
 def _tuple_items(value: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Return the members of a tuple with their indices; for other values the value itself."""
-    return [((at,), one) for at, one in enumerate(value)] if isinstance(value, tuple) else [((), value)]
+    return [((at,), item) for at, item in enumerate(value)] if isinstance(value, tuple) else [((), value)]
 
 
 FolderSettingsT = TypeVar("FolderSettingsT", bound=Settings)
@@ -182,7 +185,7 @@ def temporary_files(
 
 @dataclass(frozen=True)
 class Context:
-    """The environment of a stage, besides its source and settings; never the test data.
+    """The environment of a stage, apart from its source and settings; never the test data.
 
     out: an empty folder; its content becomes the artifact.
     data: train, unlabelled, validation, calibration, if the recipe names them.

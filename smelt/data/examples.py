@@ -170,17 +170,17 @@ def _parse_examples(rows: RowIterator, task: Task, columns: Columns) -> tuple[Ex
 
 def _combined_mistakes(mistakes: Sequence[InputError]) -> InputError:
     """Return an error with the first of `mistakes` and the number of the others."""
-    others = len(mistakes) - _MAX_LISTED
-    named = [str(one) for one in mistakes[:_MAX_LISTED]]
-    named += [f"{others} more rows of this file have mistakes."] if others > 0 else []
-    kinds = {one.code for one in mistakes}
+    unlisted = len(mistakes) - _MAX_LISTED
+    named = [str(mistake) for mistake in mistakes[:_MAX_LISTED]]
+    named += [f"{unlisted} more rows of this file have mistakes."] if unlisted > 0 else []
+    kinds = {mistake.code for mistake in mistakes}
     first = mistakes[0]
     return InputError(
         "\n".join(named),
         code=kinds.pop() if len(kinds) == 1 else "several-mistakes",
         file=first.file,
         line=first.line,
-        found=[one.as_message() for one in mistakes],
+        found=[mistake.as_message() for mistake in mistakes],
     )
 
 
@@ -236,8 +236,8 @@ def _parse_example(row: Mapping[str, Any], location: str, task: Task, columns: C
     # a column named in the recipe must exist; formats without null use an empty text
     if "text_pair" in columns.model_fields_set and columns.text_pair not in row:
         raise _missing_column(row, columns.text_pair, location, "text_pair")
-    there = row.get(columns.text_pair) is not None
-    pair = (_text_of_column(row, columns.text_pair, location, "text_pair") or None) if there else None
+    is_pair = row.get(columns.text_pair) is not None
+    pair = (_text_of_column(row, columns.text_pair, location, "text_pair") or None) if is_pair else None
     if task == SENTENCE_SIMILARITY:
         if "label" in columns.model_fields_set and columns.label not in row:
             raise _missing_column(row, columns.label, location, "label")

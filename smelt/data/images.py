@@ -139,16 +139,19 @@ def _rows_of_class_folders(folder: Path, image: str, label: str) -> RowIterator:
             code="no-class-folders",
             file=str(folder),
         )
-    for one in classes:
-        files = sorted(p for p in one.iterdir() if p.is_file() and p.suffix.lower() in _IMAGE_SUFFIXES)
+    for class_folder in classes:
+        files = sorted(
+            p for p in class_folder.iterdir() if p.is_file() and p.suffix.lower() in _IMAGE_SUFFIXES
+        )
         if not files:
             raise InputError(
-                f"{one}: this class folder contains no images ({', '.join(sorted(_IMAGE_SUFFIXES))}).",
+                f"{class_folder}: this class folder contains no images"
+                f" ({', '.join(sorted(_IMAGE_SUFFIXES))}).",
                 code="empty-data",
-                file=str(one),
+                file=str(class_folder),
             )
         for file in files:
-            yield str(file), {image: str(file.absolute()), label: one.name}
+            yield str(file), {image: str(file.absolute()), label: class_folder.name}
 
 
 def _rows_of_archive(path: Path, image: str, label: str) -> RowIterator:
@@ -224,9 +227,9 @@ def _image_path(reference: str) -> Path | None:
         if not path.is_file():
             if path.is_dir():
                 raise InputError(f"{reference}: this is a folder. Pass an image file.", code="not-a-file")
-            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
             raise InputError(
-                f"{reference}: no such image file.{did_you_mean(path.name, beside)}", code="missing-file"
+                f"{reference}: no such image file.{did_you_mean(path.name, names)}", code="missing-file"
             )
         size = path.stat().st_size
     except (OSError, ValueError) as error:  # an invalid file name
@@ -279,14 +282,14 @@ def _load_archive(path: str, stamp: tuple[int, int]) -> Mapping[str, NDArray[Any
     make = "Write an archive of images with numpy.savez(FILE, jpeg=..., offsets=..., label=...)."
     try:
         with zipfile.ZipFile(path) as file:
-            there = {Path(m.filename).stem: m for m in file.infolist() if m.filename.endswith(".npy")}
-            if missing := [name for name in _ARCHIVE_ARRAYS if name not in there]:
+            members = {Path(m.filename).stem: m for m in file.infolist() if m.filename.endswith(".npy")}
+            if missing := [name for name in _ARCHIVE_ARRAYS if name not in members]:
                 raise InputError(
                     f"{path}: the array '{missing[0]}' is missing. {make}",
                     code="missing-array",
                     file=str(path),
                 )
-            needed, free = sum(there[name].file_size for name in _ARCHIVE_ARRAYS), available_bytes()
+            needed, free = sum(members[name].file_size for name in _ARCHIVE_ARRAYS), available_bytes()
             if needed > free:
                 raise InputError(
                     f"{path}: the images need {needed / 1e9:.1f} GB of memory, but only"
@@ -294,7 +297,7 @@ def _load_archive(path: str, stamp: tuple[int, int]) -> Mapping[str, NDArray[Any
                     code="out-of-memory",
                     file=str(path),
                 )
-            arrays = {name: _read_member(file, there[name], np) for name in _ARCHIVE_ARRAYS}
+            arrays = {name: _read_member(file, members[name], np) for name in _ARCHIVE_ARRAYS}
     except InputError:
         raise
     except Exception as error:  # errors of numpy and of compression have no other common base
@@ -318,9 +321,9 @@ def _check_archive(path: str, arrays: Mapping[str, NDArray[Any]], make: str) -> 
     kinds = jpeg.dtype.kind == "u" and jpeg.dtype.itemsize == 1 and offsets.dtype.kind in "iu"
     flat = jpeg.ndim == offsets.ndim == label.ndim == 1
     if not (kinds and flat and label.dtype.kind in "iuUS" and len(offsets) == len(label) + 1 and len(label)):
-        said = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in arrays.items())
+        listed = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in arrays.items())
         raise InputError(
-            f"{path}: the arrays are inconsistent: {said}. {make}",
+            f"{path}: the arrays are inconsistent: {listed}. {make}",
             code="inconsistent-arrays",
             file=str(path),
         )

@@ -58,28 +58,28 @@ def problem_type(config: Mapping[str, Any]) -> ProblemType:
         InputError: the config's `problem_type` is unknown, or is regression with several outputs.
     """
     outputs = len(class_names(config))
-    said = config.get("problem_type")
-    if said is None:
+    declared = config.get("problem_type")
+    if declared is None:
         return REGRESSION if outputs == 1 else SINGLE_LABEL
-    if said not in get_args(ProblemType):
+    if declared not in get_args(ProblemType):
         known = ", ".join(get_args(ProblemType))
-        hint = did_you_mean(str(said), get_args(ProblemType))
+        hint = did_you_mean(str(declared), get_args(ProblemType))
         raise InputError(
-            f"config.json: problem_type is {said!r}; known: {known}.{hint}", code="unknown-problem-type"
+            f"config.json: problem_type is {declared!r}; known: {known}.{hint}", code="unknown-problem-type"
         )
-    if said == REGRESSION and outputs > 1:
+    if declared == REGRESSION and outputs > 1:
         raise InputError(
             f"config.json: problem_type is regression, but the model has {outputs} outputs. Regression"
             " is supported only with one output.",
             code="too-many-outputs",
         )
-    if said == SINGLE_LABEL and outputs == 1:
+    if declared == SINGLE_LABEL and outputs == 1:
         raise InputError(
             "config.json: problem_type is single_label_classification, but the model has one output."
             " Use two outputs for two classes, or problem_type: regression for a number.",
             code="too-few-outputs",
         )
-    kind: ProblemType = said
+    kind: ProblemType = declared
     return kind
 
 
@@ -97,9 +97,9 @@ def infer_problem_type(config: Mapping[str, Any] | None, labels: Iterable[Label 
     """
     known: frozenset[str] = frozenset()
     if config is not None:
-        said = problem_type(config)
-        if config.get("problem_type") or said == REGRESSION:
-            return said
+        declared = problem_type(config)
+        if config.get("problem_type") or declared == REGRESSION:
+            return declared
         known = frozenset(class_names(config))
     found = {label for label in labels if not is_blank_label(label)}
     if any(

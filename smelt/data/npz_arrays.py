@@ -161,9 +161,9 @@ def read_npz_headers(path: Path, name: str = "test") -> dict[str, ArrayHeader]:
         InputError: see `read_npz`.
     """
     if not path.is_file():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(
-            f"{path}: no such file (data for '{name}').{did_you_mean(path.name, beside)}",
+            f"{path}: no such file (data for '{name}').{did_you_mean(path.name, names)}",
             code="missing-file",
             file=str(path),
         )
@@ -221,10 +221,10 @@ def count_array_samples(
         name: shapes[name].shape[axis] for name, axis in places.items() if axis < len(shapes[name].shape)
     }
     if len(set(counts.values())) > 1:
-        said = ", ".join(f"{n} has {rows:,} (axis {places[n]})" for n, rows in counts.items())
+        listed = ", ".join(f"{n} has {rows:,} (axis {places[n]})" for n, rows in counts.items())
         advice = _sample_axis_hint(shapes, counts, by_name, of_artifact)
         raise InputError(
-            f"{path}: all arrays must have the same number of samples, but {said}.{advice}",
+            f"{path}: all arrays must have the same number of samples, but {listed}.{advice}",
             code="unequal-rows",
             file=str(path),
         )

@@ -235,17 +235,17 @@ def resolve_generation(generation: GenerationSettings, model: HasModelConfig) ->
         InputError: the generation config is malformed or has settings that smelt does not support, a token is
             outside of the vocabulary, or there is no start token.
     """
-    said = {name: value for name, value in generation.model_dump().items() if value is not None}
+    explicit = {name: value for name, value in generation.model_dump().items() if value is not None}
     own = model.generation_config or model.config
     _refuse_unsupported(own, generation.do_sample)
     idle = {"num_beams", "do_sample", "seed"}  # and settings that this search ignores
     idle |= set() if generation.do_sample else {"temperature", "top_k", "top_p"}
     idle |= set() if generation.num_beams > 1 else {"length_penalty", "early_stopping", "renormalize_logits"}
     taken = {n: own[n] for n in GenerationConfig.model_fields if n not in idle and own.get(n) is not None}
-    for one, other in (("min_new_tokens", "min_length"), ("max_new_tokens", "max_length")):
-        if said.get(one) is not None or said.get(other) is not None:
-            taken = {name: value for name, value in taken.items() if name not in (one, other)}
-    values = taken | said | _special_tokens(model)
+    for new_tokens_key, length_key in (("min_new_tokens", "min_length"), ("max_new_tokens", "max_length")):
+        if explicit.get(new_tokens_key) is not None or explicit.get(length_key) is not None:
+            taken = {name: value for name, value in taken.items() if name not in (new_tokens_key, length_key)}
+    values = taken | explicit | _special_tokens(model)
     values["forced_eos_token_id"] = _as_list(values.get("forced_eos_token_id"))
     values["positions"] = _max_positions(generation, model, values["start"] is not None)
     try:

@@ -76,46 +76,46 @@ class LogitsProcessors:
 
     def _history_processors(self) -> Iterator[LogitsProcessor]:
         """Yield the rules that depend on the previous tokens."""
-        wishes = self.decoding
-        if wishes.repetition_penalty != 1.0:
+        decoding = self.decoding
+        if decoding.repetition_penalty != 1.0:
             yield lambda scores, texts: penalize_repetition(
-                scores, self._without_padding(texts), wishes.repetition_penalty
+                scores, self._without_padding(texts), decoding.repetition_penalty
             )
-        if wishes.no_repeat_ngram_size:
-            yield lambda scores, texts: ban_repeated_ngrams(scores, texts, wishes.no_repeat_ngram_size)
-        for word in (w for w in wishes.bad_words_ids if len(w) > 1):
+        if decoding.no_repeat_ngram_size:
+            yield lambda scores, texts: ban_repeated_ngrams(scores, texts, decoding.no_repeat_ngram_size)
+        for word in (w for w in decoding.bad_words_ids if len(w) > 1):
             yield partial(ban_sequence, word=word)
 
     def _bad_word_processors(self) -> Iterator[LogitsProcessor]:
         """Yield the rule of banned tokens."""
-        wishes = self.decoding
+        decoding = self.decoding
         # as transformers does: a single end-of-sequence token cannot be a bad word
-        single = [w[0] for w in wishes.bad_words_ids if len(w) == 1 and w[0] not in wishes.eos]
+        single = [w[0] for w in decoding.bad_words_ids if len(w) == 1 and w[0] not in decoding.eos]
         if single:
             yield _ban_tokens(single)
 
     def _length_processors(self) -> Iterator[LogitsProcessor]:
         """Yield the rules of the first and the last token, and of texts that are too short."""
-        wishes, first, last = self.decoding, self.decoding.forced_bos_token_id, self.longest - 1
-        shortest = wishes.min_total_length(self.prompt_length)
-        if shortest > 0 and wishes.eos:
-            yield _AtLength(lambda length: length < shortest, _ban_tokens(wishes.eos))
+        decoding, first, last = self.decoding, self.decoding.forced_bos_token_id, self.longest - 1
+        shortest = decoding.min_total_length(self.prompt_length)
+        if shortest > 0 and decoding.eos:
+            yield _AtLength(lambda length: length < shortest, _ban_tokens(decoding.eos))
         if first is not None:
             yield _AtLength(lambda length: length == 1, _force_tokens([first]))
-        if wishes.forced_eos_token_id:
-            yield _AtLength(lambda length: length == last, _force_tokens(wishes.forced_eos_token_id))
+        if decoding.forced_eos_token_id:
+            yield _AtLength(lambda length: length == last, _force_tokens(decoding.forced_eos_token_id))
 
     def _token_processors(self) -> Iterator[LogitsProcessor]:
         """Yield the rules that are applied after all others."""
-        wishes = self.decoding
-        if wishes.remove_invalid_values:
+        decoding = self.decoding
+        if decoding.remove_invalid_values:
             yield lambda scores, texts: np.copyto(scores, np.nan_to_num(scores))
-        if wishes.suppress_tokens:
-            yield _ban_tokens(wishes.suppress_tokens)
-        if wishes.begin_suppress_tokens:
-            late = self.prompt_length == 1 and wishes.forced_bos_token_id is not None
+        if decoding.suppress_tokens:
+            yield _ban_tokens(decoding.suppress_tokens)
+        if decoding.begin_suppress_tokens:
+            late = self.prompt_length == 1 and decoding.forced_bos_token_id is not None
             begin = self.prompt_length + 1 if late else self.prompt_length
-            yield _AtLength(lambda length: length == begin, _ban_tokens(wishes.begin_suppress_tokens))
+            yield _AtLength(lambda length: length == begin, _ban_tokens(decoding.begin_suppress_tokens))
 
     def is_eos(self, tokens: Tokens) -> BoolArray:
         """Return which of `tokens` end a text."""

@@ -62,18 +62,18 @@ def token_nll(runner: Any, ids: Tokens) -> NDArray[np.float32]:
         RunError: the model's outputs are not finite.
     """
     rows, length = ids.shape[0], ids.shape[1] - 1
-    at_once = _LOGITS_BYTES // (4 * int(runner.config["vocab_size"]))
+    max_tokens = _LOGITS_BYTES // (4 * int(runner.config["vocab_size"]))
     losses = np.empty((rows, length), dtype=np.float32)
-    step = max(1, at_once // length)
+    step = max(1, max_tokens // length)
     for top in range(0, rows, step):
         part = slice(top, min(rows, top + step))
         count = part.stop - top
         state = runner.start(count)
-        stretch = length if count > 1 else max(1, at_once)
+        stretch = length if count > 1 else max(1, max_tokens)
         for begin in range(0, length, stretch):
             end = min(length, begin + stretch)
-            fed = np.ascontiguousarray(ids[part, begin:end])
-            logits = runner.extend(state, fed, np.ones_like(fed))
+            inputs = np.ascontiguousarray(ids[part, begin:end])
+            logits = runner.extend(state, inputs, np.ones_like(inputs))
             losses[part, begin:end] = nll_from_logits(logits, ids[part, begin + 1 : end + 1])
     if not np.isfinite(losses).all():
         raise RunError(

@@ -196,10 +196,10 @@ def _could_improve(
 
     "never" uses the length that is best for the beam, False the present one.
     """
-    wishes = rules.decoding
-    far = wishes.early_stopping == "never" and wishes.length_penalty > 0
+    decoding = rules.decoding
+    far = decoding.early_stopping == "never" and decoding.length_penalty > 0
     hypothetical = (rules.longest if far else length) - rules.prompt_length
-    possible = running.scores[:, :1] / np.float32(hypothetical**wishes.length_penalty)
+    possible = running.scores[:, :1] / np.float32(hypothetical**decoding.length_penalty)
     worst = np.where(finished.ended, finished.scores.min(axis=1, keepdims=True), _EXCLUDED_SCORE)
     better: BoolArray = np.any(possible > worst, axis=1, keepdims=True)
     return better

@@ -93,19 +93,19 @@ def fold_batch_norms(model: Any) -> list[Edit]:
     convolution, norm = family.conv_and_norm
     edits: list[Edit] = []
     for name, module in list(model.named_modules()):
-        before, behind = (getattr(module, word, None) for word in (convolution, norm))
-        if not isinstance(before, nn.Module) or not isinstance(behind, nn.BatchNorm2d):
+        conv_layer, norm_layer = (getattr(module, word, None) for word in (convolution, norm))
+        if not isinstance(conv_layer, nn.Module) or not isinstance(norm_layer, nn.BatchNorm2d):
             continue
         _, last = conv_end_names(model, f"{name}.{convolution}")
         layer = model.get_submodule(last)
         if not isinstance(layer, nn.Conv2d):
             continue
-        mean, variance = behind.running_mean, behind.running_var
+        mean, variance = norm_layer.running_mean, norm_layer.running_var
         assert mean is not None
         assert variance is not None
         with torch.no_grad():
             layer.weight, layer.bias = fuse_conv_bn_weights(
-                layer.weight, layer.bias, mean, variance, behind.eps, behind.weight, behind.bias
+                layer.weight, layer.bias, mean, variance, norm_layer.eps, norm_layer.weight, norm_layer.bias
             )  # fmt: skip
         setattr(module, norm, nn.Identity())
         edits.append({"op": "fold", "module": last, "norm": f"{name}.{norm}"})
@@ -118,8 +118,8 @@ def prepare_folded_conv(model: nn.Module, convolution: str, norm: str) -> None:
     Raises:
         TypeError: they are not a convolution and a batch norm.
     """
-    layer, behind = model.get_submodule(convolution), model.get_submodule(norm)
-    if not isinstance(layer, nn.Conv2d) or not isinstance(behind, nn.BatchNorm2d):
+    layer, norm_layer = model.get_submodule(convolution), model.get_submodule(norm)
+    if not isinstance(layer, nn.Conv2d) or not isinstance(norm_layer, nn.BatchNorm2d):
         raise TypeError("they are not a Conv2d and a BatchNorm2d")
     bias = torch.zeros(layer.out_channels, device=layer.weight.device, dtype=layer.weight.dtype)
     layer.bias = nn.Parameter(bias)
@@ -245,10 +245,10 @@ def _unsigned(model: nn.Module, edit: Edit) -> None:
     layer.signed = False
 
 
-def _checked_width(asked: object, there: int) -> int:
+def _checked_width(asked: object, present: int) -> int:
     """Return the number of kept channels: more than before would take memory that no file has filled."""
-    if type(asked) is not int or not 0 < asked <= there:
-        raise ValueError(f"{str(asked)[:60]} of {there} channels")
+    if type(asked) is not int or not 0 < asked <= present:
+        raise ValueError(f"{str(asked)[:60]} of {present} channels")
     return asked
 
 

@@ -227,15 +227,15 @@ def write_width_to_config(
     whose structure is otherwise that of its config (`before` is empty).
     """
     family: Any = family_of(model)
-    said = model.config.to_dict()
-    attentions = [a for stack in family.stacks(said) for a in stack.attentions]
-    after = said | {family.hidden_size_key: hidden_width(model)}
+    config = model.config.to_dict()
+    attentions = [a for stack in family.stacks(config) for a in stack.attentions]
+    after = config | {family.hidden_size_key: hidden_width(model)}
     scales = (family.embedding_scale, family.output_scale)
     alone = (
         not before and not family.position_encoding.is_sinusoidal and all(a.head_dim_key for a in attentions)
     )
     inside = any(axis.stream == "head" for axis in hidden_axes(model))
-    if not alone or inside or any(scale(said) != scale(after) for scale in scales):
+    if not alone or inside or any(scale(config) != scale(after) for scale in scales):
         return [*before, edit]
     from smelt.models.families.model_blocks import model_attentions
 

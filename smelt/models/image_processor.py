@@ -145,39 +145,41 @@ def read_processor(folder: Path) -> ImageProcessor:
 def parse_processor(values: Mapping[str, Any], path: Path) -> ImageProcessor:
     """Return the processor with the settings `values` of the file `path`; see `read_processor`."""
     kind = _processor_class(values, path)
-    said = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
-    said |= _DEFAULTS[kind] | {name: value for name, value in values.items() if value is not None}
-    if said.get("do_pad"):
+    settings = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
+    settings |= _DEFAULTS[kind] | {name: value for name, value in values.items() if value is not None}
+    if settings.get("do_pad"):
         raise InputError(
             f"{path}: do_pad is not supported; all images are resized to one size. Remove do_pad.",
             code="unsupported-preprocessing",
             setting="do_pad",
         )
-    crop = _sides(said.get("crop_size"), "crop_size", path) if said.get("do_center_crop") else None
+    crop = _sides(settings.get("crop_size"), "crop_size", path) if settings.get("do_center_crop") else None
     edge, size = None, None
-    if said["do_resize"]:
-        edge, size = _resize_target(said["size"], square=kind == "ViTImageProcessor", path=path)
+    if settings["do_resize"]:
+        edge, size = _resize_target(settings["size"], square=kind == "ViTImageProcessor", path=path)
     if kind == _CROPS and size is not None:
         raise InputError(
-            f"{path}: size: {kind} expects {{shortest_edge: N}}, got {said['size']!r}.",
+            f"{path}: size: {kind} expects {{shortest_edge: N}}, got {settings['size']!r}.",
             code="wrong-value",
             setting="size",
         )
     if kind == _CROPS and edge is not None:
         side = (edge, edge)
         if edge < _CROPS_BELOW:
-            edge, crop = int(edge / _positive(said["crop_pct"], "crop_pct", path)), crop or side
+            edge, crop = int(edge / _positive(settings["crop_pct"], "crop_pct", path)), crop or side
         else:
             edge, size = None, side
-    normal = bool(said["do_normalize"])
+    normal = bool(settings["do_normalize"])
     return ImageProcessor(
         edge=edge,
         size=size,
-        resample=_resample_filter(said["resample"], path),
+        resample=_resample_filter(settings["resample"], path),
         crop=crop,
-        scale=_positive(said["rescale_factor"], "rescale_factor", path) if said["do_rescale"] else None,
-        mean=_numbers(said["image_mean"], "image_mean", path) if normal else None,
-        std=_numbers(said["image_std"], "image_std", path, least=1e-12) if normal else None,
+        scale=_positive(settings["rescale_factor"], "rescale_factor", path)
+        if settings["do_rescale"]
+        else None,
+        mean=_numbers(settings["image_mean"], "image_mean", path) if normal else None,
+        std=_numbers(settings["image_std"], "image_std", path, least=1e-12) if normal else None,
     )
 
 

@@ -75,8 +75,10 @@ def import_model(
         return add_tied_head(src, out)
     notes: list[Message] = []
     if coding is not None:
-        beside = [path for path in source_files(src) if path.suffix != ".safetensors"]
-        notes = import_quantized(src, out, coding, [path for path in beside if path.name != "config.json"])
+        other_files = [path for path in source_files(src) if path.suffix != ".safetensors"]
+        notes = import_quantized(
+            src, out, coding, [path for path in other_files if path.name != "config.json"]
+        )
     elif _has_older_names(src, config.model_type):
         model, edits = load_model(src)
         return save_model(model, edits, out, src)
@@ -195,8 +197,8 @@ def _licence_from_card(path: Path) -> str | None:
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
     values = values if isinstance(values, dict) else {}
-    said = [values.get(key) for key in ("license", "license_name", "license_link")]
-    words = [str(w) for one in said if one for w in (one if isinstance(one, list) else [one])]
+    fields = [values.get(key) for key in ("license", "license_name", "license_link")]
+    words = [str(w) for field in fields if field for w in (field if isinstance(field, list) else [field])]
     return _single_line(f"{', '.join(words)} (its model card)") if words else None
 
 

@@ -115,8 +115,8 @@ def config_for_tokenizer(
         InputError: the tokenizer lacks a token that the model needs.
     """
     kind, size = str(values["model_type"]), len(tokenizer)
-    said = values.get("vocab_size")
-    wanted: dict[str, Any] = {"vocab_size": size if exact or not said else max(size, int(said))}
+    declared = values.get("vocab_size")
+    wanted: dict[str, Any] = {"vocab_size": size if exact or not declared else max(size, int(declared))}
     if values.get("decoder_vocab_size"):
         wanted["decoder_vocab_size"] = wanted["vocab_size"]
     for role in ("pad", "eos", "bos"):

@@ -69,17 +69,18 @@ def parse_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig |
     Raises:
         InputError: their kind or layout is not supported.
     """
-    said = config.get(QUANTIZATION_CONFIG_KEY)
-    if said is None:
+    section = config.get(QUANTIZATION_CONFIG_KEY)
+    if section is None:
         return None
-    if not isinstance(said, dict):
+    if not isinstance(section, dict):
         raise InputError(
-            f"{QUANTIZATION_CONFIG_KEY} is {str(said)[:80]}; expected an object as written by transformers.",
+            f"{QUANTIZATION_CONFIG_KEY} is {str(section)[:80]}; expected an object as written by"
+            " transformers.",
             code="wrong-value",
             setting=QUANTIZATION_CONFIG_KEY,
         )
-    method = _quant_method(said)
-    bits = said.get("bits", said.get("w_bit"))
+    method = _quant_method(section)
+    bits = section.get("bits", section.get("w_bit"))
     if bits != CHECKPOINT_BITS:
         raise InputError(
             f"{QUANTIZATION_CONFIG_KEY}: {method} with {_as_json(bits)} bits; smelt supports"
@@ -87,7 +88,7 @@ def parse_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig |
             code="unsupported-bits",
             setting=f"{QUANTIZATION_CONFIG_KEY}.bits",
         )
-    group = said.get("group_size", said.get("q_group_size"))
+    group = section.get("group_size", section.get("q_group_size"))
     if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
         raise InputError(
             f"{QUANTIZATION_CONFIG_KEY}: group_size is {_as_json(group)}; expected an integer, or -1"
@@ -95,13 +96,13 @@ def parse_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig |
             code="wrong-value",
             setting=f"{QUANTIZATION_CONFIG_KEY}.group_size",
         )
-    form = _packing_layout(method, said)
-    _require_integer_weights(said)
-    _require_no_extras(said)
-    orders = any(own.get("desc_act") is True for own in (said, *_uniform_layer_configs(said, group)))
+    form = _packing_layout(method, section)
+    _require_integer_weights(section)
+    _require_no_extras(section)
+    orders = any(own.get("desc_act") is True for own in (section, *_uniform_layer_configs(section, group)))
     ordered = method == "gptq" and group != -1 and orders
     return QuantizationConfig(
-        method, None if group == -1 else group, _OFFSETS.get(form, 0), ordered, said.get("sym") is True
+        method, None if group == -1 else group, _OFFSETS.get(form, 0), ordered, section.get("sym") is True
     )
 
 

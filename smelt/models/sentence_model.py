@@ -98,8 +98,8 @@ def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Te
         pooled = hidden.masked_fill(mask[:, :, None] == 0, _MASKED_VALUE).amax(dim=1)
     else:
         # mean of shares that sum to 1: no sum over a long text exceeds the range of float16
-        there = mask.to(hidden.dtype)
-        shares = there / there.sum(dim=1, keepdim=True).clamp(min=1)
+        weights = mask.to(hidden.dtype)
+        shares = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
         pooled = (shares[:, None, :] @ hidden)[:, 0]
     if rules.normalize:
         pooled = pooled / torch.linalg.vector_norm(pooled, dim=-1, keepdim=True).clamp(min=1e-12)

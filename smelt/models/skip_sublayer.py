@@ -106,9 +106,9 @@ def _find_stack(model: Any, place: str) -> tuple[Family, Stack]:
 
 def _move_relative_bias(family: Family, stack: Stack, blocks: list[Any], block: Any, part: int) -> None:
     """Move the relative position bias to the next block if this attention owns that of its stack."""
-    there = [other for other in blocks if part not in skipped_parts(other)]
-    if family.relative_bias and not stack.attentions[part].cross and there[0] is block:
-        family.relative_bias().move_table(block, there[1])
+    remaining = [other for other in blocks if part not in skipped_parts(other)]
+    if family.relative_bias and not stack.attentions[part].cross and remaining[0] is block:
+        family.relative_bias().move_table(block, remaining[1])
 
 
 def _remove(block: Any, stack: Stack, part: int) -> None:

@@ -87,8 +87,8 @@ class StreamedModel:
         inside = tuple(f"{block.module_path}." for block in self._blocks)
         named = self.model.named_modules(remove_duplicate=False)
         coded = {n: m for n, m in named if is_quantized(m) and not n.startswith(inside)}
-        others = [n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))]
-        tensors = {name: _read(self._places, name) for name in others}
+        outside = [n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))]
+        tensors = {name: _read(self._places, name) for name in outside}
         written: set[int] = set()  # one that several layers have is written once, under its first name
         for name, module in coded.items():
             held = {f"{name}.{n}": t for n, t in module.named_parameters() if id(t) not in written}
@@ -174,13 +174,13 @@ def _assign(root: nn.Module, names: dict[str, str], places: dict[str, Path]) -> 
 
     Parameters with the same name in the file are tied.
     """
-    made: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for name, stored in names.items():
         owner, _, last = name.rpartition(".")
-        if stored not in made:
+        if stored not in parameters:
             held = _read(places, stored).to(torch.float32, copy=True)  # not a view of the file
-            made[stored] = nn.Parameter(held, requires_grad=False)
-        setattr(root.get_submodule(owner), last, made[stored])
+            parameters[stored] = nn.Parameter(held, requires_grad=False)
+        setattr(root.get_submodule(owner), last, parameters[stored])
 
 
 def _trim_memory() -> None:

@@ -44,10 +44,10 @@ def replace_layer(model: nn.Module, edits: list[Edit], name: str, new: nn.Module
         edit: creates the structure of `new` at `name`.
     """
     old = model.get_submodule(name)
-    others = [n for n, m in model.named_modules(remove_duplicate=False) if m is old and n != name]
+    aliases = [n for n, m in model.named_modules(remove_duplicate=False) if m is old and n != name]
     replace_module(model, name, new)
     edits.append(edit)
-    for other in others:
+    for other in aliases:
         if model.get_submodule(other) is not new:  # else it is in a module that is shared as a whole
             replace_module(model, other, new)
             edits.append({"op": "share", "module": other, "with": name})
@@ -99,8 +99,8 @@ def is_masked(module: nn.Module) -> bool:
 def add_mask_edits(model: nn.Module, edits: list[Edit]) -> list[Edit]:
     """Return `edits` with a `mask`, at the end, for each layer of `model` whose zeros are to stay zero."""
     masked = [names[0] for module, names in module_names(model).items() if is_masked(module)]
-    others = [edit for edit in edits if edit.get("op") != "mask"]
-    return [*others, *({"op": "mask", "module": name} for name in masked)]
+    other_edits = [edit for edit in edits if edit.get("op") != "mask"]
+    return [*other_edits, *({"op": "mask", "module": name} for name in masked)]
 
 
 def quantize_edit_options(edit: Edit) -> dict[str, Any]:

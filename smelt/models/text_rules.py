@@ -168,9 +168,10 @@ def read_sentence_rules(folder: Path) -> SentenceRules | None:
             lower=bool(settings.get("do_lower_case", False)),
         )
     except ValueError as error:  # pydantic's own is one
-        said = settings.get("max_seq_length")
+        max_length = settings.get("max_seq_length")
         raise InputError(
-            f"{folder / SENTENCE_CONFIG_FILE}: max_seq_length must be an integer above 0, got {said!r}.",
+            f"{folder / SENTENCE_CONFIG_FILE}: max_seq_length must be an integer above 0,"
+            f" got {max_length!r}.",
             code="wrong-value",
             setting="max_seq_length",
         ) from error
@@ -200,9 +201,9 @@ def default_prompt(folder: Path) -> str:
         InputError: its file is damaged.
     """
     path = folder / PROMPTS_FILE
-    said = _read(path, dict) if path.is_file() else {}
-    prompts = said.get("prompts")
-    found = prompts.get(said.get("default_prompt_name")) if isinstance(prompts, dict) else None
+    settings = _read(path, dict) if path.is_file() else {}
+    prompts = settings.get("prompts")
+    found = prompts.get(settings.get("default_prompt_name")) if isinstance(prompts, dict) else None
     return found if isinstance(found, str) else ""
 
 
@@ -224,8 +225,8 @@ def _transformer_settings(folder: Path) -> Mapping[str, Any]:
 
 def _read_pooling(path: Path) -> Pooling:
     config = _read(path, dict)
-    said = config.get("pooling_mode")
-    kinds = [said] if isinstance(said, str) else list(said or ())
+    mode = config.get("pooling_mode")
+    kinds = [mode] if isinstance(mode, str) else list(mode or ())
     kinds = kinds or [kind for flag, kind in _FLAGS.items() if config.get(flag)] or ["mean"]
     known = ", ".join(POOLINGS)
     if len(kinds) > 1:

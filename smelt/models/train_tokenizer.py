@@ -31,7 +31,7 @@ def _unsupported_tokenizer(family: str, kind: TokenizerKind, vocab_size: int) ->
     known = FAMILIES.get(family)
     form = known.tokenizer_spec if known else None
     if form is None:
-        names = ", ".join(name for name, one in FAMILIES.items() if one.tokenizer_spec)
+        names = ", ".join(name for name, family in FAMILIES.items() if family.tokenizer_spec)
         return (
             "unsupported-family",
             f"no tokenizer can be trained for '{family}'; give the folder of one. Supported: {names}.",

@@ -82,8 +82,8 @@ def find_weights(folder: Path) -> WeightFiles:
         return WeightFiles((folder / WEIGHTS_FILE,))
     if (folder / WEIGHTS_INDEX_FILE).is_file():
         return _read_index(folder / WEIGHTS_INDEX_FILE)
-    others = sorted(path.name for path in folder.glob("*.safetensors"))
-    hint = f" There is {others[0]}; rename it if it contains the whole model." if others else ""
+    file_names = sorted(path.name for path in folder.glob("*.safetensors"))
+    hint = f" There is {file_names[0]}; rename it if it contains the whole model." if file_names else ""
     raise InputError(f"{folder}: no weights found; expected {WEIGHTS_FILE}.{hint}", code="missing-weights")
 
 
@@ -139,8 +139,8 @@ def oversized_setting(folder: Path, config: Mapping[str, Any]) -> str | None:
     for _, _, entry in weight_tensors(folder):
         tensors += 1
         values += math.prod(entry["shape"])
-    for name, said in config.items():
-        found = [x for x in (said if isinstance(said, list) else [said]) if type(x) is int]
+    for name, value in config.items():
+        found = [x for x in (value if isinstance(value, list) else [value]) if type(x) is int]
         size = sum(found) if name == "depths" else max(found, default=0)
         most, of = (
             (_MAX_SHARING_FACTOR * tensors, "tensors")

@@ -30,10 +30,10 @@ def write_text_rules(folder: Path, rules: TextRules) -> None:
     tokenizer, config = load_tokenizer(folder), load_config(folder)
     token = language_token_id(tokenizer, rules.target_language)
     path = folder / "generation_config.json"
-    said = read_json_object(path) or GenerationConfig.from_model_config(config).to_dict()
+    settings = read_json_object(path) or GenerationConfig.from_model_config(config).to_dict()
     if type(tokenizer).__name__ == "MBartTokenizer":
-        said["decoder_start_token_id"] = config.decoder_start_token_id = token
+        settings["decoder_start_token_id"] = config.decoder_start_token_id = token
         config.save_pretrained(folder)
     else:
-        said["forced_bos_token_id"] = token
-    GenerationConfig.from_dict(said).save_pretrained(folder)
+        settings["forced_bos_token_id"] = token
+    GenerationConfig.from_dict(settings).save_pretrained(folder)

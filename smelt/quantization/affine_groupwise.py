@@ -122,8 +122,8 @@ def nbits_variant_node(matrix: PackedMatrix, own: int, x: str, y: str) -> tuple[
         tensors[f"{y}.zeros"] = torch.full((rows, -(-count * bits // 8)), 1, dtype=torch.uint8)
     layout: dict[str, Any] = {"K": matrix.width, "N": rows, "bits": bits, "block_size": size}
     layout[ACCURACY_LEVEL.name] = int(options[ACCURACY_LEVEL.name])
-    made = helper.make_node("MatMulNBits", [x, *tensors], [y], domain="com.microsoft", **layout)
-    return made, tensors
+    node = helper.make_node("MatMulNBits", [x, *tensors], [y], domain="com.microsoft", **layout)
+    return node, tensors
 
 
 POSITIVE_SCALES = "positive"
@@ -234,9 +234,9 @@ class AffineGroupwise(Scheme):
         """Return codes and zero points as uint8."""
         from smelt.quantization.packing import unpack_codes
 
-        (first, bits, _), *others = _PLANES[self.bits]
+        (first, bits, _), *further_planes = _PLANES[self.bits]
         codes, grid = unpack_codes(matrix.tensor(first), bits), {"scales": matrix.tensor("scales")}
-        for name, bits, low in others:
+        for name, bits, low in further_planes:
             codes = codes | unpack_codes(matrix.tensor(name), bits) << low
         if matrix.has("zeros"):
             grid["zeros"] = unpack_codes(matrix.tensor("zeros"), self._zero_bits)[:, : codes.shape[1]]
@@ -249,9 +249,9 @@ class AffineGroupwise(Scheme):
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         flat = ids.flatten()
-        (first, bits, _), *others = _PLANES[self.bits]
+        (first, bits, _), *further_planes = _PLANES[self.bits]
         codes = _unpack_as_float(matrix.tensor(first).index_select(0, flat), bits)
-        for name, more, low in others:
+        for name, more, low in further_planes:
             codes = codes + _unpack_as_float(matrix.tensor(name).index_select(0, flat), more) * float(2**low)
         zeros: Tensor | float = float(self.zero_point)
         if matrix.has("zeros"):

@@ -37,8 +37,8 @@ def two_bit_group_size(scheme: str) -> SchemeOption:
     return replace(
         GROUP_SIZE,
         allowed=(32, 64, 128),
-        others=f"group_size 16: {scheme} supports groups of 32, 64 or 128 weights; ONNX Runtime has no fast"
-        " 2-bit matrix multiplication for 16",
+        rejection=f"group_size 16: {scheme} supports groups of 32, 64 or 128 weights; ONNX Runtime has no"
+        " fast 2-bit matrix multiplication for 16",
     )
 
 

@@ -193,16 +193,16 @@ def float_linear_nodes(
     from onnx import TensorProto, helper
 
     at, out = f"{node.name}.exact", node.output[0]
-    made = [helper.make_node("Cast", [codes], [f"{at}.codes"], to=TensorProto.FLOAT)]
+    nodes = [helper.make_node("Cast", [codes], [f"{at}.codes"], to=TensorProto.FLOAT)]
     weight = f"{at}.codes"
     if zero:
-        made.append(helper.make_node("Cast", [zero], [f"{at}.zero"], to=TensorProto.FLOAT))
-        made.append(helper.make_node("Sub", [weight, f"{at}.zero"], [f"{at}.shifted"]))
+        nodes.append(helper.make_node("Cast", [zero], [f"{at}.zero"], to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("Sub", [weight, f"{at}.zero"], [f"{at}.shifted"]))
         weight = f"{at}.shifted"
-    made.append(helper.make_node("Mul", [weight, scales], [f"{at}.weight"]))
+    nodes.append(helper.make_node("Mul", [weight, scales], [f"{at}.weight"]))
     product = f"{at}.product" if bias else out
-    made.append(helper.make_node("MatMul", [x, f"{at}.weight"], [product]))
+    nodes.append(helper.make_node("MatMul", [x, f"{at}.weight"], [product]))
     if bias:
-        made.append(helper.make_node("Add", [product, bias], [out]))
-    made[-1].name = node.name  # the name in messages
-    return made
+        nodes.append(helper.make_node("Add", [product, bias], [out]))
+    nodes[-1].name = node.name  # the name in messages
+    return nodes

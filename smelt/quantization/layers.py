@@ -200,8 +200,8 @@ def quantized_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedMatrix):
             stored = module.scheme.stored_tensors(len(module.codes), module.width, module.options)
-            for part, one in stored.items():
-                types[f"{name}.{part}"] = getattr(torch, one.file_dtype or one.dtype)
+            for part, tensor in stored.items():
+                types[f"{name}.{part}"] = getattr(torch, tensor.file_dtype or tensor.dtype)
         elif isinstance(module, QuantizedActivation):  # equal in layers that read the same states
             types[f"{name}.scale"] = torch.float32
     return types

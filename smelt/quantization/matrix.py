@@ -138,8 +138,8 @@ class QuantizedMatrix(nn.Module):
 
     def describe(self) -> str:
         """Return the scheme and its options, for the representation of a layer."""
-        told = dict(self.options)
-        return ", ".join([self.scheme.name, *([str(told)] if told else [])])
+        options = dict(self.options)
+        return ", ".join([self.scheme.name, *([str(options)] if options else [])])
 
 
 _INPUT_RANGES = {True: (-128, 127), False: (0, 255)}

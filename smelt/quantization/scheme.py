@@ -48,7 +48,7 @@ class SchemeOption:
 
     description: without the names of the schemes, which the help adds before it.
     expected: text in place of a list of the allowed values.
-    others: text about a value that only other schemes allow.
+    rejection: text about a value that only other schemes allow.
     """
 
     name: str
@@ -56,11 +56,11 @@ class SchemeOption:
     allowed: tuple[OptionValue, ...]
     description: str
     expected: str = ""
-    others: str = ""
+    rejection: str = ""
 
     def allows(self, value: object) -> bool:
         """Return whether `value` is one of the allowed ones; True is not 1."""
-        return any(value == one and type(value) is type(one) for one in self.allowed)
+        return any(value == allowed and type(value) is type(allowed) for allowed in self.allowed)
 
 
 @dataclass(frozen=True)

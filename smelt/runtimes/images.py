@@ -85,10 +85,10 @@ def batch_images(
 ) -> ImageBatch:
     """Return `images` as one batch; see `image_logits` for exceptions."""
     pixels = [load_pixels(image, processor, name) for image, name in zip(images, names, strict=True)]
-    for name, one in zip(names, pixels, strict=True):
-        if one.shape != pixels[0].shape:
+    for name, array in zip(names, pixels, strict=True):
+        if array.shape != pixels[0].shape:
             raise InputError(
-                f"{name}: {one.shape[2]} x {one.shape[1]} pixels, {names[0]}: {pixels[0].shape[2]} x"
+                f"{name}: {array.shape[2]} x {array.shape[1]} pixels, {names[0]}: {pixels[0].shape[2]} x"
                 f" {pixels[0].shape[1]}; all images of a batch must have the same size. Set size"
                 " with height and width, or do_center_crop, in preprocessor_config.json.",
                 code="different-image-sizes",
@@ -114,8 +114,8 @@ def load_pixels(image: ImageSource, processor: ImageProcessor, name: str) -> Pix
     except InputError as error:
         raise InputError(f"{name}: {error}", code=error.code) from error
     except Exception as error:  # a truncated file: Pillow's decoders raise different exceptions
-        said = f"{name}: {image}" if isinstance(image, str) else name
-        raise InputError(f"{said}: the image cannot be read: {error}", code="damaged-image") from error
+        label = f"{name}: {image}" if isinstance(image, str) else name
+        raise InputError(f"{label}: the image cannot be read: {error}", code="damaged-image") from error
 
 
 class ImageClassifierRunner(Runner):

@@ -50,9 +50,9 @@ _MORE, _LEAST = 8, 16
 def grow_cache(cache: NDArray[Any], used: int, needed: int) -> NDArray[Any]:
     """Return [R, H, C, d] with the first `used` positions of `cache`, and room for `needed` and some more."""
     rows, heads, _, width = cache.shape
-    made = np.zeros((rows, heads, needed + max(_LEAST, needed // _MORE), width), dtype=cache.dtype)
-    made[:, :, :used] = cache[:, :, :used]
-    return made
+    grown = np.zeros((rows, heads, needed + max(_LEAST, needed // _MORE), width), dtype=cache.dtype)
+    grown[:, :, :used] = cache[:, :, :used]
+    return grown
 
 
 def supports_inplace_cache(
@@ -91,7 +91,7 @@ def supports_inplace_cache(
     except Exception:  # onnxruntime's errors have no common base
         return False
     return np.array_equal(binding.get_outputs()[0].numpy(), logits) and all(
-        np.array_equal(one[:, :, :2], other) for one, other in zip(long, caches, strict=True)
+        np.array_equal(grown[:, :, :2], cache) for grown, cache in zip(long, caches, strict=True)
     )
 
 
@@ -206,27 +206,27 @@ class OnnxBackend:
         if self._large and self._sessions is not None:
             self._leaving.update(self._sessions)
             self._sessions = {}  # running calls keep them until they end
-        made = {g.name: self._open(g) for g in self._graphs.call_order}
-        main = made[self._graphs.main.name]
+        sessions = {g.name: self._open(g) for g in self._graphs.call_order}
+        main = sessions[self._graphs.main.name]
         # graphs exported before this input existed return the logits of all tokens
         self._may_keep = any(i.name == NUM_LOGITS_INPUT for i in main.get_overridable_initializers())
         # for TensorRT, whose inputs have no default
         self._must_keep = any(i.name == NUM_LOGITS_INPUT for i in main.get_inputs())
         if self._graphs.uses_cache:
-            self._pair_caches(made)
-        self._record_inputs(made)
-        self._publish_sessions(made)
+            self._pair_caches(sessions)
+        self._record_inputs(sessions)
+        self._publish_sessions(sessions)
 
-    def _record_inputs(self, made: dict[str, Any]) -> None:
-        for name, session in made.items():
+    def _record_inputs(self, sessions: dict[str, Any]) -> None:
+        for name, session in sessions.items():
             both = (*session.get_inputs(), *session.get_overridable_initializers())
             self._inputs[name] = {i.name for i in both}
             # some exporters use 32-bit ids; ours have 64
             self._narrow[name] = frozenset(i.name for i in both if i.type == "tensor(int32)")
 
-    def _publish_sessions(self, made: dict[str, Any]) -> None:
+    def _publish_sessions(self, sessions: dict[str, Any]) -> None:
         if self._sessions is not None:
-            self._sessions = {**self._sessions, **made}
+            self._sessions = {**self._sessions, **sessions}
 
     def _pair_caches(self, sessions: dict[str, Any]) -> None:
         """Find which output is which input of the next call, and the shape of an empty cache."""
@@ -278,11 +278,11 @@ class OnnxBackend:
 
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> OnnxDecodeState:
         """Run the graph before `main`, if there is one; bind its outputs, and empty caches."""
-        made = {name: self._to_ortvalue(values) for name, values in (shared or {}).items()}
+        tensors = {name: self._to_ortvalue(values) for name, values in (shared or {}).items()}
         if self._graphs.encoder is not None:
-            made |= self._run_encoder(self._graphs.encoder.name, feeds or {})
+            tensors |= self._run_encoder(self._graphs.encoder.name, feeds or {})
         empty = [np.zeros((rows, heads, 0, width), dtype=kind) for heads, width, kind in self._empty_caches()]
-        return self._bind_state([self._to_ortvalue(array) for array in empty], made)
+        return self._bind_state([self._to_ortvalue(array) for array in empty], tensors)
 
     def _empty_caches(self) -> list[Any]:
         self._session(self._graphs.main.name)  # so that its graphs are open
@@ -382,15 +382,15 @@ class OnnxBackend:
 
     def _run_partial_logits(self, held: OnnxDecodeState, feeds: Feeds, wanted: int) -> list[Any]:
         """Run with the logits of some tokens: a binding does not take inputs that have a default."""
-        fed = {**feeds, NUM_LOGITS_INPUT: np.array(wanted, dtype=np.int64)}
+        inputs = {**feeds, NUM_LOGITS_INPUT: np.array(wanted, dtype=np.int64)}
         values = {
-            n: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(v)) for n, v in fed.items()
+            n: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(v)) for n, v in inputs.items()
         }
         values |= dict(zip(self._past, held.caches, strict=True)) | held.shared
         session = self._session(self._graphs.main.name)
         logits, *caches = session.run_with_ort_values(["logits", *self._present], values)
-        there = caches if self.device == "cpu" else [self._to_ortvalue(cache.numpy()) for cache in caches]
-        return [logits, *there]
+        moved = caches if self.device == "cpu" else [self._to_ortvalue(cache.numpy()) for cache in caches]
+        return [logits, *moved]
 
     def reorder_cache(self, held: OnnxDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i], and bind it; shared tensors are copied only where necessary."""
@@ -433,11 +433,11 @@ class OnnxBackend:
             self._open_step_graphs()
             return self._sessions
         shape = GraphInterface(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))
-        made = {graph: self._open(shape)}
-        self._record_inputs(made)
+        sessions = {graph: self._open(shape)}
+        self._record_inputs(sessions)
         if not (self._large and self._sessions):  # else it is for this call only
-            self._publish_sessions(made)
-        return None if self._sessions is None else made
+            self._publish_sessions(sessions)
+        return None if self._sessions is None else sessions
 
     def _open(self, graph: GraphInterface) -> Any:
         path = _require_graph_file(self._folder, graph)

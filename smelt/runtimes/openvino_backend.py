@@ -159,15 +159,15 @@ def compile_graph(path: Path, dtype: str, threads: int | None) -> Any:
 
 def _activation_block_size(model: Any) -> int:
     """Return the block size of a graph's int8 activations from its metadata; 0 where it has none."""
-    said = ["framework", ACTIVATION_BLOCKS]  # where OpenVINO keeps the metadata of an ONNX file
-    return int(model.get_rt_info(said).value) if model.has_rt_info(said) else 0
+    path = ["framework", ACTIVATION_BLOCKS]  # where OpenVINO keeps the metadata of an ONNX file
+    return int(model.get_rt_info(path).value) if model.has_rt_info(path) else 0
 
 
 def _error_cause(error: BaseException) -> str:
     """Return the message of an OpenVINO error, without the source locations at its beginning."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
-    return " ".join(told or lines)[:600]
+    message = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
+    return " ".join(message or lines)[:600]
 
 
 _REEXPORT_HINT = "Run the onnx stage again to export it."

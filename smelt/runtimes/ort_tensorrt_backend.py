@@ -67,9 +67,9 @@ class OrtTensorrtBackend(NoGenerationGraphs):
 
     def _session_opener(self, folder: Path, graphs: ModelGraphs) -> Callable[[Path, int | None], Any]:
         """Read the sizes that engines are built for; return the function that opens a graph."""
-        told = read_provider_options(folder)
+        options = read_provider_options(folder)
         first, main = (
-            _options_for_graph(told, graph, folder).max_shapes
+            _options_for_graph(options, graph, folder).max_shapes
             for graph in (graphs.call_order[0], graphs.main)
         )
         read = "input_ids" in first  # an image is not split
@@ -85,7 +85,7 @@ class OrtTensorrtBackend(NoGenerationGraphs):
         grown = [name for name in main if name.startswith(_PAST) and ".encoder." not in name]
         if graphs.uses_cache and grown:
             self.max_total_tokens = main[grown[0]][_PLACES] + 1  # the last token of a text is never an input
-        return lambda path, threads: open_provider_session(path, told[path.stem], threads)
+        return lambda path, threads: open_provider_session(path, options[path.stem], threads)
 
     def _split_rows(self, rows: int) -> list[slice]:
         most = self._most_rows or max(1, rows)
@@ -114,10 +114,10 @@ class OrtTensorrtBackend(NoGenerationGraphs):
         Raises:
             RunError: longer than the engines' size limit.
         """
-        fed = held.parts[0].caches[0].shape()[_PLACES] + feeds["input_ids"].shape[1]
-        if self.max_total_tokens is not None and fed > self.max_total_tokens:
+        tokens = held.parts[0].caches[0].shape()[_PLACES] + feeds["input_ids"].shape[1]
+        if self.max_total_tokens is not None and tokens > self.max_total_tokens:
             raise RunError(
-                f"a text has {fed} tokens, but the engines accept at most {self.max_total_tokens}."
+                f"a text has {tokens} tokens, but the engines accept at most {self.max_total_tokens}."
                 f" Export again with onnx: {{engine: {{max_new_tokens: ..., lengths: ...}}}}.",
                 code="engine-limit",
             )

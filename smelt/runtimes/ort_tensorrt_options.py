@@ -96,7 +96,9 @@ class ProviderOptions:
 
 def write_provider_options(folder: Path, graphs: Mapping[str, ProviderOptions]) -> None:
     """Write the options file into the folder of the graphs."""
-    listed = {name: {"sha256": told.sha256, "options": dict(told.options)} for name, told in graphs.items()}
+    listed = {
+        name: {"sha256": options.sha256, "options": dict(options.options)} for name, options in graphs.items()
+    }
     text = json.dumps({"schema_version": _SCHEMA, "provider": PROVIDER, "graphs": listed}, indent=1)
     (folder / PROVIDER_OPTIONS_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -110,19 +112,19 @@ def read_provider_options(folder: Path) -> dict[str, ProviderOptions]:
     """
     path = folder / PROVIDER_OPTIONS_FILE
     try:
-        said: Any = load_json(path)
-        if said["schema_version"] != _SCHEMA:
+        content: Any = load_json(path)
+        if content["schema_version"] != _SCHEMA:
             raise InputError(
                 f"{path}: this file was written by another version of smelt. {REEXPORT_HINT}",
                 code="wrong-version",
             )
         found = {
             str(name): ProviderOptions(str(of["sha256"]), {str(k): str(v) for k, v in of["options"].items()})
-            for name, of in said["graphs"].items()
+            for name, of in content["graphs"].items()
         }
-        for told in found.values():
-            told.max_shapes  # noqa: B018  # invalid shapes are a damaged file too
-        made_for = said["provider"]
+        for options in found.values():
+            options.max_shapes  # noqa: B018  # invalid shapes are a damaged file too
+        made_for = content["provider"]
     except FileNotFoundError as error:
         raise InputError(
             f"{path}: this file is missing; it contains the sizes for which TensorRT builds its"
@@ -138,7 +140,7 @@ def read_provider_options(folder: Path) -> dict[str, ProviderOptions]:
             f"{path}: this file was written for {made_for}, not for {PROVIDER}. {REEXPORT_HINT}",
             code="wrong-provider",
         )
-    strange = sorted({name for told in found.values() for name in told.options} - ALLOWED_OPTIONS)
+    strange = sorted({name for options in found.values() for name in options.options} - ALLOWED_OPTIONS)
     if strange:
         raise InputError(
             f"{path}: unknown options {', '.join(strange)[:200]}. {REEXPORT_HINT}",

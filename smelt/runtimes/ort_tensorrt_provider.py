@@ -102,8 +102,8 @@ def _library_folders() -> Iterator[Path]:
     """Yield possible folders of TensorRT's libraries: its package, the loader's path, the system."""
     spec = find_spec("tensorrt_libs")
     yield from (Path(home) for home in ((spec.submodule_search_locations or ()) if spec else ()))
-    told = os.environ.get("PATH" if _WINDOWS else "LD_LIBRARY_PATH", "")
-    yield from (Path(part) for part in told.split(os.pathsep) if part)
+    search_path = os.environ.get("PATH" if _WINDOWS else "LD_LIBRARY_PATH", "")
+    yield from (Path(part) for part in search_path.split(os.pathsep) if part)
     yield from (Path(folder) for folder in _SYSTEM)
 
 

@@ -163,8 +163,8 @@ class TensorrtBackend(NoGenerationGraphs):
             found = []
             for part in held.parts:
                 # engines built before this input existed return the logits of all tokens
-                fed = _to_gpu(feeds, part.rows) | {NUM_LOGITS_INPUT: torch.tensor(wanted)}
-                outputs = engine(fed | part.shared | part.caches)
+                inputs = _to_gpu(feeds, part.rows) | {NUM_LOGITS_INPUT: torch.tensor(wanted)}
+                outputs = engine(inputs | part.shared | part.caches)
                 part.caches = {
                     name: outputs[PRESENT_PREFIX + name.removeprefix(PAST_PREFIX)] for name in self._past
                 }
@@ -176,10 +176,10 @@ class TensorrtBackend(NoGenerationGraphs):
     def reorder_cache(self, held: TensorrtDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i], in parts of at most the engine's number of rows."""
         with torch.cuda.stream(self._stream):
-            there = torch.from_numpy(np.ascontiguousarray(rows)).to(CUDA_DEVICE)
+            indices = torch.from_numpy(np.ascontiguousarray(rows)).to(CUDA_DEVICE)
             old = held.parts
-            caches = _reorder_rows([part.caches for part in old], there)
-            common = _reorder_rows([part.shared for part in old], there) if shared else {}
+            caches = _reorder_rows([part.caches for part in old], indices)
+            common = _reorder_rows([part.shared for part in old], indices) if shared else {}
             held.parts = [
                 EngineBatch(
                     at,
@@ -197,12 +197,12 @@ class TensorrtBackend(NoGenerationGraphs):
 
 def _to_gpu(feeds: Feeds, rows: slice, axes: Mapping[str, int | None] = NO_SAMPLE_AXES) -> dict[str, Tensor]:
     """Return some rows of the inputs, on axis 0 or that of `axes`; an engine ignores unknown names."""
-    there = {}
+    tensors = {}
     for name, values in feeds.items():
         axis = axes.get(name, _ROWS)
         part = values if axis is None else values[(slice(None),) * axis + (rows,)]
-        there[name] = torch.from_numpy(np.ascontiguousarray(part).reshape(part.shape))
-    return {name: tensor.to(CUDA_DEVICE, non_blocking=True) for name, tensor in there.items()}
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(part).reshape(part.shape))
+    return {name: tensor.to(CUDA_DEVICE, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def _reorder_rows(parts: list[dict[str, Tensor]], rows: Tensor) -> dict[str, Tensor]:

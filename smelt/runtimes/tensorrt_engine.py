@@ -74,10 +74,10 @@ class TensorrtEngine:
         self._path, self._stream = path, stream
         self._logger = make_logger(trt)
         self._runtime = trt.Runtime(self._logger)
-        said = read_sidecar(path)  # without one TensorRT itself checks
-        if said is not None:
-            check_sidecar(path, said, trt.__name__, trt.__version__, current_gpu())
-        if said is not None and said.version_compatible:
+        sidecar = read_sidecar(path)  # without one TensorRT itself checks
+        if sidecar is not None:
+            check_sidecar(path, sidecar, trt.__name__, trt.__version__, current_gpu())
+        if sidecar is not None and sidecar.version_compatible:
             self._runtime.engine_host_code_allowed = True  # such a plan contains its own runtime
         self.engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self.engine is None:
@@ -87,8 +87,8 @@ class TensorrtEngine:
                 f" {self._logged_errors()}",
                 code="unopened-engine",
             )
-        if said is not None and said.weights == "stripped":
-            self._refit_weights(trt, path.with_name(said.graph))
+        if sidecar is not None and sidecar.weights == "stripped":
+            self._refit_weights(trt, path.with_name(sidecar.graph))
         self._context = self.engine.create_execution_context()
         if self._context is None:
             raise RunError(

@@ -96,13 +96,13 @@ def read_sidecar(plan: Path) -> EngineSidecar | None:
     if not path.is_file():
         return None
     try:
-        said = load_json(path)
-        if said.pop("schema_version") != _SCHEMA:
+        content = load_json(path)
+        if content.pop("schema_version") != _SCHEMA:
             raise InputError(
                 f"{path}: this file was written by another version of smelt. {_REBUILD_HINT}",
                 code="wrong-version",
             )
-        return EngineSidecar(**said)
+        return EngineSidecar(**content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path}: cannot be read: {error}. {_REBUILD_HINT}", code="damaged-file") from error
 

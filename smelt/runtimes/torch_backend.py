@@ -117,17 +117,17 @@ class TorchBackend(NoGenerationGraphs):
     @torch.inference_mode()
     def reorder_cache(self, held: TorchDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i]; empty caches have no rows yet."""
-        there = self._to_device(rows)
+        indices = self._to_device(rows)
         if held.encoder_outputs is None or held.encoder_mask is None:
-            held.cache.reorder_cache(there)
+            held.cache.reorder_cache(indices)
             return
-        held.cache.self_attention_cache.reorder_cache(there)
+        held.cache.self_attention_cache.reorder_cache(indices)
         if shared:
-            held.cache.cross_attention_cache.reorder_cache(there)
+            held.cache.cross_attention_cache.reorder_cache(indices)
             hidden = held.encoder_outputs.last_hidden_state
             assert hidden is not None
-            held.encoder_outputs = BaseModelOutput(hidden.index_select(0, there))
-            held.encoder_mask = held.encoder_mask.index_select(0, there)
+            held.encoder_outputs = BaseModelOutput(hidden.index_select(0, indices))
+            held.encoder_mask = held.encoder_mask.index_select(0, indices)
 
     @property
     def _open_model(self) -> Any:

@@ -28,14 +28,14 @@ with silence_bitsandbytes():
 class Validation:
     """The result of one validation.
 
-    step: 0 before the first update. score: of `metric_for_best_model`, higher is better. beside: scores of
-    other metrics, for a warning if the loss selects; higher is better.
+    step: 0 before the first update. score: of `metric_for_best_model`, higher is better. other_metrics: their
+    scores, for a warning if the loss selects; higher is better.
     """
 
     step: int
     loss: float
     score: float | None = None
-    beside: Mapping[str, float] = field(default_factory=dict)
+    other_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def beats(self, other: Validation | None) -> bool:
         """Return whether this result is better than `other`; ties are decided by the loss."""

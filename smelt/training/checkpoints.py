@@ -153,7 +153,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         folder: Path | None,
         identity: str,
         minutes: float | None,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """Read the last checkpoint, if any, and load it into `model` and `keeper`.
 
@@ -163,17 +163,17 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             folder: of the checkpoints of this training; None: none are written.
             identity: see `read_checkpoint`.
             minutes: between two checkpoints; 0: after each update; None: none are written.
-            say: writes a line to the log.
+            log: writes a line to the log.
         """
         self.model, self.keeper, self.folder, self.identity = model, keeper, folder, identity
-        self.minutes, self._say = minutes, say
+        self.minutes, self._log = minutes, log
         self._began = self._last = time.monotonic()
         self._random_pending = False
-        self.saved = None if folder is None else read_checkpoint(folder, identity, say)
+        self.saved = None if folder is None else read_checkpoint(folder, identity, log)
         if self.saved is not None:
             self._restore(self.saved)
             if self.saved.details is None:
-                say(f"  resuming from step {self.saved.step:,} of an interrupted run")
+                log(f"  resuming from step {self.saved.step:,} of an interrupted run")
 
     @property
     def step(self) -> int:
@@ -253,7 +253,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             write_checkpoint(self.folder, self.identity, step, tensors, metadata)
         except (OSError, SafetensorError) as error:
             _remove_leftovers(self.folder)
-            self._say(f"  cannot write a checkpoint to {self.folder}: {error}; the training continues")
+            self._log(f"  cannot write a checkpoint to {self.folder}: {error}; the training continues")
         self._last = time.monotonic()
 
     @staticmethod
@@ -320,8 +320,8 @@ class RoundingCheck:
         types = stored_dtypes(src)
         left = {id(m.weight) for m in model.modules() if isinstance(m, MasterWeightLayer)}
         if grows:
-            beside = [m.adapter for m in model.modules() if isinstance(m, LowRankCorrectedLinear)]
-            left |= {id(p) for adapter in beside for p in adapter.parameters()}
+            adapters = [m.adapter for m in model.modules() if isinstance(m, LowRankCorrectedLinear)]
+            left |= {id(p) for adapter in adapters for p in adapter.parameters()}
         self.model = model
         self.before: dict[str, Tensor] = {
             name: p.detach().to(types.dtype_for([name]), copy=True)

@@ -113,8 +113,8 @@ class ParameterGroup:
 
     def optimizer_options(self) -> dict[str, Any]:
         """Return the settings that are not None, by the optimizer's names."""
-        said = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        found: dict[str, Any] = {word: value for word, value in said.items() if value is not None}
+        settings = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        found: dict[str, Any] = {word: value for word, value in settings.items() if value is not None}
         return found | ({"maximize": True} if self.maximize else {})
 
 
@@ -243,12 +243,12 @@ def modules_attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iter
 @contextlib.contextmanager
 def modules_detached(model: nn.Module) -> Iterator[None]:
     """Detach the attached modules from `model` inside the context, as it will be stored."""
-    there = model._modules.pop(_MODULES_NAME, None)
+    attached = model._modules.pop(_MODULES_NAME, None)
     try:
         yield
     finally:
-        if there is not None:
-            model._modules[_MODULES_NAME] = there
+        if attached is not None:
+            model._modules[_MODULES_NAME] = attached
 
 
 def split_parameter_groups(
@@ -379,11 +379,11 @@ def mean_loss(
     model.eval()
     with torch.no_grad(), autocast(precision, device):
         for batch in batches:
-            there = {name: value.to(device) for name, value in batch.items()}
+            on_device = {name: value.to(device) for name, value in batch.items()}
             items = count_batch_items(batch)
             for over in AVERAGED_OVER:
                 counts[over] += items[over]
-            for name, (mean, over) in term_values(as_loss_terms(objective(model, there))).items():
+            for name, (mean, over) in term_values(as_loss_terms(objective(model, on_device))).items():
                 sums[name] = sums.get(name, 0.0) + mean * items[over]
                 kinds[name] = over
     model.train(was_training)

@@ -107,8 +107,8 @@ class QuantizedLoraLinear(nn.Module):
         assert isinstance(base, QuantizedLinear)
         rows, columns = len(up), down.shape[1]
         if len(down) > min(rows, columns):  # the rank is at most the smaller side
-            one = torch.eye(min(rows, columns), device=up.device)
-            down, up = (up @ down, one) if rows < columns else (one, up @ down)
+            identity = torch.eye(min(rows, columns), device=up.device)
+            down, up = (up @ down, identity) if rows < columns else (identity, up @ down)
         return with_low_rank_correction(base, up, down).train(self.training)
 
 
@@ -154,12 +154,12 @@ class LoraAdapters:
         self.whole = sum(p.numel() for p in self.frozen) + sum(coded.values())
         _inject_adapters(model, list(self.places), settings)
         self.layers: dict[str, Any] = {}
-        for name, others in self.places.items():
+        for name, same_layer in self.places.items():
             self.layers[name] = model.get_submodule(name)
             base = self.layers[name].get_base_layer()
             if isinstance(base, nn.Linear) and is_masked(base):
                 self.layers[name].forward = partial(_masked_forward, self.layers[name])
-            self._replace_layers(others, self.layers[name])  # a layer with several names has one adapter
+            self._replace_layers(same_layer, self.layers[name])  # a layer with several names has one adapter
         if any("Classification" in str(name) for name in model.config.architectures or ()):
             for name in output_modules(model):
                 for parameter in _trainable_parameters(model.get_submodule(name)):

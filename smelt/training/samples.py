@@ -158,7 +158,7 @@ def _encoded_pair(ids: Sequence[list[int]], rows: int, at: int, score: object) -
 def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[list[int]], int]:
     """Return the target ids and the number of texts that were truncated to `limit` tokens.
 
-    The tokenizer truncates, because it knows the special tokens around a text: the end (Marian, T5),
+    The tokenizer truncates, because it adds the special tokens around a text: the end (Marian, T5),
     beginning and end (BART), a language code before the text (mBART-50) or after its end (mBART).
     """
     found: list[list[int]] = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]

@@ -220,20 +220,22 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
 
     Clearly: by two standard errors of a paired difference in which an eighth of the samples change.
     """
-    there = [
-        found for found in selector.validations if found.beside and selector.extension.may_be_best(found.step)
+    candidates = [
+        found
+        for found in selector.validations
+        if found.other_metrics and selector.extension.may_be_best(found.step)
     ]
-    if selector.best is None or not selector.best.beside or not rows:
+    if selector.best is None or not selector.best.other_metrics or not rows:
         return None
-    metric, kept = next(iter(selector.best.beside.items()))
-    best = max(there, key=lambda found: found.beside[metric])
-    if best.beside[metric] - kept <= 2 * 100 * math.sqrt(0.125 / rows):
+    metric, kept = next(iter(selector.best.other_metrics.items()))
+    best = max(candidates, key=lambda found: found.other_metrics[metric])
+    if best.other_metrics[metric] - kept <= 2 * 100 * math.sqrt(0.125 / rows):
         return None
     sign = -1 if metric in ctx.negated_metrics else 1
     return (
         f"Validation loss and {metric} disagree: the weights of step {selector.best.step} are kept for their"
         f" loss ({selector.best.loss:.4g}; {metric} {sign * kept:.4g}), but those of step {best.step} have"
-        f" {metric} {sign * best.beside[metric]:.4g} (loss {best.loss:.4g}). To keep them, set"
+        f" {metric} {sign * best.other_metrics[metric]:.4g} (loss {best.loss:.4g}). To keep them, set"
         f" metric_for_best_model: {metric}."
     )
 
@@ -262,12 +264,12 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
 @contextlib.contextmanager
 def _tensorboard_in_run(settings: TrainingSettings, ctx: Context) -> Iterator[None]:
     """Make TensorBoard's callback write to the run's folder, unless the user set another."""
-    told = (
+    unchanged = (
         ctx.tracker_folder is None
         or "tensorboard" not in settings.report_to
         or _TENSORBOARD_VARIABLE in os.environ
     )
-    if told:
+    if unchanged:
         yield
         return
     os.environ[_TENSORBOARD_VARIABLE] = str(ctx.tracker_folder)

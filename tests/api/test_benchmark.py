@@ -63,26 +63,26 @@ def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, 
     monkeypatch.setattr(display, "_PLAIN_LINE_SECONDS", 0.0)
     result = harness.smelt("bench", run / "model", run / "prune", broken, *QUICK, "--data", data, "--json")
     assert result.exit_code == 1, result.output
-    said = json.loads(result.stdout)
-    assert "  latency: 1/" in result.stderr  # how far it is, beside what is printed
-    assert said["baseline"] == "model"
-    assert said["texts"] == {"from": str(data), "n": 8}
-    assert list(said["artifacts"]) == ["model", "prune", "broken"]
-    error = said["artifacts"]["broken"]["error"]
+    content = json.loads(result.stdout)
+    assert "  latency: 1/" in result.stderr  # how far it is, next to what is printed
+    assert content["baseline"] == "model"
+    assert content["texts"] == {"from": str(data), "n": 8}
+    assert list(content["artifacts"]) == ["model", "prune", "broken"]
+    error = content["artifacts"]["broken"]["error"]
     assert (error["code"], "NoSuchModel" in error["message"]) == ("unknown-architecture", True)
-    assert said["artifacts"]["broken"]["latency"] == []
+    assert content["artifacts"]["broken"]["latency"] == []
     for name in ("model", "prune"):
-        artifact = said["artifacts"][name]
+        artifact = content["artifacts"][name]
         (row,) = artifact["latency"]
         assert (row["batch_size"], row["threads"]) == (1, 1)
         assert row["p50_ms"] > 0
         assert (artifact["error"], artifact["device"]) == (None, "cpu")
         assert artifact["runner"].startswith("torch")
         assert json.loads((run / name / "manifest.json").read_text())["key"] == artifact["key"]
-    assert said["artifacts"]["model"]["latency"][0]["speedup"] == 1
-    low, high = said["artifacts"]["prune"]["latency"][0]["speedup_ci95"]
-    assert low <= said["artifacts"]["prune"]["latency"][0]["speedup"] <= high
-    table = timing_table(said)
+    assert content["artifacts"]["model"]["latency"][0]["speedup"] == 1
+    low, high = content["artifacts"]["prune"]["latency"][0]["speedup_ci95"]
+    assert low <= content["artifacts"]["prune"]["latency"][0]["speedup"] <= high
+    table = timing_table(content)
     assert max(map(len, table.splitlines())) <= 80
     assert "8 texts" in table
     assert "broken: " in table
@@ -158,9 +158,9 @@ def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
     )
     assert max(map(len, table.splitlines())) <= 80
     assert "123? [100, 235]" in table
-    told = " ".join(table.split())
-    assert told.count("the rounds disagree: from 1.00× to 200.00×") == 1  # what doubts two alike is said once
-    assert "8 of 12 texts (standard)" in told
+    text = " ".join(table.split())
+    assert text.count("the rounds disagree: from 1.00× to 200.00×") == 1  # what doubts two alike is said once
+    assert "8 of 12 texts (standard)" in text
     (parts,) = (line for line in table.splitlines() if line.startswith("y") and "0.12" in line)
     assert parts.split()[1:] == ["0.12", "12,346", "1.00", "–", "2.00"]
     assert "1.23" in table

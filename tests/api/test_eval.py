@@ -96,5 +96,5 @@ def test_predict_samples_with_a_seed(home):
 )
 def test_search_options_that_mean_nothing_are_refused_with_exit_code_2(home, words, named):
     output = _said("predict", home / "run" / "artifacts" / "model", "a man", *words, code=2)
-    said = " ".join(output.split()).rpartition("Error: ")[2]
-    assert [value for value in named if value not in said] == []
+    text = " ".join(output.split()).rpartition("Error: ")[2]
+    assert [value for value in named if value not in text] == []

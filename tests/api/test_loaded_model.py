@@ -64,9 +64,9 @@ def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(tmp_
     for path in source.iterdir():
         if path.name != "tokenizing.json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    said = json.loads((source / "manifest.json").read_text())
-    del said["files"]["tokenizing.json"]
-    (tmp_path / "manifest.json").write_text(Manifest.model_validate(said).model_dump_json())
+    content = json.loads((source / "manifest.json").read_text())
+    del content["files"]["tokenizing.json"]
+    (tmp_path / "manifest.json").write_text(Manifest.model_validate(content).model_dump_json())
     with smelt.load(source) as new, smelt.load(tmp_path) as old:
         assert (new.tokenizer, old.tokenizer) == ("sentencepiece", "transformers")
         assert new.generate(tiny.SENTENCES) == old.generate(tiny.SENTENCES)
@@ -131,8 +131,8 @@ def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_
         with smelt.load(folder) as model, raises_code("does-not-fit-task", smelt.InputError) as caught:
             getattr(model, use)(["a man"])
         assert str(caught.value).startswith(f"{folder}: ")
-        told = str(caught.value).removeprefix(f"{folder}: ")
-        assert re.findall(rf"\b(?:predict|generate|{task})\b", told) == [use, task, fitting]
+        message = str(caught.value).removeprefix(f"{folder}: ")
+        assert re.findall(rf"\b(?:predict|generate|{task})\b", message) == [use, task, fitting]
 
 
 @pytest.mark.parametrize("folder", [None, 3, b"runs", ["runs"]])
@@ -222,12 +222,12 @@ def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
     with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
         with pytest.warns(smelt.TruncationWarning) as caught:
             _use(model, ["a man", LONG, LONG])
-        (said,) = caught
-        assert (said.message.count, said.message.limit, model.truncated) == (2, limit, 2)
-        assert all(value in str(said.message) for value in ("2 of 3 texts ", f"({limit} tokens)"))
+        (warning,) = caught
+        assert (warning.message.count, warning.message.limit, model.truncated) == (2, limit, 2)
+        assert all(value in str(warning.message) for value in ("2 of 3 texts ", f"({limit} tokens)"))
         lines, first = inspect.getsourcelines(_use)  # what called predict or generate, and not its caller
-        assert os.path.samefile(said.filename, __file__)
-        assert first < said.lineno < first + len(lines)
+        assert os.path.samefile(warning.filename, __file__)
+        assert first < warning.lineno < first + len(lines)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             _use(model, ["a man"])

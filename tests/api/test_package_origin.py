@@ -45,11 +45,16 @@ def test_what_the_run_holds_is_told(run):
     assert dict(origin.generation) == {"max_new_tokens": 4}
     assert origin.latencies == ()
     bleu = origin.scores[0]
-    said = report["steps"][1]["quality"]["bleu"]
+    bleu_score = report["steps"][1]["quality"]["bleu"]
     assert bleu.metric == "BLEU"
-    assert bleu.text == f"{said['value']:.2f} [{said['ci95'][0]:.2f}, {said['ci95'][1]:.2f}]"
-    assert (bleu.n, bleu.signature) == (said["n"], said["signature"])
-    assert bleu.baseline == f"{said['value']:.2f} [{said['ci95'][0]:.2f}, {said['ci95'][1]:.2f}]"
+    assert (
+        bleu.text == f"{bleu_score['value']:.2f} [{bleu_score['ci95'][0]:.2f}, {bleu_score['ci95'][1]:.2f}]"
+    )
+    assert (bleu.n, bleu.signature) == (bleu_score["n"], bleu_score["signature"])
+    assert (
+        bleu.baseline
+        == f"{bleu_score['value']:.2f} [{bleu_score['ci95'][0]:.2f}, {bleu_score['ci95'][1]:.2f}]"
+    )
     assert all(score.baseline is None for score in package_origin(None, run, "model").scores)
 
 

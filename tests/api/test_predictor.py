@@ -77,9 +77,9 @@ def test_texts_that_were_cut_are_told_once_for_all_parts(translator, monkeypatch
 def test_a_graph_for_the_processor_says_so_where_a_gpu_was_asked_for(translator, monkeypatch):
     predictor = Predictor(translator, {"max_new_tokens": 2}, device="cuda")
     monkeypatch.setattr(predicting, "artifact_device", lambda artifact, wanted: "cpu")  # of an ort-cpu graph
-    (said,) = predictor.warnings
-    assert said.code == "other-device"
-    assert "--device cuda" in said.message
+    (warning,) = predictor.warnings
+    assert warning.code == "other-device"
+    assert "--device cuda" in warning.message
     monkeypatch.setattr(predicting, "artifact_device", lambda artifact, wanted: "cuda")
     assert predictor.warnings == []
 

@@ -75,8 +75,8 @@ def test_quality_counts_tokens_to_the_first_other_one_and_labels() -> None:
         "3.0 of 4"
     )
     bert = Case("bert", 1, 2)
-    said = quality(bert, [[1.0, -1.0], [1.0, -1.0]], [[1.0, -1.0], [-1.0, 1.0]], [])
-    assert said == "1 of 2 labels, logits off by 141.4 %"
+    text = quality(bert, [[1.0, -1.0], [1.0, -1.0]], [[1.0, -1.0], [-1.0, 1.0]], [])
+    assert text == "1 of 2 labels, logits off by 141.4 %"
     assert quality(bert, [[1.0, -1.0]], None, []) == "not compared"
     assert quality(
         Case("marian", 1, 1), ["ein Mann geht durch den Park"], None, ["ein Mann geht durch den Park"]

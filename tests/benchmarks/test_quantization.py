@@ -105,8 +105,8 @@ def test_each_runtime_is_timed_apart_and_only_what_is_there(tmp_path, monkeypatc
     def bench(command, **_):
         names = [word.rpartition("/")[2] for word in command if str(artifacts) in word]
         asked.append(names)
-        told = json.dumps({"artifacts": {name: timed(1.0, [1.0, 1.0]) for name in names}})
-        return subprocess.CompletedProcess(command, 0, stdout=told)
+        output = json.dumps({"artifacts": {name: timed(1.0, [1.0, 1.0]) for name in names}})
+        return subprocess.CompletedProcess(command, 0, stdout=output)
 
     monkeypatch.setattr(subprocess, "run", bench)
     assert quantization.time_artifacts("translation", tmp_path) == 0

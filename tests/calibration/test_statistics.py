@@ -30,7 +30,7 @@ def rows():
 
 
 @pytest.mark.parametrize(
-    ("fed", "told"),
+    ("fed", "expected"),
     [
         ([(64, 64), (900, 256)], ""),
         ([(0, 64)], ""),  # told as a layer that no row reaches
@@ -40,10 +40,10 @@ def rows():
         ([(5, 1024), (255, 256)], "900 1,024"),
     ],
 )
-def test_the_worst_layers_with_fewer_tokens_than_inputs_are_told(fed, told):
-    said = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
-    assert bool(said) == bool(told)
-    assert {*told.split()} <= {*said.split()}
+def test_the_worst_layers_with_fewer_tokens_than_inputs_are_told(fed, expected):
+    text = few_tokens_text(fed, CalibrationSamples("rows.jsonl", [], 5, 900))
+    assert bool(text) == bool(expected)
+    assert {*expected.split()} <= {*text.split()}
 
 
 def layers_of(model):
@@ -150,7 +150,7 @@ def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model,
 
 
 def test_a_sum_of_many_small_values_keeps_them(tmp_path):
-    """In float32 the last thousand tokens would change nothing beside 10^8."""
+    """In float32 the last thousand tokens would change nothing compared with 10^8."""
     found = empty_statistics(1, second=True)
     found.update(torch.full((1, 1), 1e4))
     for _ in range(1000):

@@ -71,8 +71,8 @@ def test_texts_that_are_cut_are_told_on_standard_error(artifact):
     ],
 )
 def test_what_does_not_go_together_is_refused_with_exit_code_2(artifact, arguments, named):
-    said = _predict(artifact, *arguments, code=2).stderr.rpartition("Error: ")[2]
-    assert [value for value in named if value not in said] == []
+    output = _predict(artifact, *arguments, code=2).stderr.rpartition("Error: ")[2]
+    assert [value for value in named if value not in output] == []
 
 
 def test_the_command_imports_neither_torch_nor_transformers(artifact, expected):
@@ -94,8 +94,8 @@ def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
             return terminal
 
     assert _stdin_lines(Typed("a film\nan old film\n")) == ["a film", "an old film"]
-    said = capsys.readouterr()
-    assert ("Ctrl-D" in said.err, said.out) == (terminal, "")
+    captured = capsys.readouterr()
+    assert ("Ctrl-D" in captured.err, captured.out) == (terminal, "")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, er
     monkeypatch.setattr(sys, "stdin", stream)
     with pytest.raises(SystemExit) as done:
         main(["predict", str(artifact)])
-    said = capsys.readouterr().err
-    assert (done.value.code, said.startswith("error[not-utf8]: standard input")) == (2, True)
-    assert [value for value in named if value not in said] == []
+    output = capsys.readouterr().err
+    assert (done.value.code, output.startswith("error[not-utf8]: standard input")) == (2, True)
+    assert [value for value in named if value not in output] == []
 
 
 def test_a_text_that_begins_with_a_dash_is_told_where_to_stand(artifact):

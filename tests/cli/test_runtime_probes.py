@@ -57,7 +57,7 @@ def test_tensorrt_in_onnx_runtime_is_told_with_what_it_lacks(monkeypatch: pytest
     monkeypatch.setattr(f"{module}.missing_requirement", lambda: None)
     monkeypatch.setattr(
         "smelt.runtimes.ort_tensorrt_session.open_provider_session",
-        lambda path, told: Doubling(told.sha256),
+        lambda path, options: Doubling(options.sha256),
     )
     (finding,) = doctor.try_ort_tensorrt()
     assert (finding.ok, finding.detail.split(", ")[1]) == (True, "for target ort-tensorrt")

@@ -108,12 +108,14 @@ def test_each_scheme_is_explained_with_what_it_needs(name: str) -> None:
     scheme, text = SCHEMES[name], " ".join(describe_stage("quantize").split())
     assert f"{name}: {scheme.summary}" in text
     assert scheme.recommended_for
-    told = text.partition(f"{name}: {scheme.summary}")[2].partition(" or later.")[0].partition(". ")[0]
-    assert ("embedding_scheme" in told) == bool(scheme.embedding_scheme)
-    assert (scheme.embedding_scheme or "") in told
+    summary = text.partition(f"{name}: {scheme.summary}")[2].partition(" or later.")[0].partition(". ")[0]
+    assert ("embedding_scheme" in summary) == bool(scheme.embedding_scheme)
+    assert (scheme.embedding_scheme or "") in summary
     assert scheme.embedding_scheme or scheme.supports_embeddings
-    assert all(f"needs the package {package} {oldest}" in told for package, oldest in scheme.packages.items())
-    assert ("needs the package" in told) == bool(scheme.packages)
+    assert all(
+        f"needs the package {package} {oldest}" in summary for package, oldest in scheme.packages.items()
+    )
+    assert ("needs the package" in summary) == bool(scheme.packages)
 
 
 def test_the_list_fits_and_names_every_stage() -> None:
@@ -158,5 +160,5 @@ def test_what_counts_where_none_of_several_settings_is_given_is_told(stage: str,
 def test_no_source_is_told_twice(name: str) -> None:
     text = describe_stage(name)
     start = text.index("\nsource: ")
-    told = " ".join(text[start : text.index("\n\n", start)].split()).split("; ")
-    assert len(told) == len(set(told))
+    sources = " ".join(text[start : text.index("\n\n", start)].split()).split("; ")
+    assert len(sources) == len(set(sources))

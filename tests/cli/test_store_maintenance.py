@@ -71,8 +71,8 @@ def test_list_shows_stages_sizes_and_the_runs_that_use_them(home):
     shown = harness.smelt("store", "list", "--store", home / "runs").output
     assert max(map(len, shown.splitlines())) <= 80
     assert f"{factorize.key[:12]}  factorize" in shown
-    said = json.loads(harness.smelt("store", "list", "--store", home / "runs" / ".store", "--json").output)
-    assert [a["key"] for a in said["artifacts"]] == [entry.key for entry in kept]
+    content = json.loads(harness.smelt("store", "list", "--store", home / "runs" / ".store", "--json").output)
+    assert [a["key"] for a in content["artifacts"]] == [entry.key for entry in kept]
 
 
 def test_clean_removes_only_what_no_run_uses_and_only_when_told(home):

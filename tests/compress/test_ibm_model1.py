@@ -1,4 +1,4 @@
-"""IBM Model 1 beside the algorithm as it is printed, and the lists that are made of it."""
+"""IBM Model 1 compared with the algorithm as it is printed, and the lists that are made of it."""
 
 from collections import defaultdict
 

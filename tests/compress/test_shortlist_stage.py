@@ -142,15 +142,15 @@ def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
 
 
 def test_learning_says_how_far_it_is():
-    told = []
+    messages = []
     learn_shortlist(
         ROWS,
         CONFIG,
         [0, 1],
         ShortlistSettings(iterations=3),
-        lambda done, total, what: told.append((done, total)),
+        lambda done, total, what: messages.append((done, total)),
     )
-    assert told == [(0, 3), (1, 3), (2, 3)]
+    assert messages == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):

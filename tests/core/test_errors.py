@@ -7,8 +7,8 @@ from smelt.core.errors import InputError, did_you_mean
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "\n".join(f"line {i}" for i in range(1000)), "short"])
 def test_a_message_keeps_both_ends_also_where_it_is_wrapped_again(text):
-    said = str(InputError(f"what is wrong: {text}"))
-    again = str(InputError(f"{said} how to mend it"))
+    message = str(InputError(f"what is wrong: {text}"))
+    again = str(InputError(f"{message} how to mend it"))
     assert len(again) < 4_000
     assert again.startswith("what is wrong: ")
     assert again.endswith(f"{text[-8:]} how to mend it")

@@ -226,10 +226,10 @@ def test_wrong_rows_of_a_file_are_said_together(tmp_path):
         _read(_write(tmp_path / "a.jsonl", "\n".join(lines)))
     kinds = [(one.code, one.line) for one in raised.value.found]
     assert kinds == [*(("wrong-column-type", line) for line in range(2, 10)), ("invalid-json", 10)]
-    said = str(raised.value).splitlines()
-    assert [line.split(": ")[0].rpartition(":")[2] for line in said[:5]] == ["2", "3", "4", "5", "6"]
-    assert said[5].startswith("4 ")
-    assert len(said) == 6
+    message = str(raised.value).splitlines()
+    assert [line.split(": ")[0].rpartition(":")[2] for line in message[:5]] == ["2", "3", "4", "5", "6"]
+    assert message[5].startswith("4 ")
+    assert len(message) == 6
 
 
 def test_rows_know_their_lines_and_are_equal_without(tmp_path):

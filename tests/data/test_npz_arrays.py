@@ -77,9 +77,9 @@ def test_more_than_the_memory_holds_is_not_read(tmp_path: Path, monkeypatch: pyt
         read_npz(path)
 
 
-def header(said: str, length: int | None = None) -> bytes:
+def header(text: str, length: int | None = None) -> bytes:
     """What an array begins with, whatever it says of itself."""
-    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(said) if length is None else length) + said.encode()
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text) if length is None else length) + text.encode()
 
 
 WHOLE = header("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2)}\n") + bytes(8)

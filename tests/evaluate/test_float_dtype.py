@@ -50,6 +50,6 @@ def test_float_weights_behind_codes_are_no_weights_of_the_model(tmp_path):
     assert float_dtype(kept) == "float16"
 
 
-@pytest.mark.parametrize(("dtype", "said"), [("fp32", "float32"), ("fp16", "float16"), (None, None)])
-def test_graph_says_it_itself(tmp_path, dtype, said):
-    assert float_dtype(_artifact(tmp_path, format="onnx", details={"dtype": dtype})) == said
+@pytest.mark.parametrize(("dtype", "expected"), [("fp32", "float32"), ("fp16", "float16"), (None, None)])
+def test_graph_says_it_itself(tmp_path, dtype, expected):
+    assert float_dtype(_artifact(tmp_path, format="onnx", details={"dtype": dtype})) == expected

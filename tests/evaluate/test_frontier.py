@@ -41,7 +41,7 @@ def test_smallest_batch_size_counts():
 
 
 def test_the_speed_up_counts_and_not_the_milliseconds():
-    # timed at another moment than its baseline: more milliseconds, but the greater speed-up beside it
+    # timed at another moment than its baseline: more milliseconds, but the greater speed-up compared with it
     steps = [step("a", 38, 3), step("b", 38, 4)]
     steps[1]["latency"][0]["p50_ms"] = 2.0
     assert pareto_front(steps) == ["b"]

@@ -78,8 +78,8 @@ def test_the_graph_multiplies_by_what_the_codes_stand_for(scheme, symmetric, inp
 
 @pytest.mark.parametrize(("level", "blocks"), [(4, "32"), (0, "0")])
 def test_the_graph_says_in_what_blocks_activations_are_rounded(level, blocks):
-    said = {one.key: one.value for one in exported(coded(64, 8, accuracy_level=level), 64).metadata_props}
-    assert said[ACTIVATION_BLOCKS] == blocks
+    options = {one.key: one.value for one in exported(coded(64, 8, accuracy_level=level), 64).metadata_props}
+    assert options[ACTIVATION_BLOCKS] == blocks
 
 
 def test_two_ways_to_round_in_one_graph_are_refused():
@@ -108,5 +108,5 @@ def test_openvino_rounds_activations_as_the_scheme_does(level, exact, tmp_path):
 
 def test_codes_of_four_and_of_eight_bits_in_groups_of_one_size_round_alike():
     layers = nn.Sequential(coded(64, 64), coded(64, 8, "int8-groupwise"))
-    said = {one.key: one.value for one in exported(layers.eval(), 64).metadata_props}
-    assert said[ACTIVATION_BLOCKS] == "32"
+    options = {one.key: one.value for one in exported(layers.eval(), 64).metadata_props}
+    assert options[ACTIVATION_BLOCKS] == "32"

@@ -247,7 +247,7 @@ def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tm
 def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypatch):
     source = tiny.write_marian(tmp_path / "model")
     harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "codes")
-    for took, said in ((0.5, True), (1.5, False)):
+    for took, warned in ((0.5, True), (1.5, False)):
         monkeypatch.setattr(
             autotune,
             "measure_variants",
@@ -255,12 +255,14 @@ def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypa
                 {DYNAMIC: took} if scheme == "int8-dynamic" else {NBITS[4]: 1.0, NBITS[8]: 1.2}
             ),
         )
-        ctx = export(tmp_path / "codes", tmp_path / f"out-{said}", autotune={"batch_size": 8, "num_beams": 2})
-        told = [one.message for one in ctx.warnings if one.code == "slower-than-default"]
-        assert bool(told) is said
-        if said:
-            assert re.findall(r"[\d.]+", told[0])[:2] == ["8", "2"]  # texts and beams
-            assert re.findall(r"2\.00 \D+? (\w+_model) \(", told[0]) == [
+        ctx = export(
+            tmp_path / "codes", tmp_path / f"out-{warned}", autotune={"batch_size": 8, "num_beams": 2}
+        )
+        messages = [one.message for one in ctx.warnings if one.code == "slower-than-default"]
+        assert bool(messages) is warned
+        if warned:
+            assert re.findall(r"[\d.]+", messages[0])[:2] == ["8", "2"]  # texts and beams
+            assert re.findall(r"2\.00 \D+? (\w+_model) \(", messages[0]) == [
                 "encoder_model", "decoder_with_past_model",
             ]  # fmt: skip
         shape = next(iter(ctx.details["autotune"]["microseconds"].values()))
@@ -277,9 +279,9 @@ def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
     rows = {"encoder_model": 1, "decoder_with_past_model": 1}
     graphs = model_graphs(model)
     monkeypatch.setattr(autotune.MeasuredMatrix, "shape", "the same")
-    told = choose_variants(graphs, rows, threads=1)["microseconds"]
-    assert told.keys() == {"the same, int4", "the same, int8-groupwise"}
-    assert told["the same, int4"].keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
+    microseconds = choose_variants(graphs, rows, threads=1)["microseconds"]
+    assert microseconds.keys() == {"the same, int4", "the same, int8-groupwise"}
+    assert microseconds["the same, int4"].keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
 
 
 def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
@@ -293,7 +295,7 @@ def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
 
 
 def test_a_graph_is_said_to_be_slower_where_it_is_so_by_more_than_times_vary(tmp_path):
-    def told(chosen):
+    def warnings_for(chosen):
         ctx = harness.make_context(tmp_path / "out")
         _warn_if_slower(
             {"decoder": {"chosen": chosen, "int8-dynamic": 100.0}},
@@ -303,7 +305,7 @@ def test_a_graph_is_said_to_be_slower_where_it_is_so_by_more_than_times_vary(tmp
         )
         return ctx.warnings
 
-    assert told(104.0) == []
-    (said,) = told(110.0)
-    assert said.code == "slower-than-default"
-    assert {"1.10", "110", "100"} <= set(re.findall(r"[\d.]+", said.message))
+    assert warnings_for(104.0) == []
+    (warning,) = warnings_for(110.0)
+    assert warning.code == "slower-than-default"
+    assert {"1.10", "110", "100"} <= set(re.findall(r"[\d.]+", warning.message))

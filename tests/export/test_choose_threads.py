@@ -16,10 +16,10 @@ from smelt.export.autotune import fewest_threads, measure_threads, thread_counts
     ],
 )
 def test_the_fewest_threads_that_are_as_fast_as_any_are_taken(times, count):
-    found, told = fewest_threads(times)
+    found, reported = fewest_threads(times)
     assert found == count
-    assert told["1 thread"] == times[1]
-    assert list(told)[1:] == [f"{n} threads" for n in times if n > 1]
+    assert reported["1 thread"] == times[1]
+    assert list(reported)[1:] == [f"{n} threads" for n in times if n > 1]
 
 
 def test_numbers_double_so_that_few_runners_are_open_at_once():

@@ -211,8 +211,8 @@ def test_how_a_call_cut_and_padded_is_not_written_down(tmp_path):
     hub = load_tokenizer(src)
     hub(PLAIN, truncation=True, max_length=5, padding=True)
     export_tokenizer(hub, src, out, {})
-    said = json.loads((out / "tokenizer.json").read_text())
-    assert (said["truncation"], said["padding"]) == (None, None)
+    content = json.loads((out / "tokenizer.json").read_text())
+    assert (content["truncation"], content["padding"]) == (None, None)
 
 
 def test_languages_are_part_of_what_is_written(tmp_path):

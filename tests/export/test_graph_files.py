@@ -1,4 +1,4 @@
-"""Weights above the limit lie in one file beside their graph, all the way; no other file is left."""
+"""Weights above the limit lie in one file next to their graph, all the way; no other file is left."""
 
 import shutil
 

@@ -124,13 +124,13 @@ def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives(dtype):
     assert found["mean"] < 0.1
     assert found["operators"] > 0
     nodes = compile_graph(made.folder / "model.onnx", dtype, 1).get_runtime_model().get_ops()
-    told = [node.get_rt_info() for node in nodes]
-    products = [info for info in told if info["layerType"].astype(str) == "FullyConnected"]
+    infos = [node.get_rt_info() for node in nodes]
+    products = [info for info in infos if info["layerType"].astype(str) == "FullyConnected"]
     assert len(products) == found["operators"]
     assert {info["runtimePrecision"].astype(str) for info in products} == {"i8"}
     # what lies between the products is computed in the dtype
     between = {
-        info["runtimePrecision"].astype(str) for info in told if info["layerType"].astype(str) == "Softmax"
+        info["runtimePrecision"].astype(str) for info in infos if info["layerType"].astype(str) == "Softmax"
     }
     assert between == {"bf16" if dtype == "bf16" and has_bf16() else "f32"}
 

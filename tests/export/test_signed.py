@@ -100,8 +100,8 @@ def test_the_constants_are_the_codes_and_the_scales_and_nothing_besides():
         numpy_helper.to_array(stored).astype(int), codes.flatten(1).t().numpy().astype(int) - 8
     )
     np.testing.assert_array_equal(numpy_helper.to_array(scales), grid["scales"].t().numpy())
-    said = {one.name: one.i for one in node.attribute}
-    assert said == {"axis": 0, "block_size": 64}
+    options = {one.name: one.i for one in node.attribute}
+    assert options == {"axis": 0, "block_size": 64}
     (multiplied,) = [other for other in model.graph.node if other.op_type == "MatMul"]
     assert multiplied.input[1] == node.output[0]
     assert {tensor.name for tensor in model.graph.initializer if len(tensor.raw_data) >= 5 * 64} == {

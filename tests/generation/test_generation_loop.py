@@ -128,8 +128,8 @@ class Scripted:
     def decode_step(self, state, tokens):
         assert len(tokens) == len(state["rows"])
         if state["step"]:
-            said = [(self.scripts[i] + [0] * 99)[state["step"] - 1] for i in state["rows"]]
-            assert tokens.tolist() == said
+            expected = [(self.scripts[i] + [0] * 99)[state["step"] - 1] for i in state["rows"]]
+            assert tokens.tolist() == expected
         self.fed.append(len(tokens))
         scores = np.zeros((len(tokens), 24), dtype=np.float32)
         for at, i in enumerate(state["rows"]):

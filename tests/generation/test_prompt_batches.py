@@ -204,7 +204,7 @@ def test_a_continuation_stands_alone_when_the_prompt_reads_otherwise_before_it()
     ids=str,
 )
 def test_a_prompt_gets_the_same_continuation_alone_and_beside_longer_ones(folder, tmp_path, wishes, own):
-    """64 positions: beside a prompt of 32 tokens one of 10 may still have 50 new ones, as it has alone."""
+    """64 positions: batched with a prompt of 32 tokens, one of 10 may still have 50 new ones, as alone."""
     texts = [_prompt(folder, tokens)[0] for tokens in (32, 10, 24)]
     folder = Path(shutil.copytree(folder, tmp_path / "model"))
     path = folder / "generation_config.json"

@@ -103,8 +103,8 @@ def test_first_tokens_come_as_often_as_the_model_says(runner):
 
 def test_settings_that_are_not_said_come_from_the_models_generation_config(runner):
     batch = generation_models.random_batch(3, seed=1, left=True)
-    said = GenerationSettings(do_sample=True, max_new_tokens=6, temperature=0.7, top_k=4, top_p=0.8)
-    expected = generate(runner, batch, said)
+    settings = GenerationSettings(do_sample=True, max_new_tokens=6, temperature=0.7, top_k=4, top_p=0.8)
+    expected = generate(runner, batch, settings)
     runner.generation_config.update({"temperature": 0.7, "top_k": 4, "top_p": 0.8})
     assert generate(runner, batch, GenerationSettings(do_sample=True, max_new_tokens=6)) == expected
     for name in ("temperature", "top_k", "top_p"):

@@ -96,7 +96,7 @@ def offenders(
 ) -> dict[str, list[str]]:
     """What a rule finds, by file."""
     found = {name_of(path): list(rule(path, tree)) for path, tree in trees.items()}
-    return {name: told for name, told in found.items() if told}
+    return {name: problems for name, problems in found.items() if problems}
 
 
 def bare_or_relative(tree: ast.AST) -> list[str]:

@@ -67,9 +67,9 @@ def test_the_check_of_names_leaves_other_words_alone(text: str) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_page_has_a_row_and_a_section_for_every_scheme(name: str) -> None:
     row = rows(PAGE, "scheme")[name]
-    told = re.match(r"[\d.]+", row[1])
-    assert told, f"{name}: bits a weight in the second column"
-    assert float(told[0]) == pytest.approx(
+    bits = re.match(r"[\d.]+", row[1])
+    assert bits, f"{name}: bits a weight in the second column"
+    assert float(bits[0]) == pytest.approx(
         bits_per_weight(SCHEMES[name], default_options(SCHEMES[name])), abs=0.02
     )
     assert f"\n## {name}\n" in PAGE

@@ -118,9 +118,9 @@ def test_frames_of_other_packages_are_left_out_of_a_long_failure() -> None:
 
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("[" * 3)
-    told = pytest_smelt.shorten_failure(caught, ROOT)
-    assert "test_suite.py" in told
-    assert "json/decoder.py" not in told
+    text = pytest_smelt.shorten_failure(caught, ROOT)
+    assert "test_suite.py" in text
+    assert "json/decoder.py" not in text
     assert pytest_smelt.is_project_file(TESTS / "core" / "test_text.py", ROOT)
     assert not pytest_smelt.is_project_file(ROOT / ".venv" / "lib" / "site-packages" / "torch" / "x.py", ROOT)
 

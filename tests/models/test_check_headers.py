@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def written(folder, shapes, **types):
-    """Write a layer `a` of tensors of these shapes beside a float one; None: there is no such tensor."""
+    """Write a layer `a` of tensors of these shapes next to a float one; None: there is no such tensor."""
     usual = {"scales": np.float16}
     tensors = {
         f"a.{part}": np.zeros(shape, types.get(part, usual.get(part, np.int32)))

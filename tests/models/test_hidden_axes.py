@@ -80,32 +80,36 @@ def test_half_of_the_channels_can_go_when_they_are_copies_and_the_config_says_th
     """
     wide, family = family_models.load(name), FAMILIES[name]
     tensors = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
-    said = wide.config.to_dict()
+    whole_config = wide.config.to_dict()
     axes = hidden_axes(wide)
     with torch.no_grad():
         copied(wide, tensors.__getitem__)
         state = {n: t.clone() for n, t in wide.state_dict().items()}
         state |= {axis.name: tensors[axis.name].clone() for axis in axes}  # sines that no file holds
-        values = {family.hidden_size_key: said[family.hidden_size_key] // 2}
-        attentions = [attention for stack in family.stacks(said) for attention in stack.attentions]
+        values = {family.hidden_size_key: whole_config[family.hidden_size_key] // 2}
+        attentions = [attention for stack in family.stacks(whole_config) for attention in stack.attentions]
         word = attentions[0].head_dim_key
         if word:
             values[word] = getattr(
                 wide.get_submodule(model_attentions(wide)[0].name), attentions[0].head_dim_attribute
             )
         else:
-            values |= {attention.heads_key: said[attention.heads_key] // 2 for attention in attentions}
+            values |= {
+                attention.heads_key: whole_config[attention.heads_key] // 2 for attention in attentions
+            }
             without_half_of_the_heads(wide, state)
-        if "word_embed_proj_dim" in said:  # OPT's words may have a width of their own
+        if "word_embed_proj_dim" in whole_config:  # OPT's words may have a width of their own
             values["word_embed_proj_dim"] = values[family.hidden_size_key]
-        config = type(wide.config).from_dict(said | values)
+        config = type(wide.config).from_dict(whole_config | values)
         config._attn_implementation = "eager"
         narrow = type(wide)(config).eval()
         replace_conv1d(narrow)
-        fewer = family.embedding_scale(said) / family.embedding_scale(config.to_dict())
+        fewer = family.embedding_scale(whole_config) / family.embedding_scale(config.to_dict())
         head = family.head_modules[0]
         tied = wide.get_submodule(head).weight is wide.get_input_embeddings().weight
-        logits = (2 if tied else 1) * family.output_scale(said) / family.output_scale(config.to_dict())
+        logits = (
+            (2 if tied else 1) * family.output_scale(whole_config) / family.output_scale(config.to_dict())
+        )
         fill(narrow, wide, state, axes, fewer, tied)
         batch = family_models.example_batch(wide)
         expected = family_models.run_model(wide, batch).logits

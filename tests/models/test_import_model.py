@@ -1,4 +1,4 @@
-"""The first artifact is the model and nothing that lies beside it."""
+"""The first artifact is the model and nothing that is next to it."""
 
 import json
 

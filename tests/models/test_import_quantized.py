@@ -243,11 +243,13 @@ def test_a_new_head_over_codes_is_refused(llama, tmp_path):
     assert "gptq" in str(caught.value)
 
 
-@pytest.mark.parametrize(("form", "said"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
+@pytest.mark.parametrize(("form", "declared"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
 def test_zero_points_that_are_next_to_the_middle_of_symmetric_codes_name_the_other_layout(
-    form, said, llama, tmp_path
+    form, declared, llama, tmp_path
 ):
-    folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq", form=form, checkpoint_format=said)
+    folder, _ = quantized_checkpoints.write_gptq(
+        llama, tmp_path / "gptq", form=form, checkpoint_format=declared
+    )
     with raises_code("wrong-checkpoint-format", InputError):
         taken(folder, tmp_path / "out")
 

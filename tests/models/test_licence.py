@@ -6,7 +6,7 @@ from smelt.models.import_model import read_licence
 
 
 @pytest.mark.parametrize(
-    ("card", "said"),
+    ("card", "expected"),
     [
         ("---\nlanguage: en\nlicense: apache-2.0\n---\n# Model\n", "apache-2.0 (its model card)"),
         ("---\r\nlicense: mit\r\n---\r\n", "mit (its model card)"),
@@ -23,9 +23,9 @@ from smelt.models.import_model import read_licence
         ("", None),
     ],
 )
-def test_a_model_card(card, said, tmp_path):
+def test_a_model_card(card, expected, tmp_path):
     (tmp_path / "README.md").write_text(card, newline="")
-    assert read_licence(tmp_path) == said
+    assert read_licence(tmp_path) == expected
 
 
 def test_a_file_of_its_own_where_the_card_is_silent(tmp_path):

@@ -13,8 +13,8 @@ AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32} | {
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "GEMM"}
 
 
-def of(**said):
-    return parse_quantization_config({"quantization_config": said})
+def of(**options):
+    return parse_quantization_config({"quantization_config": options})
 
 
 def test_layouts_that_are_read():
@@ -34,7 +34,7 @@ def test_layouts_that_are_read():
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "setting", "values"),
+    ("options", "code", "setting", "values"),
     [
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -65,9 +65,9 @@ def test_layouts_that_are_read():
         (AWQ | {"version": "gemv"}, "unsupported-packing", "version", ("'gemv'", "gemm")),
     ],
 )
-def test_layouts_that_are_not_read_are_refused_by_name(said, code, setting, values):
+def test_layouts_that_are_not_read_are_refused_by_name(options, code, setting, values):
     with raises_code(code, InputError) as caught:
-        of(**said)
+        of(**options)
     assert caught.value.setting == f"quantization_config.{setting}"
     assert all(value in str(caught.value) for value in values)
 
@@ -108,21 +108,21 @@ OTHERS = [
 @pytest.mark.parametrize("base", [GPTQ, AUTO_ROUND, AWQ], ids=["gptq", "auto-round", "awq"])
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_what_is_no_rounding_of_weights_alone_to_whole_numbers_is_refused(base, case):
-    said, code, *values = case
+    options, code, *values = case
     with raises_code(code, InputError) as caught:
-        of(**base | said)
-    assert caught.value.setting == f"quantization_config.{next(iter(said))}"
+        of(**base | options)
+    assert caught.value.setting == f"quantization_config.{next(iter(options))}"
     assert all(value in str(caught.value) for value in values)
 
 
-@pytest.mark.parametrize("said", [
+@pytest.mark.parametrize("options", [
     {"data_type": "int4"}, {"data_type": "int_sym"}, {"data_type": None}, {"act_bits": None},
     {"act_bits": 16, "act_data_type": "float"}, {"rotation_config": {}}, {"spinquant_config": None},
     {"adapter": None, "activation": None}, {"adapter": {}, "meta": {"adapter": None, "quantizer": ["a:1"]}},
     {"rotation": None, "packing_format": None, "checkpoint_format": None, "pack_dtype": None},
 ])  # fmt: skip
-def test_whole_numbers_and_float_activations_are_read(said):
-    assert of(**AUTO_ROUND | said) == QuantizationConfig("gptq", 32, 1)
+def test_whole_numbers_and_float_activations_are_read(options):
+    assert of(**AUTO_ROUND | options) == QuantizationConfig("gptq", 32, 1)
 
 
 ALIKE = [
@@ -135,16 +135,16 @@ ALIKE = [
 ]
 
 
-@pytest.mark.parametrize("said", ALIKE)
-def test_layers_that_are_left_float_or_are_as_the_others(said):
-    assert of(**AUTO_ROUND | said) == of(**AUTO_ROUND)
+@pytest.mark.parametrize("options", ALIKE)
+def test_layers_that_are_left_float_or_are_as_the_others(options):
+    assert of(**AUTO_ROUND | options) == of(**AUTO_ROUND)
 
 
 MIXED = "mixed-quantization"
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "setting", "values"),
+    ("options", "code", "setting", "values"),
     [
         ({"extra_config": {"lm_head": {"bits": 8}}}, MIXED, "extra_config", ("'lm_head'", "bits 8", " 4;")),
         (
@@ -169,9 +169,9 @@ MIXED = "mixed-quantization"
     ],
 )
 @pytest.mark.parametrize("base", [AUTO_ROUND, AWQ | {"group_size": 32}], ids=["auto-round", "awq"])
-def test_layers_with_codes_of_another_kind_are_refused(base, said, code, setting, values):
+def test_layers_with_codes_of_another_kind_are_refused(base, options, code, setting, values):
     with raises_code(code, InputError) as caught:
-        of(**base | said)
+        of(**base | options)
     assert caught.value.setting == f"quantization_config.{setting}"
     assert all(value in str(caught.value) for value in values)
 

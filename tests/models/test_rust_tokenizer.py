@@ -92,8 +92,8 @@ def test_blanks_before_punctuation_go_as_transformers_lets_them(tmp_path):
     from smelt.models.checkpoint import load_tokenizer
 
     theirs = load_tokenizer(classifiers.write_bert(tmp_path / "m"))
-    said = "i do n't , you 've . he 's ? we 're ! i 'm ' so ' ."
-    assert clean_up_tokenization(said) == theirs.clean_up_tokenization(said) != said
+    text = "i do n't , you 've . he 's ? we 're ! i 'm ' so ' ."
+    assert clean_up_tokenization(text) == theirs.clean_up_tokenization(text) != text
 
 
 @pytest.mark.parametrize("damage", ["{", "{}", ""])

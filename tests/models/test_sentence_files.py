@@ -46,7 +46,7 @@ def test_what_is_written_is_read_again(pooling, normalize, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("pooling", "expected"),
     [
         ({"pooling_mode": "max", "embedding_dimension": 8, "include_prompt": True}, "max"),
         ({"pooling_mode": ["cls"]}, "cls"),
@@ -55,8 +55,8 @@ def test_what_is_written_is_read_again(pooling, normalize, tmp_path):
         ({"word_embedding_dimension": 8}, "mean"),  # sentence-transformers' default
     ],
 )
-def test_pooling_is_read_as_a_word_and_as_flags(said, expected, tmp_path):
-    found = read_sentence_rules(folder(tmp_path, pooling=said, settings={"max_seq_length": 9}))
+def test_pooling_is_read_as_a_word_and_as_flags(pooling, expected, tmp_path):
+    found = read_sentence_rules(folder(tmp_path, pooling=pooling, settings={"max_seq_length": 9}))
     assert found == SentenceRules(pooling=expected, max_length=9)
 
 

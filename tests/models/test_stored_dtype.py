@@ -47,7 +47,7 @@ def rewritten(folder, out, dtype="keep"):
     return save_model(model, edits, out, folder, dtype), load_file(out / "model.safetensors")
 
 
-def said(folder):
+def declared_dtype(folder):
     return json.loads((folder / "config.json").read_text())["dtype"]
 
 
@@ -60,7 +60,7 @@ def test_a_model_of_16_bits_is_written_as_it_was_read_and_from_pretrained_reads_
     assert notes == []
     assert tensors.keys() == read.keys()
     assert all(torch.equal(tensors[name], read[name]) for name in read)
-    assert said(tmp_path / "out") == str(dtype).removeprefix("torch.")
+    assert declared_dtype(tmp_path / "out") == str(dtype).removeprefix("torch.")
     assert weight_files_size(tmp_path / "out") <= weight_files_size(folder)
     kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
     theirs = kind.from_pretrained(tmp_path / "out")
@@ -75,7 +75,7 @@ def test_another_type_can_be_asked_for(tmp_path, word, dtype, stored):
     folder = cast(tiny.write_marian(tmp_path / "model"), stored)
     _, tensors = rewritten(folder, tmp_path / "out", word)
     assert {t.dtype for t in tensors.values()} == {dtype}
-    assert said(tmp_path / "out") == str(dtype).removeprefix("torch.")
+    assert declared_dtype(tmp_path / "out") == str(dtype).removeprefix("torch.")
 
 
 def test_mixed_types_are_kept_tensor_by_tensor(tmp_path):
@@ -84,7 +84,7 @@ def test_mixed_types_are_kept_tensor_by_tensor(tmp_path):
     assert {n for n, t in tensors.items() if t.dtype == torch.float32} == {
         n for n in tensors if "LayerNorm" in n
     }
-    assert said(tmp_path / "out") == "bfloat16"
+    assert declared_dtype(tmp_path / "out") == "bfloat16"
 
 
 def test_only_the_files_of_the_model_count_and_old_names_of_norms_are_known(tmp_path):
@@ -127,7 +127,7 @@ def test_new_tensors_take_the_type_of_what_they_came_from_or_the_common_one(tmp_
 
 
 def test_scales_of_codes_do_not_say_what_floats_are_stored_in(tmp_path):
-    """They are float16 in many schemes: what trains beside codes would be rounded to it."""
+    """They are float16 in many schemes: what trains with codes would be rounded to it."""
     scales = {"a.matrix.scales": torch.zeros(99).half(), "b.matrix.codes": torch.zeros(9, dtype=torch.uint8)}
     save_file({**scales, "norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     assert stored_dtypes(tmp_path).dtype_for(["a.adapter.up.weight"]) == torch.float32

@@ -68,7 +68,7 @@ def _resident_bytes():
     reason="only glibc is asked to give memory back",
 )
 def test_memory_between_pieces_that_stay_is_given_back():
-    """What one block leaves in holes is not there beside the next one."""
+    """What one block leaves in holes is not in memory with the next one."""
     pieces = [torch.ones(20_000 if number % 2 else 200) for number in range(4000)]
     there = _resident_bytes()
     del pieces[1::2]  # 160 MB, each between two that stay

@@ -1,4 +1,4 @@
-"""Prefix and languages: what lies beside a model is what its tokenizer does."""
+"""Prefix and languages: what is next to a model is what its tokenizer does."""
 
 import pytest
 import seq2seq

@@ -18,7 +18,7 @@ CASES = [(f, k) for f in FAMILIES for k in KINDS if not unsupported_tokenizer(f,
 def _trained(folder, family, kind, size=None, texts=tiny.SENTENCES):
     folder.mkdir(exist_ok=True)
     train_tokenizer(texts, folder, family=family, kind=kind, vocab_size=size or KINDS[kind], max_length=40)
-    (folder / "config.json").write_text(json.dumps({"model_type": family}))  # as it lies beside a model
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))  # as it is next to a model
     return load_tokenizer(folder)
 
 

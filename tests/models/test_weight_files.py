@@ -1,4 +1,4 @@
-"""The weights are the files that transformers takes, and nothing that lies beside them."""
+"""The weights are the files that transformers takes, and nothing that is next to them."""
 
 import json
 import struct

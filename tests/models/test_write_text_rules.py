@@ -1,4 +1,4 @@
-"""Languages and prefixes that are written beside a model: what generation begins with, what is refused."""
+"""Languages and prefixes that are written next to a model: what generation begins with, what is refused."""
 
 import json
 
@@ -44,8 +44,10 @@ def test_languages_set_the_tokenizer_and_the_first_word_as_transformers_does(mba
         tiny.SENTENCES[:1], return_tensors=None, src_lang="de_DE", tgt_lang="ro_RO"
     )
     assert encode_texts(tiny.SENTENCES[:1], tokenizer, 40).ids == theirs["input_ids"]
-    said = json.loads((mbart / "generation_config.json").read_text())
-    assert said["forced_bos_token_id"] == theirs["forced_bos_token_id"] == tokenizer.lang_code_to_id["ro_RO"]
+    content = json.loads((mbart / "generation_config.json").read_text())
+    assert (
+        content["forced_bos_token_id"] == theirs["forced_bos_token_id"] == tokenizer.lang_code_to_id["ro_RO"]
+    )
     target = tokenizer(text_target=tiny.SENTENCES[0])["input_ids"]
     assert (target[0], target[-1]) == (tokenizer.lang_code_to_id["ro_RO"], tokenizer.eos_token_id)
 

@@ -227,9 +227,9 @@ def test_the_graph_computes_what_torch_does_and_its_exact_form_what_the_values_d
     explicit = {"QuantizeLinear", "DequantizeLinear"} if target != "ort-cpu" else set()
     assert {n.op_type for n in made.graph.node} & (explicit or set(SCHEMES[scheme].operators))
     # where the runtime rounds activations, as OpenVINO does, its own test shows that it does
-    by_runtime = any(said.key == ACTIVATION_BLOCKS for said in made.metadata_props)
-    told = exact if by_runtime else expected
-    assert np.abs(run(made, ids) - told).max() < 1e-5 * told.std()
+    by_runtime = any(entry.key == ACTIVATION_BLOCKS for entry in made.metadata_props)
+    reference = exact if by_runtime else expected
+    assert np.abs(run(made, ids) - reference).max() < 1e-5 * reference.std()
     assert dequantize_graph(made) == (0 if by_runtime or "accuracy_level" in only else 1)
     assert np.abs(run(made, ids) - exact).max() < 1e-5 * exact.std()
 

@@ -283,6 +283,6 @@ def test_bf16_is_worth_what_a_trial_says(monkeypatch, code, out, gain):
 
 
 def test_the_trial_of_bf16_prints_a_ratio(monkeypatch):
-    """With fp32 beside fp32, which all processors can."""
+    """Both in fp32, which all processors support."""
     monkeypatch.setattr(places, "_BF16_PROBE", places._BF16_PROBE.replace("least(True)", "least(False)"))
     assert 0.2 < places.bf16_speedup.__wrapped__() < 5

@@ -1,4 +1,4 @@
-"""OpenVINO beside torch and ONNX Runtime, on the same graphs."""
+"""OpenVINO compared with torch and ONNX Runtime, on the same graphs."""
 
 import threading
 from pathlib import Path

@@ -35,7 +35,7 @@ TEXTS = {"batch": SizeRange(1, 1, 2), "input": SizeRange(1, 6, 16), "past": Size
 CAUSAL = {"batch": SizeRange(1, 1, 2)} | causal_ranges(prompt=4, max_new_tokens=12, limit=64)
 
 
-def told(folder: Path, ranges: dict[str, SizeRange]) -> Path:
+def with_provider_options(folder: Path, ranges: dict[str, SizeRange]) -> Path:
     graphs = {}
     for path in folder.glob("*.onnx"):
         shapes = profile_shapes(load_graph(path), ranges, path.name)
@@ -47,9 +47,9 @@ def told(folder: Path, ranges: dict[str, SizeRange]) -> Path:
 class Counting:
     """A session on the CPU; notes the shapes of what is fed, and that nothing is larger than was told."""
 
-    def __init__(self, path: Path, told: ProviderOptions, fed: list[tuple[str, tuple[int, ...]]]) -> None:
+    def __init__(self, path: Path, options: ProviderOptions, fed: list[tuple[str, tuple[int, ...]]]) -> None:
         self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        self.most, self.fed = told.max_shapes, fed
+        self.most, self.fed = options.max_shapes, fed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
@@ -86,7 +86,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     monkeypatch.setattr(
         ort_tensorrt_backend,
         "open_provider_session",
-        lambda path, told, n: Counting(path, told, shapes),
+        lambda path, options, n: Counting(path, options, shapes),
     )
     monkeypatch.setattr(
         OnnxBackend, "_to_ortvalue", lambda self, array: onnxruntime.OrtValue.ortvalue_from_numpy(array)
@@ -100,12 +100,16 @@ def opened(folder: Path, device: str = "auto") -> Any:
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return told(tensorrt_graphs.copy_graphs("marian", tmp_path_factory.mktemp("m") / "g"), TEXTS)
+    return with_provider_options(
+        tensorrt_graphs.copy_graphs("marian", tmp_path_factory.mktemp("m") / "g"), TEXTS
+    )
 
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return told(tensorrt_graphs.copy_graphs("llama", tmp_path_factory.mktemp("l") / "g"), CAUSAL)
+    return with_provider_options(
+        tensorrt_graphs.copy_graphs("llama", tmp_path_factory.mktemp("l") / "g"), CAUSAL
+    )
 
 
 def batch_of(runner: Any, rows: int) -> Batch:
@@ -148,7 +152,7 @@ def test_an_output_longer_than_the_engines_says_which_setting(translator: Path, 
 
 
 def test_classes_equal_onnx_runtimes_and_the_limit_is_the_engines(tmp_path: Path, fed: list[Any]) -> None:
-    folder = told(
+    folder = with_provider_options(
         tensorrt_graphs.copy_graphs("roberta", tmp_path / "g"), TEXTS | {"input": SizeRange(1, 6, 30)}
     )
     with open_folder(folder, "onnx", "tensorrt", 1) as runner:
@@ -171,9 +175,9 @@ def test_a_file_that_does_not_speak_of_a_graph_is_refused(
     translator: Path, tmp_path: Path, fed: list[Any]
 ) -> None:
     folder = tensorrt_graphs.copy_graphs("marian", tmp_path / "g")
-    said = json.loads((translator / "provider.json").read_text())
-    del said["graphs"]["encoder_model"]
-    (folder / "provider.json").write_text(json.dumps(said))
+    content = json.loads((translator / "provider.json").read_text())
+    del content["graphs"]["encoder_model"]
+    (folder / "provider.json").write_text(json.dumps(content))
     with raises_code("missing-engine-sizes", InputError) as caught:
         opened(folder)
     assert all(part in str(caught.value) for part in ("provider.json", "encoder_model.onnx"))

@@ -100,6 +100,8 @@ def test_what_the_installed_onnx_runtime_is_linked_with_is_what_its_own_file_say
     library = ort_tensorrt_provider.provider_library()
     if library is None or shutil.which("readelf") is None:
         pytest.skip("this ONNX Runtime has no TensorRT provider, or there is no readelf")
-    said = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
-    numbers = [re.search(rf"\[lib{name}\.so\.(\d+)\]", said) for name in ("nvinfer", "cudart")]
+    output = subprocess.run(
+        ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    numbers = [re.search(rf"\[lib{name}\.so\.(\d+)\]", output) for name in ("nvinfer", "cudart")]
     assert linked_versions(library) == LinkedVersions(*(int(found[1]) for found in numbers if found))

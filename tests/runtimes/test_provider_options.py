@@ -1,4 +1,4 @@
-"""The file beside graphs for the provider of TensorRT."""
+"""The file next to graphs for the provider of TensorRT."""
 
 import json
 from pathlib import Path
@@ -50,8 +50,8 @@ def test_shapes_are_spelled_as_onnx_runtimes_documentation_has_them() -> None:
 )
 def test_damage_is_told(tmp_path: Path, change: dict[str, Any], code: str, named: str) -> None:
     write_provider_options(tmp_path, {"model": TOLD})
-    said = json.loads((tmp_path / PROVIDER_OPTIONS_FILE).read_text()) | change
-    (tmp_path / PROVIDER_OPTIONS_FILE).write_text(json.dumps(said))
+    content = json.loads((tmp_path / PROVIDER_OPTIONS_FILE).read_text()) | change
+    (tmp_path / PROVIDER_OPTIONS_FILE).write_text(json.dumps(content))
     with raises_code(code, InputError) as caught:
         read_provider_options(tmp_path)
     assert named in str(caught.value)

@@ -28,7 +28,7 @@ def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def told(graph: Path, **options: str) -> ProviderOptions:
+def provider_options(graph: Path, **options: str) -> ProviderOptions:
     return ProviderOptions(graph_hash(graph), options)
 
 
@@ -39,18 +39,18 @@ def test_a_provider_that_does_not_load_is_an_error_and_not_the_cpu(
     if ort_tensorrt_session.list_cuda_gpus():
         pytest.skip("here it may load")
     with raises_code("broken-installation", MissingDependencyError) as caught:
-        open_provider_session(graph, told(graph, trt_fp16_enable="False"))
+        open_provider_session(graph, provider_options(graph, trt_fp16_enable="False"))
     assert all(part in str(caught.value) for part in ("model.onnx", PROVIDER))
     assert "Falling back" not in capsys.readouterr().out  # as ONNX Runtime prints, and goes on
 
 
 def test_another_graph_than_the_one_that_was_told_of_is_refused(graph: Path) -> None:
-    said = told(graph)
+    options = provider_options(graph)
     changed = onnx.load(graph)
     changed.graph.node[0].op_type = "Sub"
     onnx.save(changed, graph)
     with raises_code("changed-file", InputError) as caught:
-        open_provider_session(graph, said)
+        open_provider_session(graph, options)
     assert "provider.json" in str(caught.value)
 
 
@@ -78,7 +78,7 @@ def test_providers_come_in_order_with_caches_in_the_users_folder(
 
     monkeypatch.setattr(ort_tensorrt_session.onnxruntime, "InferenceSession", make)
     monkeypatch.setattr(ort_tensorrt_session.onnxruntime, "get_available_providers", lambda: [PROVIDER])
-    open_provider_session(graph, told(graph, trt_timing_cache_enable="True"))
+    open_provider_session(graph, provider_options(graph, trt_timing_cache_enable="True"))
     ((path, [(name, options), *others], fallback),) = asked
     assert (path, name, fallback) == (str(graph), PROVIDER, 0)
     assert others == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
@@ -92,9 +92,9 @@ def test_providers_come_in_order_with_caches_in_the_users_folder(
         lambda *a, **k: SimpleNamespace(get_providers=lambda: ["C"]),
     )
     with raises_code("broken-installation", MissingDependencyError) as caught:
-        open_provider_session(graph, told(graph))
+        open_provider_session(graph, provider_options(graph))
     assert PROVIDER in str(caught.value)
     monkeypatch.setattr(ort_tensorrt_session.onnxruntime, "get_available_providers", list)
     with raises_code("not-installed", MissingDependencyError) as caught:
-        open_provider_session(graph, told(graph))
+        open_provider_session(graph, provider_options(graph))
     assert PROVIDER in str(caught.value)

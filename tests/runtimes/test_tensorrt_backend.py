@@ -44,7 +44,7 @@ def artifact(folder, kind, task):
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
-    """A tiny Marian exported for TensorRT in fp16, with a stand-in's plan beside each graph."""
+    """A tiny Marian exported for TensorRT in fp16, with a stand-in's plan next to each graph."""
     folder = tensorrt_graphs.copy_graphs("marian", tmp_path_factory.mktemp("marian") / "fp16", half=True)
     for path in folder.glob("*.onnx"):
         shapes = profile_shapes(load_graph(path), RANGES, path.name)
@@ -83,7 +83,7 @@ def classifier(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory):
-    """A tiny Llama exported for TensorRT, with a stand-in's plan beside the graph."""
+    """A tiny Llama exported for TensorRT, with a stand-in's plan next to the graph."""
     folder = tensorrt_graphs.copy_graphs("llama", tmp_path_factory.mktemp("llama") / "onnx")
     path = folder / "model.onnx"
     fake_tensorrt.write_plan(path, profile_shapes(load_graph(path), CAUSAL, path.name), folder / "model.plan")

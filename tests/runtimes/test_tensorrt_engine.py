@@ -219,14 +219,14 @@ def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
 
 
 def beside(plan, **other):
-    """Write a sidecar beside `plan`, as the stage does, with `other` fields."""
-    said = {
+    """Write a sidecar next to `plan`, as the stage does, with `other` fields."""
+    options = {
         "package": "tensorrt", "version": "11.4.0", "gpu": None, "graph": "model.onnx",
         "graph_sha256": graph_hash(plan.with_suffix(".onnx")), "size_bytes": plan.stat().st_size,
         "weights": "embedded", "version_compatible": False, "hardware_compatibility": "none", "flags": {},
         "profiles": [],
     }  # fmt: skip
-    write_sidecar(plan, EngineSidecar(**(said | other)))
+    write_sidecar(plan, EngineSidecar(**(options | other)))
     return plan
 
 

@@ -1,4 +1,4 @@
-"""What stands beside an engine is compared with what is here, and each refusal says both and what to do."""
+"""What is next to an engine is compared with what is here, and each refusal says both and what to do."""
 
 import json
 
@@ -28,12 +28,12 @@ T4 = {"name": "Tesla T4", "compute_capability": "7.5"}
 def engine(folder, **other):
     plan = folder / "model.plan"
     plan.write_bytes(b"plan")
-    said = {
+    options = {
         "package": "tensorrt", "version": "11.4.0.106", "gpu": A10, "graph": "model.onnx",
         "graph_sha256": "0" * 64, "size_bytes": 4, "weights": "embedded", "version_compatible": False,
         "hardware_compatibility": "none", "flags": {"tf32": True}, "profiles": [{"x": [[1], [2], [3]]}],
     }  # fmt: skip
-    write_sidecar(plan, EngineSidecar(**(said | other)))
+    write_sidecar(plan, EngineSidecar(**(options | other)))
     return plan
 
 
@@ -111,9 +111,9 @@ def test_damaged_sidecar_is_named(tmp_path, text, code):
 
 
 def test_fields_are_those_of_the_file(tmp_path):
-    said = json.loads(sidecar_path(engine(tmp_path)).read_text())
-    assert said["schema_version"] == 1
-    assert said["gpu"] == A10
+    content = json.loads(sidecar_path(engine(tmp_path)).read_text())
+    assert content["schema_version"] == 1
+    assert content["gpu"] == A10
 
 
 def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):

@@ -155,8 +155,8 @@ def shorten_failure(found: Any, root: Path) -> str:
     text = str(found.getrepr(style="short", tbfilter=own, chain=True))
     lines: list[str] = []
     for message, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("E ")):
-        told = [line[:MAX_LINE_WIDTH] for line in block if line[1:].strip()]
-        lines += drop_middle_lines(told) if message else told
+        kept_lines = [line[:MAX_LINE_WIDTH] for line in block if line[1:].strip()]
+        lines += drop_middle_lines(kept_lines) if message else kept_lines
     return "\n".join(
         [
             found.exconly().splitlines()[0],

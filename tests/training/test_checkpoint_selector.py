@@ -81,15 +81,21 @@ def test_a_loss_that_disagrees_with_the_score_is_warned_of(model, tmp_path, monk
     losses = [0.69, 0.70, 0.71, 0.72, 0.73]
     details, warnings, _ = run(model, tmp_path, monkeypatch, losses, probe=lambda: next(found))
     assert details["kept_step"] == 0
-    assert [found["beside"]["accuracy"] for found in details["validations"]] == [52.5, 60.0, best, 51.0, 50.0]
+    assert [found["other_metrics"]["accuracy"] for found in details["validations"]] == [
+        52.5,
+        60.0,
+        best,
+        51.0,
+        50.0,
+    ]
     doubts = [
         one.message for one in warnings if one.code == "loss-disagrees"
     ]  # 2 rows: the limit is 50 points
-    told = [
+    found_warnings = [
         ("0.69" in text and "52.5" in text, "step 2" in text and f"accuracy {best:g}" in text)
         for text in doubts
     ]
-    assert told == ([(True, True)] if warned else [])
+    assert found_warnings == ([(True, True)] if warned else [])
 
 
 def test_what_is_kept_of_random_weights_with_a_higher_loss_is_warned_of(model, tmp_path, monkeypatch):

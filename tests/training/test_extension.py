@@ -81,30 +81,30 @@ def test_groups_have_a_rate_and_a_direction_of_their_own(model, tmp_path):
 
 
 def test_hooks_are_told_the_number_of_the_update(model, tmp_path):
-    said = []
+    events = []
 
     @contextlib.contextmanager
     def around():
-        said.append("in")
+        events.append("in")
         yield
-        said.append("out")
+        events.append("out")
 
     weight = model.classifier.weight
     shown = weight.detach().clone()
 
     def after(step, total):
         moved = not torch.equal(weight.detach(), shown)
-        said.append(("after", step, total, moved))
+        events.append(("after", step, total, moved))
         with torch.no_grad():
             weight.copy_(shown)
 
     extension = TrainingExtension(
         training_context=around,
-        before_step=lambda step, total: said.append(("before", step, total)),
+        before_step=lambda step, total: events.append(("before", step, total)),
         after_step=after,
     )
     run(model, tmp_path, extension, max_steps=2)
-    assert said == [
+    assert events == [
         "in",
         ("before", 1, 2),
         ("after", 1, 2, True),

@@ -72,14 +72,14 @@ def test_a_rate_that_changes_is_a_new_version_of_what_trains():
         [family.name, family.learning_rate.peak, family.learning_rate.hidden_size]
         for family in FAMILIES.values()
     ]
-    told = json_hash(
+    digest = json_hash(
         [
             sorted(table),
-            {what: list(said) for what, said in _SCALE_AND_MAXIMUM.items()},
+            {what: list(values) for what, values in _SCALE_AND_MAXIMUM.items()},
             _DEFAULT_LEARNING_RATE,
         ]
     )
-    assert (told[:12], Finetune.version, Distill.version) == ("3143bb33e766", 7, 7), (
+    assert (digest[:12], Finetune.version, Distill.version) == ("3143bb33e766", 7, 7), (
         "the rates changed: raise the versions of finetune and distill, and write both down here; where a"
         " family is new, of which nothing can be stored, the first is enough"
     )
@@ -136,8 +136,8 @@ def test_only_what_the_step_goes_on_from_counts(tmp_path):
     root = tiny.as_artifact(tiny.write_marian(tmp_path / "model"))
 
     def made(key, parent, settings):
-        said = {"key": key * 64, "parent": parent, "settings": settings}
-        return dataclasses.replace(root, manifest=root.manifest.model_copy(update=said))
+        fields = {"key": key * 64, "parent": parent, "settings": settings}
+        return dataclasses.replace(root, manifest=root.manifest.model_copy(update=fields))
 
     other = made("1", root.key, {"student": {"model": "x"}})
     behind, beside = made("2", "1" * 64, {}), made("3", root.key, {"student": None})

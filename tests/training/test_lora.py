@@ -101,9 +101,9 @@ def test_adapters_that_save_nothing_are_warned_of(tmp_path):
     model, _ = load_model(tiny.write_bert(tmp_path / "model"))  # products of 32 x 32, and 32 x 64
     assert LoraAdapters(model, LoraSettings(rank=15)).warnings() == []
     again, _ = load_model(tmp_path / "model")
-    (said,) = LoraAdapters(again, LoraSettings(rank=16)).warnings()
-    assert said.code == "no-size-reduction"
-    assert all(value in said.message for value in ("rank 16", "8 of 12", "below 16"))
+    (warning,) = LoraAdapters(again, LoraSettings(rank=16)).warnings()
+    assert warning.code == "no-size-reduction"
+    assert all(value in warning.message for value in ("rank 16", "8 of 12", "below 16"))
 
 
 def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):

@@ -1,4 +1,4 @@
-"""A loss of several parts: each counts by its own items, and the report tells them apart."""
+"""A loss of several parts: each counts by its own items, and the report distinguishes them."""
 
 import harness
 import pytest
@@ -50,9 +50,15 @@ def train(tmp_path, **settings):
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: float(p.grad)}))
     ctx = harness.make_context(tmp_path / "work" / "out")
-    said = {"precision": "fp32", "max_steps": 1, "num_evals": 0, "learning_rate": 1e-9, "max_grad_norm": 1e9}
+    options = {
+        "precision": "fp32",
+        "max_steps": 1,
+        "num_evals": 0,
+        "learning_rate": 1e-9,
+        "max_grad_norm": 1e9,
+    }
     run_training(
-        model, ROWS, None, objective=objective, ctx=ctx, settings=FinetuneSettings(**(said | settings))
+        model, ROWS, None, objective=objective, ctx=ctx, settings=FinetuneSettings(**(options | settings))
     )
     return gradients, ctx.details["training"]
 
@@ -94,8 +100,10 @@ def test_the_parts_of_the_fused_loss_add_up_and_the_reverse_divergence_is_torchs
     logits, teacher = torch.randn(6, 9, generator=g) * 2, torch.randn(6, 9, generator=g) * 2
     labels = torch.tensor([1, 2, -100, 3, -100, 0])
     kept, t = labels != -100, 1.5
-    leaf, told = logits.clone().requires_grad_(), {}
-    loss = token_loss(leaf, labels, teacher, temperature=t, logits_weight=0.5, reverse_weight=0.7, terms=told)
+    leaf, reported = logits.clone().requires_grad_(), {}
+    loss = token_loss(
+        leaf, labels, teacher, temperature=t, logits_weight=0.5, reverse_weight=0.7, terms=reported
+    )
     loss.backward()
     other = logits.clone().requires_grad_()
     q, p = ((x[kept] / t).log_softmax(-1) for x in (other, teacher))
@@ -106,18 +114,18 @@ def test_the_parts_of_the_fused_loss_add_up_and_the_reverse_divergence_is_torchs
     }
     sum(parts.values()).backward()
     torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-5, atol=1e-6)
-    assert {n: float(v) for n, v in told.items()} == pytest.approx(
+    assert {n: float(v) for n, v in reported.items()} == pytest.approx(
         {n: float(v.detach()) for n, v in parts.items()}, rel=1e-5
     )
-    assert float(loss.detach()) == pytest.approx(sum(float(v) for v in told.values()))
+    assert float(loss.detach()) == pytest.approx(sum(float(v) for v in reported.values()))
 
 
 def test_coins_are_compared_the_other_way_round_too():
     g = torch.Generator().manual_seed(2)
     z, t = torch.randn(3, 4, generator=g), torch.randn(3, 4, generator=g)
-    told = {}
-    multi_label_loss(z, torch.ones(3, 4), t, logits_weight=1.0, reverse_weight=2.0, terms=told)
+    reported = {}
+    multi_label_loss(z, torch.ones(3, 4), t, logits_weight=1.0, reverse_weight=2.0, terms=reported)
     q, p = z.sigmoid(), t.sigmoid()
     kl = (q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()).mean()
-    assert float(told["reverse_kl"]) == pytest.approx(2 * float(kl), rel=1e-4)
-    assert set(told) == {"labels", "logits", "reverse_kl"}
+    assert float(reported["reverse_kl"]) == pytest.approx(2 * float(kl), rel=1e-4)
+    assert set(reported) == {"labels", "logits", "reverse_kl"}

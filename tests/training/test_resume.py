@@ -107,8 +107,8 @@ def test_it_ends_with_the_same_weights_to_the_bit(tmp_path, rows, die, more, sto
 
 def test_a_phase_that_was_finished_is_not_done_again(tmp_path, rows, die):
     phases = [{"losses": {"hidden_states": 1}, "max_steps": 4}, {"losses": {"logits": 1}}]
-    said = {"student": {"decoder_layers": 1}, "phases": phases, "cache_logits": {"top_k": 4}}
-    settings = DistillSettings.model_validate(SHORT | said)
+    options = {"student": {"decoder_layers": 1}, "phases": phases, "cache_logits": {"top_k": 4}}
+    settings = DistillSettings.model_validate(SHORT | options)
     whole = go(tmp_path, "whole", Distill(), settings, rows, key="other")
     die(3, training=2)
     with pytest.raises(KilledError):
@@ -195,11 +195,11 @@ def test_another_plan_is_no_continuation(tmp_path, rows, die):
 
 
 def test_the_time_between_checkpoints_is_no_part_of_what_a_step_is():
-    said = [
+    settings = [
         FinetuneSettings.model_validate({"checkpoint_interval_minutes": m}).model_dump(mode="json")
         for m in (0, None, 5)
     ]
-    assert said[0] == said[1] == said[2] == FinetuneSettings().model_dump(mode="json")
+    assert settings[0] == settings[1] == settings[2] == FinetuneSettings().model_dump(mode="json")
 
 
 RECIPE = """

@@ -31,8 +31,8 @@ def test_a_tracker_that_is_not_installed_is_said_by_the_plan_and_before_any_work
     tiny.write_marian(tmp_path / "m")
     tiny.write_pairs(tmp_path / "rows.jsonl")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    said = " ".join(harness.smelt("plan", tmp_path / "recipe.yaml").stdout.split())
-    assert "swanlab>=0.5" in said
+    output = " ".join(harness.smelt("plan", tmp_path / "recipe.yaml").stdout.split())
+    assert "swanlab>=0.5" in output
     ran = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "out", code=2)
     assert "error[step-unavailable]" in ran.output
     assert "swanlab>=0.5" in ran.output
@@ -40,9 +40,9 @@ def test_a_tracker_that_is_not_installed_is_said_by_the_plan_and_before_any_work
 
 
 def test_trackers_are_no_part_of_what_a_step_is():
-    said = FinetuneSettings(report_to=["tensorboard", "wandb"])
-    assert said.model_dump(mode="json") == FinetuneSettings().model_dump(mode="json")
-    assert said.required_packages() == {"tensorboard": "2.18", "wandb": "0.18"}
+    settings = FinetuneSettings(report_to=["tensorboard", "wandb"])
+    assert settings.model_dump(mode="json") == FinetuneSettings().model_dump(mode="json")
+    assert settings.required_packages() == {"tensorboard": "2.18", "wandb": "0.18"}
     assert set(FinetuneSettings(report_to=["wandb"], lora={}).required_packages()) == {"peft", "wandb"}
     with pytest.raises(ValidationError):
         FinetuneSettings(report_to=["mlflow"])

@@ -299,11 +299,11 @@ def test_cut_rows_are_counted(classifier, tmp_path):
     long = Split("x", (*sentiment(2).examples, Example("dog " * 40, label="pos")))
     ctx = context(tmp_path, "text-classification", {"train": long})
     Finetune()(classifier, FinetuneSettings(max_steps=1, precision="fp32"), ctx)
-    (told,) = ctx.warnings
-    assert told.code == "truncated-texts"
-    assert re.findall(r"\d+", told.message) == ["1", "5", "16"]
+    (message,) = ctx.warnings
+    assert message.code == "truncated-texts"
+    assert re.findall(r"\d+", message.message) == ["1", "5", "16"]
     other = warning("else", "else")
-    assert sort_warnings([told, other]) == [other, told]  # a report knows this code
+    assert sort_warnings([message, other]) == [other, message]  # a report knows this code
 
 
 def test_auto_precision_never_kills_the_process(monkeypatch):

@@ -120,9 +120,9 @@ def write_usage_examples(
     node = _IN_NODE.format(file=NUMBERS_FILE, answer=numbers)
     (folder / _NODE_FILE).write_text(node, encoding="utf-8")
     plain = f"`{NUMBERS_FILE}` takes `input_ids` and returns `{numbers}`. It needs only ONNX Runtime."
-    made = _FROM_NUMBERS if why is not None else _FROM_STRINGS
+    program = _FROM_NUMBERS if why is not None else _FROM_STRINGS
     file, answer = (NUMBERS_FILE, numbers) if why is not None else (STRINGS_FILE, strings)
-    python = made.format(file=file, answer=answer)
+    python = program.format(file=file, answer=answer)
     (folder / _PYTHON_FILE).write_text(python, encoding="utf-8")
     in_node = f"{_INSTALL_IN_NODE}\nnode {_NODE_FILE} 5 6 7"
     load = (
@@ -131,8 +131,8 @@ def write_usage_examples(
         ("javascript", f"// {_NODE_FILE}\n{node}"),
     )
     if why is not None:
-        said = (plain, f"There is no file with string inputs: {why}.")
-        return UsageNotes("pip install onnxruntime numpy", f"python {_PYTHON_FILE} 5 6 7", load, said)
+        note = (plain, f"There is no file with string inputs: {why}.")
+        return UsageNotes("pip install onnxruntime numpy", f"python {_PYTHON_FILE} 5 6 7", load, note)
     notes = [
         f"`{STRINGS_FILE}` takes `texts` and returns `{strings}`: `python {_PYTHON_FILE} TEXT...`. Its"
         " tokenizer consists of operators of onnxruntime-extensions. Python and C# can load them"
@@ -228,8 +228,8 @@ def _write_text_graph(
     plan = make_text_plan(source, decoding, vocabulary)
     eos = None if decoding is None else decoding.eos
     awkward = require_equal_tokens(plan, tokenizer, limit, vocabulary, eos, causal)
-    made = text_graph(model, plan, decoding, causal)
-    onnx.save(made, path)
+    graph = text_graph(model, plan, decoding, causal)
+    onnx.save(graph, path)
     open_extensions_session(str(path))
     return awkward
 

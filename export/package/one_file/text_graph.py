@@ -58,17 +58,17 @@ class TextPlan:
 def tokenizer_graph(plan: TextPlan) -> Any:
     """Return an onnx.ModelProto from `texts` to only `input_ids` and `attention_mask`, for comparison."""
     b = GraphBuilder(first=_NAME_PREFIX)
-    made = _add_tokenizer(b, plan)
-    outputs = [value_info(name, np.int64, (None, None)) for name in made]
+    names = _add_tokenizer(b, plan)
+    outputs = [value_info(name, np.int64, (None, None)) for name in names]
     return _make_model(b.graph("read", [_string_value_info(TEXTS_INPUT)], outputs))
 
 
 def detokenizer_graph(surfaces: TokenTexts, eos: list[int]) -> Any:
     """Return an onnx.ModelProto from `sequences` to texts only, for comparison."""
     b = GraphBuilder(first=_NAME_PREFIX)
-    made = detokenize(b, SEQUENCES_OUTPUT, surfaces, eos)
+    texts = detokenize(b, SEQUENCES_OUTPUT, surfaces, eos)
     return _make_model(
-        b.graph("write", [value_info(SEQUENCES_OUTPUT, np.int64, (None, None))], [_string_value_info(made)])
+        b.graph("write", [value_info(SEQUENCES_OUTPUT, np.int64, (None, None))], [_string_value_info(texts)])
     )
 
 
@@ -90,8 +90,8 @@ def text_graph(model: Any, plan: TextPlan, decoding: GenerationConfig | None, ca
     if causal and decoding is not None and decoding.max_new_tokens is None:
         before["max_new_tokens"] = _max_new_tokens(b, b.dimension(ids, 1), decoding)
         _remove_named(graph.initializer, "max_new_tokens")
-    inputs = [one for one in graph.input if one.name not in before]
-    bound = [one.name for one in graph.input if one.name in before]
+    inputs = [value for value in graph.input if value.name not in before]
+    bound = [value.name for value in graph.input if value.name in before]
     for name in bound:
         b.nodes.append(_identity_node(before[name], name))
     first = list(b.nodes)
@@ -155,10 +155,10 @@ def _string_value_info(name: str) -> Any:
     return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.STRING, ["batch_size"])
 
 
-def _identity_node(made: str, name: str) -> Any:
+def _identity_node(value: str, name: str) -> Any:
     import onnx
 
-    return onnx.helper.make_node("Identity", [made], [name], f"{_NAME_PREFIX}{name}.node")
+    return onnx.helper.make_node("Identity", [value], [name], f"{_NAME_PREFIX}{name}.node")
 
 
 def _remove_named(tensors: Any, name: str) -> None:
@@ -277,9 +277,9 @@ def require_equal_tokens(
     if eos is not None and plan.token_texts is not None:
         whole = encode_texts(texts, tokenizer, NO_LIMIT).ids  # a truncated text may end inside a character
         _require_equal_decoding(plan, tokenizer, whole, vocabulary, eos)
-    others = [*EDGE_CASE_TEXTS, *SCRIPT_SAMPLES]
-    wanted = _reference_rows(others, tokenizer, plan, limit, causal)
-    return [text for text, row in zip(others, wanted, strict=True) if _tokenize_one(session, text) != row]
+    edge_cases = [*EDGE_CASE_TEXTS, *SCRIPT_SAMPLES]
+    wanted = _reference_rows(edge_cases, tokenizer, plan, limit, causal)
+    return [text for text, row in zip(edge_cases, wanted, strict=True) if _tokenize_one(session, text) != row]
 
 
 def _reference_rows(

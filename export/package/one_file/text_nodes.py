@@ -82,7 +82,7 @@ def string_constant(b: GraphBuilder, *texts: str) -> str:
     from onnx import TensorProto, helper
 
     name = b.new_name("words")
-    encoded: Any = [text.encode() for text in texts]  # the type stubs of onnx only know numbers
+    encoded: Any = [text.encode() for text in texts]  # the type stubs of onnx only have numbers
     b.initializers.append(helper.make_tensor(name, TensorProto.STRING, [len(texts)], encoded))
     return name
 
@@ -129,12 +129,12 @@ def tokenizer_nodes(folder: Path, details: TokenizerInfo) -> TokenizerNodes:
         raise InputError(f"its tokenizer needs transformers ({details.reason})", code="unsupported-tokenizer")
     if details.reader == "sentencepiece":
         return _sentencepiece_nodes(folder, details)
-    said = read_json_object(folder / JSON)
-    kind = said["model"].get("type")
+    content = read_json_object(folder / JSON)
+    kind = content["model"].get("type")
     if kind == "WordPiece":
-        return _wordpiece_nodes(said)
+        return _wordpiece_nodes(content)
     if kind == "BPE":
-        return _byte_level_nodes(said)
+        return _byte_level_nodes(content)
     raise InputError(
         f"its tokenizer is of type {kind} in {JSON}, which no operator computes exactly",
         code="unsupported-tokenizer",
@@ -158,11 +158,11 @@ def pad_rows(b: GraphBuilder, flat: str, starts: str, rows: RowLayout) -> tuple[
     zero, one = b.const(0), b.const(1)
     column = b.const([1])
     first = b.op("Unsqueeze", b.op("Slice", starts, b.const([0]), b.const([-1])), column)
-    behind = b.op("Unsqueeze", b.op("Slice", starts, b.const([1]), b.const([2**31 - 1])), column)
-    found = b.op("Sub", behind, first)
+    ends = b.op("Unsqueeze", b.op("Slice", starts, b.const([1]), b.const([2**31 - 1])), column)
+    found = b.op("Sub", ends, first)
     kept = b.op("Min", found, b.const(max(0, rows.max_text_tokens)))
     if rows.keep_end:
-        first = b.op("Sub", behind, kept)
+        first = b.op("Sub", ends, kept)
     shown = kept if rows.empty_token is None else b.op("Max", kept, one)
     total = b.op("Add", shown, b.const(len(rows.prefix_tokens) + len(rows.suffix_tokens)))
     length = b.op("Max", b.op("ReduceMax", total, keepdims=0), one)
@@ -218,10 +218,10 @@ def _sentencepiece_nodes(folder: Path, details: TokenizerInfo) -> TokenizerNodes
     return cut
 
 
-def _wordpiece_nodes(said: dict[str, Any]) -> TokenizerNodes:
+def _wordpiece_nodes(content: dict[str, Any]) -> TokenizerNodes:
     """Tokenize as BERT, text by text, because the operator accepts only a text or a pair."""
-    normal, model = said.get("normalizer") or {}, said["model"]
-    cuts = (said.get("pre_tokenizer") or {}).get("type")
+    normal, model = content.get("normalizer") or {}, content["model"]
+    cuts = (content.get("pre_tokenizer") or {}).get("type")
     if normal.get("type") != "BertNormalizer" or cuts != "BertPreTokenizer" or not normal["clean_text"]:
         raise InputError(
             "its WordPiece tokenizer does not normalize texts as BERT does", code="unsupported-tokenizer"
@@ -262,11 +262,11 @@ def _wordpiece_nodes(said: dict[str, Any]) -> TokenizerNodes:
     return cut
 
 
-def _byte_level_nodes(said: dict[str, Any]) -> TokenizerNodes:
+def _byte_level_nodes(content: dict[str, Any]) -> TokenizerNodes:
     """Tokenize with byte-level BPE and GPT-2's pre-tokenizer."""
-    cuts, model = said.get("pre_tokenizer") or {}, said["model"]
+    cuts, model = content.get("pre_tokenizer") or {}, content["model"]
     usual = cuts.get("type") == "ByteLevel" and cuts.get("use_regex", True)
-    if not usual or cuts.get("add_prefix_space") or said.get("normalizer") or model.get("ignore_merges"):
+    if not usual or cuts.get("add_prefix_space") or content.get("normalizer") or model.get("ignore_merges"):
         raise InputError(
             "its BPE tokenizer does not split texts into words as GPT-2's does", code="unsupported-tokenizer"
         )
@@ -309,14 +309,14 @@ def token_texts(folder: Path, details: TokenizerInfo, size: int) -> TokenTexts:
         words = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
         found = {i: word.replace(_SPACE_MARK, " ").encode() for word, i in words.items()}
         return _make_token_texts(found, set(details.special), size, strip=True)
-    said = read_json_object(folder / JSON)
-    if (said.get("decoder") or {}).get("type") != "ByteLevel":
+    content = read_json_object(folder / JSON)
+    if (content.get("decoder") or {}).get("type") != "ByteLevel":
         raise InputError("its tokenizer does not use a byte-level decoder", code="unsupported-tokenizer")
     letters = _byte_level_alphabet()
-    found = {i: bytes(letters[c] for c in w if c in letters) for w, i in said["model"]["vocab"].items()}
-    found |= {one["id"]: one["content"].encode() for one in said["added_tokens"]}
+    found = {i: bytes(letters[c] for c in w if c in letters) for w, i in content["model"]["vocab"].items()}
+    found |= {token["id"]: token["content"].encode() for token in content["added_tokens"]}
     return _make_token_texts(
-        found, {one["id"] for one in said["added_tokens"] if one["special"]}, size, strip=False
+        found, {token["id"] for token in content["added_tokens"] if token["special"]}, size, strip=False
     )
 
 
@@ -361,5 +361,5 @@ def _make_token_texts(found: dict[int, bytes], hidden: set[int], size: int, stri
 def _byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    remaining = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(remaining)}

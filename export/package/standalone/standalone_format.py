@@ -80,13 +80,13 @@ class StandaloneFormat:
             )
         lacks = [name for name in GENERATION_GRAPHS if not (artifact.path / f"{name}.onnx").is_file()]
         if artifact.manifest.task in _GENERATES and lacks:
-            mend = (
+            hint = (
                 "Third-party graphs have none; start from the folder with weights."
                 if artifact.manifest.details.get("foreign")
                 else "Export it with `generation_graph: true`."
             )
             raise InputError(
-                f"it has no {lacks[0]}.onnx, the generation graph. {mend}",
+                f"it has no {lacks[0]}.onnx, the generation graph. {hint}",
                 code="missing-graph",
                 file=f"{lacks[0]}.onnx",
             )
@@ -282,24 +282,24 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
     """
     config = read_json_object(artifact.path / "config.json")
     task = artifact.manifest.task
-    made: dict[str, Any] = {"task": task, "threads": default_threads(artifact.manifest)}
+    settings: dict[str, Any] = {"task": task, "threads": default_threads(artifact.manifest)}
     notes: list[str] = []
     if task == IMAGE_CLASSIFICATION:
-        return made | {"images": image_settings(artifact)} | _class_settings(config), notes
+        return settings | {"images": image_settings(artifact)} | _class_settings(config), notes
     limit, tokenizer = _tokenizer_settings(artifact, config)
-    made["tokenizer"] = tokenizer
+    settings["tokenizer"] = tokenizer
     if task == _CLASSIFIES:
-        made |= _class_settings(config)
+        settings |= _class_settings(config)
     elif task == SENTENCE_SIMILARITY:
         from smelt.models.families.registry import find_family
 
         family = find_family(config)
-        made["width"] = int(config[family.hidden_size_key]) if family else 0
+        settings["width"] = int(config[family.hidden_size_key]) if family else 0
     else:
-        made["generation"], notes = _generation_settings(artifact, config, generation)
+        settings["generation"], notes = _generation_settings(artifact, config, generation)
         if not config.get("is_encoder_decoder"):  # the requested number of new tokens limits a prompt
-            made["generation"]["limit"], tokenizer["limit"] = limit, None
-    return made, notes
+            settings["generation"]["limit"], tokenizer["limit"] = limit, None
+    return settings, notes
 
 
 def _class_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -323,15 +323,15 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
     from smelt.models.text_rules import read_text_rules
     from smelt.models.tokenizer import CLEANUP_REPLACEMENTS, read_tokenizer_info
 
-    said, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
+    info, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
     words = open_tokenizer(artifact.path)
     limit: int | None = max_input_length(words, config)
     limit = None if limit is None or limit >= NO_LIMIT else limit
     left = not config.get("is_encoder_decoder") and artifact.manifest.task == "language-modeling"
     pad = padding_token(words) if left else words.pad_token_id or 0
-    kept = said.model_dump(exclude={"reason", "longest", "clean_up"})
+    kept = info.model_dump(exclude={"reason", "longest", "clean_up"})
     more = {
-        "replace": CLEANUP_REPLACEMENTS if said.clean_up else [],
+        "replace": CLEANUP_REPLACEMENTS if info.clean_up else [],
         "prefix": rules.prefix,
         "lower": rules.lower,
     }
@@ -339,7 +339,7 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
 
 
 def _generation_settings(
-    artifact: Artifact, config: dict[str, Any], wishes: Mapping[str, Any]
+    artifact: Artifact, config: dict[str, Any], requested: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the complete generation settings, and notes about them."""
     from smelt.generation.config import GenerationSettings, resolve_generation
@@ -347,11 +347,11 @@ def _generation_settings(
     from smelt.runtimes.runner import read_model_files
 
     notes = []
-    if wishes.get("do_sample"):
+    if requested.get("do_sample"):
         notes = ["The recipe draws tokens at random; infer.py uses the most likely token of each step."]
-        wishes = {name: value for name, value in wishes.items() if name not in _SAMPLING_SETTINGS}
+        requested = {name: value for name, value in requested.items() if name not in _SAMPLING_SETTINGS}
     model: Any = read_model_files(artifact.path)
-    decoding = resolve_generation(GenerationSettings(**wishes), model)
+    decoding = resolve_generation(GenerationSettings(**requested), model)
     if not graph_supports(decoding):
         raise InputError(
             "its generation settings contain bad_words_ids of several tokens, or remove_invalid_values. The"
@@ -367,13 +367,13 @@ def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, An
     from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
 
     feeds = generation_feeds(decoding, 1, vocabulary)
-    one = decoding.start is not None  # the prompt is one token, so the longest output is known
+    single_token_prompt = decoding.start is not None  # so the longest output is known
     kept = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "positions", "repetition_penalty")
     first = decoding.forced_bos_token_id
     return {
         "graph": f"{BEAM_SEARCH_GRAPH if decoding.num_beams > 1 else GREEDY_GRAPH}.onnx",
         **{name: getattr(decoding, name) for name in kept},
-        **({"max_new_tokens": decoding.max_total_length(1) - 1} if one else {}),
+        **({"max_new_tokens": decoding.max_total_length(1) - 1} if single_token_prompt else {}),
         "eos": decoding.eos,
         # as in the rules, an end token is not a bad word
         "bad_words": [word[0] for word in decoding.bad_words_ids if word[0] not in decoding.eos],

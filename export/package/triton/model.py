@@ -40,13 +40,13 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer all requests with one call of the graph."""
         triton = self.triton
-        given = [triton.get_input_tensor_by_name(one, "TEXT").as_numpy() for one in requests]
+        given = [triton.get_input_tensor_by_name(request, "TEXT").as_numpy() for request in requests]
         texts = [text.decode("utf-8") for array in given for text in array.reshape(-1)]
         try:
             found = self.answers(texts)
         except triton.TritonModelException as error:
-            said = triton.TritonError(str(error))
-            return [triton.InferenceResponse(output_tensors=[], error=said) for _ in requests]
+            failure = triton.TritonError(str(error))
+            return [triton.InferenceResponse(output_tensors=[], error=failure) for _ in requests]
         responses, at = [], 0
         for array in given:
             part = found[at : at + array.size]
@@ -68,11 +68,11 @@ class TritonPythonModel:
         response = request.exec()
         if response.has_error():
             raise triton.TritonModelException(response.error().message())
-        made = triton.get_output_tensor_by_name(response, settings["output"]).as_numpy()
+        outputs = triton.get_output_tensor_by_name(response, settings["output"]).as_numpy()
         if settings["output"] != "sequences":
-            return made
+            return outputs
         start = ids.shape[1] if settings["causal"] else 1
-        lines = [self.decode(row[start:].tolist()) for row in made]
+        lines = [self.decode(row[start:].tolist()) for row in outputs]
         lines = [a + b for a, b in zip(texts, lines, strict=True)] if settings["causal"] else lines
         return np.array([[line.encode("utf-8")] for line in lines], dtype=object)
 

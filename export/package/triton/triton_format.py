@@ -61,34 +61,34 @@ def model_config(
         parameters: for the backend, or for the Python model.
         device: KIND_CPU or KIND_GPU.
     """
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": name,
         "backend": backend,
         "max_batch_size": max_batch_size,
-        "input": [_tensor_message(one) for one in inputs],
-        "output": [_tensor_message(one) for one in outputs],
+        "input": [_tensor_message(tensor) for tensor in inputs],
+        "output": [_tensor_message(tensor) for tensor in outputs],
         "dynamic_batching": {"max_queue_delay_microseconds": delay_us},
         "instance_group": [{"count": 1, "kind": EnumValue(device)}],
         "parameters": [
             {"key": key, "value": {"string_value": value}} for key, value in (parameters or {}).items()
         ],
     }
-    return "".join(_lines(said, 0))
+    return "".join(_lines(fields, 0))
 
 
-def _tensor_message(one: TritonTensor) -> dict[str, Any]:
-    return {"name": one.name, "data_type": EnumValue(one.kind), "dims": list(one.dims)}
+def _tensor_message(tensor: TritonTensor) -> dict[str, Any]:
+    return {"name": tensor.name, "data_type": EnumValue(tensor.kind), "dims": list(tensor.dims)}
 
 
 def _lines(message: Mapping[str, Any], deep: int) -> list[str]:
     """Return the fields of a message; a list is a repeated field, a mapping a nested message."""
     lines = []
     for field, value in message.items():
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, Mapping):
-                lines += [f"{'  ' * deep}{field} {{\n", *_lines(one, deep + 1), f"{'  ' * deep}}}\n"]
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Mapping):
+                lines += [f"{'  ' * deep}{field} {{\n", *_lines(item, deep + 1), f"{'  ' * deep}}}\n"]
             else:
-                shown = one.name if isinstance(one, EnumValue) else json.dumps(one, ensure_ascii=False)
+                shown = item.name if isinstance(item, EnumValue) else json.dumps(item, ensure_ascii=False)
                 lines.append(f"{'  ' * deep}{field}: {shown}\n")
     return lines
 
@@ -213,12 +213,12 @@ def _write_graph(
         model = self_contained_graph(select_graph(artifact.path, decoding), decoding, vocabulary)
         onnx.save(model, folder / "1" / "model.onnx")
         defaults = {tensor.name for tensor in model.graph.initializer}
-        names = [one.name for one in model.graph.input if one.name not in defaults]
+        names = [value.name for value in model.graph.input if value.name not in defaults]
         backend, device, most = "onnxruntime", "KIND_CPU", _LARGEST_BATCH
     output = _output_tensor(artifact, config)
     inputs = [TritonTensor(name, "TYPE_INT64", (-1,)) for name in names]
-    said = model_config(GRAPH_MODEL, backend, inputs, [output], most, _DELAY_US, device=device)
-    (folder / "config.pbtxt").write_text(said, encoding="utf-8")
+    content = model_config(GRAPH_MODEL, backend, inputs, [output], most, _DELAY_US, device=device)
+    (folder / "config.pbtxt").write_text(content, encoding="utf-8")
     return names, output, most
 
 
@@ -253,10 +253,10 @@ def _write_text(
     )
     texts = output.name == "sequences"
     answer = TritonTensor("ANSWER", "TYPE_STRING" if texts else output.kind, (1,) if texts else output.dims)
-    said = model_config(
+    content = model_config(
         TEXT_MODEL, "python", [TritonTensor("TEXT", "TYPE_STRING", (1,))], [answer], most, _DELAY_US
     )
-    (folder / "config.pbtxt").write_text(said, encoding="utf-8")
+    (folder / "config.pbtxt").write_text(content, encoding="utf-8")
 
 
 def text_model_settings(

@@ -125,8 +125,8 @@ def missing_operators(graph: CheckedGraph) -> Iterator[RuleFinding]:
 def training_mode(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find Dropout and BatchNormalization nodes in training mode."""
     for node in graph.nodes_of_type("Dropout", "BatchNormalization"):
-        told = graph.constant_value(input_name(node, 2)) if node.op_type == "Dropout" else None
-        if node_attribute(node, "training_mode") or (told is not None and told.any()):
+        value = graph.constant_value(input_name(node, 2)) if node.op_type == "Dropout" else None
+        if node_attribute(node, "training_mode") or (value is not None and value.any()):
             yield RuleFinding(
                 node_location(node), "it is in training mode.", "Export the model in eval mode."
             )

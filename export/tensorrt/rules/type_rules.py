@@ -93,18 +93,20 @@ def internal_uint8(graph: CheckedGraph) -> Iterator[RuleFinding]:
 
     outputs = {value.name for value in graph.model.graph.output}
     for node in graph.nodes_of_type():
-        made = [n for n in node.output if graph.element_type(n) == TensorProto.UINT8 and n not in outputs]
-        if made and node.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear", "Constant"):
+        uint8_outputs = [
+            n for n in node.output if graph.element_type(n) == TensorProto.UINT8 and n not in outputs
+        ]
+        if uint8_outputs and node.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear", "Constant"):
             yield RuleFinding(node_location(node), "it outputs uint8 to other operators; TensorRT supports"
             " uint8 only at the network's"
                         " inputs and outputs.", "Cast to int32 instead.")  # fmt: skip
-        fed = [
+        uint8_inputs = [
             n for n in _input_names(graph) if n in node.input and graph.element_type(n) == TensorProto.UINT8
         ]
-        if fed and node.op_type not in ("Cast", "DequantizeLinear", "Identity"):
+        if uint8_inputs and node.op_type not in ("Cast", "DequantizeLinear", "Identity"):
             yield RuleFinding(
                 node_location(node),
-                f"it computes with the input '{fed[0]}' in uint8.",
+                f"it computes with the input '{uint8_inputs[0]}' in uint8.",
                 "Cast the input first.",
             )
 
@@ -128,13 +130,13 @@ def double_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find double values, which TensorRT silently reads as float."""
     from onnx import TensorProto
 
-    mend = "Export in float, or compute outside of the graph what needs the precision."
+    hint = "Export in float, or compute outside of the graph what needs the precision."
     for value in (*graph.model.graph.input, *graph.model.graph.output):
         if value.type.tensor_type.elem_type == TensorProto.DOUBLE:
-            yield RuleFinding(f"'{value.name}'", "double; TensorRT computes and binds it as float.", mend)
+            yield RuleFinding(f"'{value.name}'", "double; TensorRT computes and binds it as float.", hint)
     for name, tensor in graph.constants.items():
         if tensor.data_type == TensorProto.DOUBLE:
-            yield RuleFinding(f"the constant '{name}'", "double; TensorRT rounds it to float.", mend)
+            yield RuleFinding(f"the constant '{name}'", "double; TensorRT rounds it to float.", hint)
     for node in graph.nodes_of_type("Cast"):
         if node_attribute(node, "to") == TensorProto.DOUBLE:
-            yield RuleFinding(node_location(node), "a cast to double; TensorRT continues in float.", mend)
+            yield RuleFinding(node_location(node), "a cast to double; TensorRT continues in float.", hint)

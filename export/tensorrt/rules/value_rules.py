@@ -133,19 +133,19 @@ def unnamed_sizes(graph: CheckedGraph) -> Iterator[RuleFinding]:
 
 def too_many_axes(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find tensors with more than 8 axes."""
-    mend = "Merge some of its axes."
+    hint = "Merge some of its axes."
     for name, tensor in graph.constants.items():
         if len(tensor.dims) > _MAX_AXES:
             yield RuleFinding(
-                f"the constant '{name}'", f"{len(tensor.dims)} axes; TensorRT supports at most 8.", mend
+                f"the constant '{name}'", f"{len(tensor.dims)} axes; TensorRT supports at most 8.", hint
             )
     for value in graph.model.graph.input:
         if len(value.type.tensor_type.shape.dim) > _MAX_AXES:
             count = len(value.type.tensor_type.shape.dim)
             yield RuleFinding(
-                f"the input '{value.name}'", f"{count} axes; TensorRT supports at most 8.", mend
+                f"the input '{value.name}'", f"{count} axes; TensorRT supports at most 8.", hint
             )
     for node in graph.nodes_of_type("Reshape"):
         shape = graph.constant_value(input_name(node, 1))
         if shape is not None and shape.size > _MAX_AXES:
-            yield RuleFinding(node_location(node), f"{shape.size} axes; TensorRT supports at most 8.", mend)
+            yield RuleFinding(node_location(node), f"{shape.size} axes; TensorRT supports at most 8.", hint)

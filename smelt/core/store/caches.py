@@ -58,7 +58,7 @@ class CachedFiles:
         return "damaged" if self.note is None else self.note.what
 
     def find_damage(self) -> tuple[Path, str] | None:
-        """Return a damaged file and the damage; None if all are intact."""
+        """Return a damaged file and what is wrong with it; None if all are intact."""
         if self.note is None or self.note.key != self.path.name:
             return self.path / CACHE_NOTE_FILE, "not a note that this version of smelt can read"
         for name, record in self.note.files.items():
@@ -159,9 +159,9 @@ class StageCache:
         key = json_hash({"files": dict(what), "libraries": dict(self.versions)})
         words, artifacts = str(what["what"]), list(what["artifacts"])
         with self.store.lock(key, self._report_wait):
-            found, there = self._find_intact(key, words), True
+            found, cached = self._find_intact(key, words), True
             if found is None:
-                there, started = False, time.monotonic()
+                cached, started = False, time.monotonic()
                 with self.store.workspace() as space:
                     folder = space / "out"
                     folder.mkdir()
@@ -171,7 +171,7 @@ class StageCache:
             else:
                 took = "from the cache"
             self.log(f"  {words}: {found.size_bytes / 1e6:,.1f} MB, {took}")
-        yield found.path, there
+        yield found.path, cached
 
     def _find_intact(self, key: str, words: str) -> CachedFiles | None:
         found = find_cached_files(self.store, key)

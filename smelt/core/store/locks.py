@@ -237,14 +237,14 @@ def remove_stale_lock(path: Path) -> None:
         finally:
             os.close(descriptor)
         if free and sys.platform == "win32":
-            path.unlink()  # fails, without harm, if another process has opened it meanwhile
+            path.unlink()  # fails, which is harmless, if another process has opened it meanwhile
 
 
 def _acquire(path: Path, on_wait: Callable[[str], None]) -> int | None:
     """Return the descriptor of the locked file, or None without lock support."""
     from filelock import lock_descriptor
 
-    told = False
+    reported = False
     while True:
         descriptor = _open_lock_file(path, os.O_CREAT)
         try:
@@ -255,9 +255,9 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int | None:
                 os.close(descriptor)
                 return None
             if not taken:
-                if not told:
+                if not reported:
                     on_wait(str(read_owner(path) or "another process"))
-                told = True
+                reported = True
                 lock_descriptor(descriptor, poll_interval=_POLL_S)
             if _is_same_file(path, descriptor):
                 with contextlib.suppress(OSError):  # a full disk: the name is for messages only
@@ -312,14 +312,14 @@ def _hold_lease(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
     place = path.with_name(path.name + _LEASE_SUFFIX)
     _remove_stale_lease(place)  # a caller that refuses to wait would never detect an expired lease
     lease = _make_lease(place)
-    told = False
+    reported = False
     while not lease.is_locked:
         try:
             lease.acquire(blocking=False)
         except Timeout:
-            if not told:
+            if not reported:
                 on_wait(_describe_lease_owner(lease))
-            told = True
+            reported = True
             time.sleep(_LEASE_POLL_S)
             _break_ownerless_lease(lease, place)
     try:

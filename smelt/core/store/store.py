@@ -52,7 +52,7 @@ class Store:
         self._remove_leftovers()
 
     def find(
-        self, key: str, mend: str = "Run the recipe again with --rebuild to build it again."
+        self, key: str, hint: str = "Run the recipe again with --rebuild to build it again."
     ) -> Artifact | None:
         """Return the artifact with this key, or None if it was never finished.
 
@@ -61,7 +61,7 @@ class Store:
 
         Args:
             key: of the artifact.
-            mend: how to repair a damaged one, the end of the message.
+            hint: how to repair a damaged one, the end of the message.
 
         Raises:
             InputError: a file is missing or its bytes have changed.
@@ -76,21 +76,21 @@ class Store:
                     f"{path / MANIFEST}: this is the manifest of another artifact.", code="wrong-manifest"
                 )
         except InputError as error:
-            raise InputError(f"{error} {mend}", code=error.code) from error
+            raise InputError(f"{error} {hint}", code=error.code) from error
         if self._read_checked(key).get("files") != _file_states(artifact):
             try:
                 digest = sha256_of(path / MANIFEST)
             except OSError as error:
                 raise InputError(
-                    f"{path / MANIFEST}: cannot be read: {error}. {mend}", code="unreadable-file"
+                    f"{path / MANIFEST}: cannot be read: {error}. {hint}", code="unreadable-file"
                 ) from error
             # checked twice: another process may have stored a new artifact and its note meanwhile
             if all(self._read_checked(key).get("manifest", digest) != digest for _ in range(2)):
                 raise InputError(
-                    f"{path / MANIFEST}: the file has been modified since it was written. {mend}",
+                    f"{path / MANIFEST}: the file has been modified since it was written. {hint}",
                     code="changed-manifest",
                 )
-            artifact.verify(mend)
+            artifact.verify(hint)
             self._write_checked(artifact)
         return artifact
 

@@ -212,10 +212,10 @@ class Stack:
 
     def num_layers(self, config: Config) -> int | None:
         """Return the number of blocks in `config`, None if it has none."""
-        said = config.get(self.num_layers_key) or config.get(
+        number = config.get(self.num_layers_key) or config.get(
             self.num_layers_fallback_key or self.num_layers_key
         )
-        return said if isinstance(said, int) else None
+        return number if isinstance(number, int) else None
 
 
 @dataclass(frozen=True)

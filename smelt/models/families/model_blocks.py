@@ -100,8 +100,8 @@ def output_modules(model: Any) -> tuple[str, ...]:
     See `Family.head_modules`. A model of an unsupported family has none.
     """
     family = family_of(model)
-    there = {name for name, _ in model.named_modules()}
-    return family.head_modules if family is not None and there.issuperset(family.head_modules) else ()
+    names = {name for name, _ in model.named_modules()}
+    return family.head_modules if family is not None and names.issuperset(family.head_modules) else ()
 
 
 @dataclass(frozen=True)
@@ -252,12 +252,14 @@ class _NormCollector:
         by_norm = {norm: self._submodules(list(readers)) for norm, (_, readers, _) in self.met.items()}
         result = []
         for norm, (name, readers, only) in self.met.items():
-            others = {leaf for other, leaves in by_norm.items() if other is not norm for leaf in leaves}
+            other_leaves = {leaf for other, leaves in by_norm.items() if other is not norm for leaf in leaves}
             inside = by_norm[norm]
-            apart = all(
-                owners[id(p)] <= inside - others for leaf in inside for p in leaf.parameters(recurse=False)
+            unshared = all(
+                owners[id(p)] <= inside - other_leaves
+                for leaf in inside
+                for p in leaf.parameters(recurse=False)
             )
-            result.append(NormConsumers(name, tuple(readers), only, only and bool(readers) and apart))
+            result.append(NormConsumers(name, tuple(readers), only, only and bool(readers) and unshared))
         return result
 
     def _submodules(self, names: list[str]) -> set[Any]:

@@ -49,8 +49,8 @@ def stacks(config: Config) -> tuple[Stack, ...]:
 def _unsupported_config(config: Config) -> list[str]:
     found = unsupported_config(config)
     rope = config.get("rope_parameters")  # transformers 5 stores it there, 4 in the config itself
-    said = [part.get("partial_rotary_factor") for part in (config, rope) if isinstance(part, dict)]
-    if any(factor not in (None, 1) for factor in said):
+    factors = [part.get("partial_rotary_factor") for part in (config, rope) if isinstance(part, dict)]
+    if any(factor not in (None, 1) for factor in factors):
         found.append("partial_rotary_factor is not supported; it must be 1.")
     return found
 

@@ -181,7 +181,8 @@ def _is_reusable(value: Mapping[str, Any], rounds: int, reduced: bool) -> bool:
         value["error"] is None
         and not reduced
         and all(
-            row["stable"] and sum(one["counted"] for one in row["rounds"]) >= rounds for row in value["rows"]
+            row["stable"] and sum(timing_round["counted"] for timing_round in row["rounds"]) >= rounds
+            for row in value["rows"]
         )
     )
 

@@ -197,11 +197,11 @@ class ReportBuilder:
     def _warn_dtype_differences(self) -> None:
         """Add a warning about steps whose unquantized weights have another dtype than the baseline's."""
         base = self._steps.get(self.data["baseline"], {}).get("float_dtype")
-        others: dict[str, list[str]] = {}
+        steps_by_dtype: dict[str, list[str]] = {}
         for step in self.data["steps"]:
             if base and step["float_dtype"] not in (None, base):
-                others.setdefault(step["float_dtype"], []).append(step["name"])
-        for dtype, names in others.items():
+                steps_by_dtype.setdefault(step["float_dtype"], []).append(step["name"])
+        for dtype, names in steps_by_dtype.items():
             self.add_warning(
                 warning(
                     "sizes-differ-in-dtype",

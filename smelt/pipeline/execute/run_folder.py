@@ -134,9 +134,9 @@ def require_run_folder(folder: Path) -> None:
     Raises:
         InputError: it is not (`not-a-run`).
     """
-    there = {place.name for place in folder.iterdir()} if folder.is_dir() else set()
-    if there - _INITIAL_FILES and not there >= {_LOG_FILE, "recipe.yaml"}:
-        some = ", ".join(sorted(there - _INITIAL_FILES)[:3])
+    names = {place.name for place in folder.iterdir()} if folder.is_dir() else set()
+    if names - _INITIAL_FILES and not names >= {_LOG_FILE, "recipe.yaml"}:
+        some = ", ".join(sorted(names - _INITIAL_FILES)[:3])
         raise InputError(
             f"{folder}: not empty and not the folder of a run (contains {some}). A run would overwrite its"
             " files. Choose another folder with --out.",

@@ -282,13 +282,15 @@ def smallest_deployable_step(report: Mapping[str, Any]) -> str | None:
     worse than the baseline, lose a negligible amount, or pass their gates; else the best step. A step that
     fails a gate is returned only if all do, a step with quality at chance level never.
     """
-    there = [
+    candidates = [
         step
         for step in report["steps"]
         if step["artifact"] and step["format"] == "onnx" and step["target"] == "ort-cpu"
     ]
-    there = [step for step in there if not is_step_at_chance(step)]
-    kept = [s for s in there if all(gate["passed"] is not False for gate in s.get("gates") or [])] or there
+    candidates = [step for step in candidates if not is_step_at_chance(step)]
+    kept = [
+        s for s in candidates if all(gate["passed"] is not False for gate in s.get("gates") or [])
+    ] or candidates
     worth = [step for step in kept if step["name"] in report["frontier"]]
     worth = (
         worth

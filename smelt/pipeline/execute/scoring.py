@@ -146,7 +146,7 @@ class Scorer:
     def _key(self, artifact: Artifact, split: Split) -> str:
         runtime = find_runtime(artifact.format, artifact.manifest.details.get("target"))
         libraries = library_versions((*runtime.libraries, *_METRIC_LIBRARIES))
-        beside = {"reference": self.reference and self.reference.key} if self.needs_reference else {}
+        reference_part = {"reference": self.reference and self.reference.key} if self.needs_reference else {}
         return json_hash(
             self.key_conditions()
             | {
@@ -156,7 +156,7 @@ class Scorer:
                 "metrics": sorted(self.metrics),
                 "device": artifact_device(artifact, self.device),
                 "libraries": libraries,
-                **beside,
+                **reference_part,
             }
         )
 

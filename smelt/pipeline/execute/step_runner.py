@@ -97,9 +97,9 @@ class StepRunner:
             if fresh:
                 unfinished.remove()
             manifest = self._run_stage(step, ancestors, key, space, unfinished)
-            made = self.store.commit(space / "out", manifest, replace=fresh)
+            artifact = self.store.commit(space / "out", manifest, replace=fresh)
             unfinished.remove()
-            return made
+            return artifact
 
         return self.get_or_make(step.name, key, fresh, make)
 
@@ -107,8 +107,8 @@ class StepRunner:
         self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
     ) -> tuple[Artifact, bool]:
         """Return the artifact `key` from the store, or `make` it, one process at a time."""
-        mend = f"Run the recipe again with --rebuild {name} to build it again."
-        found = None if fresh else self.store.find(key, mend)
+        hint = f"Run the recipe again with --rebuild {name} to build it again."
+        found = None if fresh else self.store.find(key, hint)
         if found:
             return found, True
 
@@ -117,16 +117,16 @@ class StepRunner:
 
         with self.store.lock(key, waiting):
             # the previous lock holder may have made it
-            found = None if fresh else self.store.find(key, mend)
+            found = None if fresh else self.store.find(key, hint)
             if found:
                 return found, True
             with self.store.workspace() as space:
                 try:
                     with rust_panics_as_errors():
-                        made = make(space)
-                        if made.format == "onnx":
-                            record_verified_graphs(made.manifest.files)
-                        return made, False
+                        artifact = make(space)
+                        if artifact.format == "onnx":
+                            record_verified_graphs(artifact.manifest.files)
+                        return artifact, False
                 except Exception as error:
                     # explained here, while the workspace still exists
                     failure = explain_step_error(error, name, space, self.display.log_path)
@@ -294,8 +294,8 @@ class TaskSetup:
     @property
     def key_parts(self) -> dict[str, Any]:
         """The parts that enter the artifact's key."""
-        made = {} if self.sentences is None else {"sentences": self.sentences.model_dump()}
-        return {"text": self.text_rules.cache_key(), **made}
+        sentence_part = {} if self.sentences is None else {"sentences": self.sentences.model_dump()}
+        return {"text": self.text_rules.cache_key(), **sentence_part}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def import_onnx_model(
     """
     graphs = list(model.graphs.values()) or [model.file]
     files = [*graphs, *(model.file.parent / name for name in model.weight_files)]
-    said: dict[str, Any] = {
+    key_fields: dict[str, Any] = {
         "stage": "model",
         "version": _VERSION,
         "graph": [sha256_of(path) for path in files],
@@ -46,16 +46,16 @@ def import_onnx_model(
     }
     axes = {value.name: value.axis for value in (*model.signature.inputs, *model.signature.outputs)}
     if step_runner.task == CUSTOM_TASK:
-        said["axes"] = axes
+        key_fields["axes"] = axes
     if task_setup is not None:
         labels = task_setup.labels and task_setup.labels[0]
-        said |= {
+        key_fields |= {
             "texts": _tokenizer_hashes(model),
             "problem_type": labels,
             "seed": step_runner.seed,
             **task_setup.key_parts,
         }
-    key = json_hash(said)
+    key = json_hash(key_fields)
 
     def make(space: Path) -> Artifact:
         from smelt.runtimes.third_party.import_graph import GRAPH_FILE, add_pooling

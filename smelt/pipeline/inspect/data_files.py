@@ -188,13 +188,13 @@ def _image_splits_in_folder(folder: Path) -> list[Path]:
 
     Without any, the folder itself is one with a subfolder per class.
     """
-    there = [
+    entries = [
         path
         for path in sorted(folder.iterdir())
         if _split_of_path(path, task=IMAGE_CLASSIFICATION)
         and (path.is_dir() or _is_readable_for(path, IMAGE_CLASSIFICATION))
     ]
-    return there or [folder]
+    return entries or [folder]
 
 
 def parse_columns(given: Sequence[str]) -> Columns:
@@ -281,9 +281,9 @@ def _guess_columns(
         if name is not None:
             found[role] = name
         elif role != "text_pair" and not (role == "label" and task == SENTENCE_SIMILARITY):
-            there = ", ".join(map(str, row)) or "none"
+            columns = ", ".join(map(str, row)) or "none"
             raise InputError(
-                f"{path}: no column found for {role}. Columns: {there}. Set it with --column {role}=NAME.",
+                f"{path}: no column found for {role}. Columns: {columns}. Set it with --column {role}=NAME.",
                 code="missing-column",
                 file=str(path),
             )

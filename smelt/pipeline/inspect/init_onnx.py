@@ -113,8 +113,8 @@ def _data_format_comments(onnx_model: ThirdPartyModel, task: Task) -> list[str]:
         return ['# Sample format: {"text": "..."}, or {"text": "...", "text_b": "...", "label": 3.8}']
     if task != CUSTOM_TASK:
         return ['# Sample format: {"text": "...", "label": "..."}, and "text_b" for pairs']
-    others = {v.name: v.axis for v in onnx_model.signature.inputs if v.axis != 0 and v.shape != ()}
-    where = "".join(f", of {name} {'none' if axis is None else axis}" for name, axis in others.items())
+    unusual_axes = {v.name: v.axis for v in onnx_model.signature.inputs if v.axis != 0 and v.shape != ()}
+    where = "".join(f", of {name} {'none' if axis is None else axis}" for name, axis in unusual_axes.items())
     return [
         *_comment_lines(f"One array per input, by name; the batch axis is 0{where}:"),
         *_savez_example(onnx_model),
@@ -123,12 +123,12 @@ def _data_format_comments(onnx_model: ThirdPartyModel, task: Task) -> list[str]:
 
 def _header_comments(onnx_model: ThirdPartyModel, path: Path, rows: DataInfo | None) -> Iterator[str]:
     details, signature = onnx_model.details, onnx_model.signature
-    made = f", produced by {details['producer']}" if details.get("producer") else ""
+    producer = f", produced by {details['producer']}" if details.get("producer") else ""
     nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
     yield f"# smelt run {path}"
     yield "#"
     yield from _comment_lines(
-        f"Created by `smelt init` for {onnx_model.file.name}: {nodes} of opset {details['opset']}{made}."
+        f"Created by `smelt init` for {onnx_model.file.name}: {nodes} of opset {details['opset']}{producer}."
     )
     for word, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
         yield from _comment_lines(f"{word}: {'; '.join(value.describe() for value in values)}")
@@ -166,8 +166,8 @@ def _data_lines(rows: DataInfo | None, axes: SampleAxes, end: str, base: Path) -
         columns = ", ".join(f"{role}: {_yaml_quoted(name)}" for role, name in rows.columns.items())
         yield f"  columns: {{{columns}}}"
     if axes:
-        said = (f"{_yaml_quoted(n)}: {'null' if axis is None else axis}" for n, axis in axes.items())
-        yield f"  axes: {{{', '.join(said)}}}    # batch axes, inferred from the data: check them"
+        entries = (f"{_yaml_quoted(n)}: {'null' if axis is None else axis}" for n, axis in axes.items())
+        yield f"  axes: {{{', '.join(entries)}}}    # batch axes, inferred from the data: check them"
 
 
 def _yaml_quoted(name: str) -> str:

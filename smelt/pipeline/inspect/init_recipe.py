@@ -246,20 +246,20 @@ def recipe_text(
         else propose_steps(model_info, machine, train, fast, rows, judge)
     )
     proposed = list(wanted)
-    said = [
+    comments = [
         *(quantized_model_notes(model_info.quantization, fast) if model_info.quantization else ()),
         *(data.notes if data else ()),
     ]
     if data and not machine.gpu and (effort := training_time_text(model_info, data, proposed)):
-        said.append(effort)
+        comments.append(effort)
     given = Path(model).expanduser()
     local = given.as_posix() if given.is_absolute() else _relative_path(model_info.folder or given, base)
     named = model if model_info.folder is None else local
-    head = _header_comments(model, model_info, machine, path, said, named_files=data is not None)
+    head = _header_comments(model, model_info, machine, path, comments, named_files=data is not None)
     lines = [*head, f"model: {_yaml_scalar(named)}", f"task: {model_info.task}"]
     if len(model_info.tasks) > 1:
-        others = ", ".join(t for t in model_info.tasks if t != model_info.task)
-        lines[-1] += f"    # other tasks of this family: {others}"
+        other_tasks = ", ".join(t for t in model_info.tasks if t != model_info.task)
+        lines[-1] += f"    # other tasks of this family: {other_tasks}"
     lines += [
         f"# Sample format: {_ROW_EXAMPLES[model_info.task]}",
         "data:    # test is only for scoring",
@@ -362,8 +362,8 @@ def _machine_text(machine: MachineInfo) -> str:
     """Return the description of the machine."""
     cores = f"{machine.cores} core{'' if machine.cores == 1 else 's'}"
     gpu = " and an NVIDIA GPU" if machine.gpu else " without an NVIDIA GPU"
-    there = (("TensorRT", machine.tensorrt), ("OpenVINO", machine.openvino))
-    runtimes = " and ".join(name for name, is_there in there if is_there)
+    available = (("TensorRT", machine.tensorrt), ("OpenVINO", machine.openvino))
+    runtimes = " and ".join(name for name, is_there in available if is_there)
     return f"{cores}{gpu}, with {runtimes}" if runtimes else f"{cores}{gpu}"
 
 

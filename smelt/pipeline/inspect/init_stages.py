@@ -353,9 +353,9 @@ def training_time_text(model_info: ModelInfo, data: DataInfo, steps: Iterable[Pr
     # in an encoder-decoder each half processes one side
     tokens = letters / _CHARS_PER_TOKEN / (2 if model_info.task in TEXT_TO_TEXT_TASKS else 1)
     epochs = work = 0.0
-    for word, said in settings:
-        passes = float(said.get("epochs", TrainingSettings.model_fields["epochs"].default))
-        written: Mapping[str, Any] = said.get("sequence_level") or {}
+    for word, values in settings:
+        passes = float(values.get("epochs", TrainingSettings.model_fields["epochs"].default))
+        written: Mapping[str, Any] = values.get("sequence_level") or {}
         passes /= 1 - float(written.get("original_ratio", 0))
         epochs += passes
         work += passes * (

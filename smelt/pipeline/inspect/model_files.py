@@ -97,8 +97,8 @@ def _check_embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list
     family = find_family(config)
     if family is None:
         return []
-    said = _pruned_width(folder) or config.get(family.hidden_size_key)
-    width = said if isinstance(said, int) else None
+    declared = _pruned_width(folder) or config.get(family.hidden_size_key)
+    width = declared if isinstance(declared, int) else None
     for path, name, entry in weight_tensors(folder):
         shape = entry["shape"]
         if not is_token_embedding(family, config, name) or len(shape) != 2:

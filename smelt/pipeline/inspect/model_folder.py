@@ -155,8 +155,8 @@ def check_model_folder(
         Errors and warnings.
     """
     if not folder.is_dir():
-        beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        near = did_you_mean(folder.name, beside)
+        names = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = did_you_mean(folder.name, names)
         code, kind = (
             ("not-a-folder", "not a folder") if folder.exists() else ("missing-folder", "no such folder")
         )
@@ -260,8 +260,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[Message]]:
 def read_config_file(path: Path) -> tuple[dict[str, Any], list[Message]]:
     """Return the Hugging Face config in the file `path` (empty if missing), and errors in it."""
     if not (path_exists(path) and path.is_file()):
-        beside = path_exists(path.parent) and path.parent.is_dir()
-        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()]) if beside else ""
+        folder_exists = path_exists(path.parent) and path.parent.is_dir()
+        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()]) if folder_exists else ""
         return {}, [
             error_message("missing-config", f"{path}: no such file. Expected a model's config.{near}")
         ]

@@ -60,9 +60,9 @@ class QuantizedModelInfo:
         """Return the quantized layers that `target` does not support; None if it supports all."""
         known = ((SCHEMES[name], options) for name, options in self.schemes.items())
         words = [
-            one.exported_as
-            for one, own in known
-            if unsupported_reason(one, target) or unsupported_scheme_options(one, own, target)
+            scheme.exported_as
+            for scheme, own in known
+            if unsupported_reason(scheme, target) or unsupported_scheme_options(scheme, own, target)
         ]
         return " and ".join(words) or None
 
@@ -183,8 +183,8 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
 def _max_tokens(folder: Path | None, config: Mapping[str, Any], task: Task) -> int | None:
     """Return the model's maximum input length; for a sentence embedder also limited by its own files."""
     rules = read_sentence_rules(folder) if folder is not None and task == SENTENCE_SIMILARITY else None
-    said = [n for n in (position_limit(config), rules.max_length if rules else None) if n is not None]
-    return min(said, default=None)
+    limits = [n for n in (position_limit(config), rules.max_length if rules else None) if n is not None]
+    return min(limits, default=None)
 
 
 def _config_from_hub(model: str) -> Path:
@@ -225,8 +225,8 @@ def _choose_task(
 def _tokenizer_languages(folder: Path) -> tuple[str | None, str | None]:
     """Return the languages in the tokenizer's config (mBART's `src_lang` and `tgt_lang`)."""
     try:
-        said = load_json(folder / "tokenizer_config.json")
-        found = [said.get(name) for name in ("src_lang", "tgt_lang")]
+        config = load_json(folder / "tokenizer_config.json")
+        found = [config.get(name) for name in ("src_lang", "tgt_lang")]
     except (OSError, ValueError, AttributeError, RecursionError):
         return None, None
     source, target = (name if isinstance(name, str) else None for name in found)
@@ -253,8 +253,8 @@ def _weight_count_and_dtype(folder: Path, coded: QuantizedModelInfo | None) -> t
             details = load_json(folder / MANIFEST)["details"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             details = {}
-        told = details.get("parameters") if isinstance(details, dict) else None
-        return told if isinstance(told, int) else None, coded.description
+        declared = details.get("parameters") if isinstance(details, dict) else None
+        return declared if isinstance(declared, int) else None, coded.description
     counts = count_values_by_dtype(folder)
     most = max(counts, key=counts.__getitem__, default="F32")
     return sum(counts.values()), _DTYPE_NAMES.get(most, most)

@@ -81,9 +81,9 @@ def find_graph(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        file_names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(
-            f"{path}: no such file. Expected an ONNX model.{did_you_mean(path.name, beside)}",
+            f"{path}: no such file. Expected an ONNX model.{did_you_mean(path.name, file_names)}",
             code="missing-file",
             file=str(path),
         )
@@ -201,15 +201,15 @@ def _candidate_axes(
         dims = sizes.get(value.name)
         if not dims:
             continue
-        said, shape = axes[value.name], value.shape or ()
+        declared, shape = axes[value.name], value.shape or ()
         places: list[int | None] = [axis for axis, size in enumerate(dims) if size == rows]
-        if said in places and names[value.name]:
-            places = [said]  # the dimension's name defines it
+        if declared in places and names[value.name]:
+            places = [declared]  # the dimension's name defines it
         # inputs that share the name of the batch dimension must have a batch axis
         one_name = names[value.name] and list(names.values()).count(names[value.name]) > 1
         fixed = {axis for axis, size in enumerate(shape) if isinstance(size, int)}
-        ordered = sorted(places, key=lambda axis: (axis in fixed, axis != said, axis))
-        found[value.name] = ordered or [said if one_name else None]
+        ordered = sorted(places, key=lambda axis: (axis in fixed, axis != declared, axis))
+        found[value.name] = ordered or [declared if one_name else None]
     return found
 
 

@@ -180,8 +180,8 @@ def set_engine_lengths(
 
 def _engine_max_new_tokens(step: PlanStep) -> int | None:
     """Return `max_new_tokens` of a step's engines; None if not set."""
-    said = step.settings if step.stage == "tensorrt" else getattr(step.settings, "engine", None)
-    found: int | None = getattr(said, "max_new_tokens", None)
+    engine = step.settings if step.stage == "tensorrt" else getattr(step.settings, "engine", None)
+    found: int | None = getattr(engine, "max_new_tokens", None)
     return found
 
 

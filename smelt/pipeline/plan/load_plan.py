@@ -220,10 +220,10 @@ def check_model_configs(
             references = step.settings.step_references().items()
             named = {setting: configs[name] for setting, name in references if name in configs}
             found = compare(step.settings, after, named)
-        for one in found:
-            setting = one.setting or ""
+        for mistake in found:
+            setting = mistake.setting or ""
             if setting.partition(".")[0] not in step.invalid_settings:  # those were reported already
-                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), one)
+                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), mistake)
         # with invalid settings the output config is unknown, unless the stage does not change it
         if after is before or not step.invalid_settings:
             configs[step.name] = after
@@ -278,10 +278,10 @@ def check_stage_data(
         return
     for step in steps:
         check = getattr(step.stage_class, "check_rows", None)
-        for one in check(step.settings, task, splits) if check else ():
-            setting = one.setting or ""
+        for mistake in check(step.settings, task, splits) if check else ():
+            setting = mistake.setting or ""
             if setting.split(".")[0] not in step.invalid_settings:
-                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), one)
+                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), mistake)
 
 
 def check_stage_metrics(
@@ -322,7 +322,7 @@ def default_rate_notes(
         config: config of the original model; empty if not available.
         quantization: quantized weights of the original model; None for floats.
     """
-    told = []
+    notes = []
     known: dict[str, tuple[str, ...]] = (
         {MODEL_STEP: tuple(quantization.schemes) if quantization else ()} if config else {}
     )
@@ -338,14 +338,16 @@ def default_rate_notes(
         check = getattr(step.stage_class, "check_model", None)
         configs[step.name] = after = check(settings, before)[1] if check else before
         if isinstance(settings, TrainingSettings) and _has_default_rate(settings):
-            told.append(f"{step.name} {_rate_text(settings, after, codes, has_fewer_layers(after, config))}")
-    if told:
-        yield info("default-learning-rate", f"default learning rates: {'; '.join(told)}")
+            notes.append(f"{step.name} {_rate_text(settings, after, codes, has_fewer_layers(after, config))}")
+    if notes:
+        yield info("default-learning-rate", f"default learning rates: {'; '.join(notes)}")
 
 
 def _has_default_rate(settings: Any) -> bool:
     """Return whether a training, or one of its phases, has no learning rate of its own."""
-    return any(one.learning_rate is None for one in getattr(settings, "phase_settings", lambda: [settings])())
+    return any(
+        phase.learning_rate is None for phase in getattr(settings, "phase_settings", lambda: [settings])()
+    )
 
 
 def _rate_text(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...], lost: bool) -> str:
@@ -355,14 +357,14 @@ def _rate_text(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...],
         what = "adapters"
     elif lost:
         what = "fewer layers"
-    told = f"{default_learning_rate(config, what):.2g}"
+    rate = f"{default_learning_rate(config, what):.2g}"
     few = [name for name in codes if SCHEMES[name].requires_training or 0 < SCHEMES[name].bits < 4]
     if what == "adapters" or not few:
-        return f"{told} ({what})"
+        return f"{rate} ({what})"
     through = f"{default_learning_rate(config, 'few bits'):.2g}"
     if len(few) == len(codes):
         return f"{through} (few bits)"
-    return f"{through} if most weights have fewer than four bits, else {told}"
+    return f"{through} if most weights have fewer than four bits, else {rate}"
 
 
 def unsuitable_method_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:

@@ -234,15 +234,15 @@ def _format_plan(plan: Plan) -> str:
     recipe = plan.recipe
     lines = [*_wrap_lines(f"{recipe.path}: {recipe.task}, {_pluralize(len(plan.steps), 'step')}", 2), ""]
     lines += _wrap_lines(f"model       {_model_text(recipe.model)}", 12)
-    for said in _graph_lines(plan.third_party_model) if plan.third_party_model else ():
-        lines += _wrap_lines(said, 12)
+    for entry in _graph_lines(plan.third_party_model) if plan.third_party_model else ():
+        lines += _wrap_lines(entry, 12)
     for name, origin in recipe.data.split_sources().items():
         rows = f" ({_pluralize(len(plan.splits[name]), 'sample')})" if name in plan.splits else ""
         share = recipe.data.split.named_fractions().get(name)
-        said = origin if share is None else f"{100 * share:.4g} % of train, seed {recipe.seed}"
-        lines += _wrap_lines(f"{name:<12}{said}{rows}", 12)
-    for said in resolve_text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
-        lines += _wrap_lines(f"texts       {said}", 12)
+        entry = origin if share is None else f"{100 * share:.4g} % of train, seed {recipe.seed}"
+        lines += _wrap_lines(f"{name:<12}{entry}{rows}", 12)
+    for entry in resolve_text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
+        lines += _wrap_lines(f"texts       {entry}", 12)
     if recipe.task == SENTENCE_SIMILARITY and plan.local_model:
         lines += _wrap_lines(f"vectors     {pooling_text(resolve_pooling(recipe, plan.local_model)[0])}", 12)
     lines += ["", MODEL_STEP, *_tree_lines(plan, MODEL_STEP, ""), ""]
@@ -349,10 +349,14 @@ def _value_text(value: Any) -> str:
 def _model_text(model: str | UntrainedModel) -> str:
     if isinstance(model, str):
         return model
-    made = model.tokenizer
-    if made is None:
+    tokenizer = model.tokenizer
+    if tokenizer is None:
         return f"{model.config}, untrained"
-    words = made if isinstance(made, str) else f"{made.train}, at most {made.vocab_size:,} tokens, from train"
+    words = (
+        tokenizer
+        if isinstance(tokenizer, str)
+        else f"{tokenizer.train}, at most {tokenizer.vocab_size:,} tokens, from train"
+    )
     return f"{model.config}, untrained; tokenizer: {words}"
 
 
@@ -367,12 +371,12 @@ def _wrap_lines(text: str, indent: int) -> list[str]:
 def _graph_lines(model: ThirdPartyModel) -> Iterator[str]:
     """Yield the lines about an ONNX model in `smelt plan`."""
     details = model.details
-    made = f", produced by {details['producer']}" if details.get("producer") else ""
+    producer = f", produced by {details['producer']}" if details.get("producer") else ""
     nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
     if model.graphs:
         names = ", ".join(f"{name}.onnx" for name in model.graphs)
-        yield f"graphs      {names}: {nodes} of opset {details['opset']}{made}"
+        yield f"graphs      {names}: {nodes} of opset {details['opset']}{producer}"
         return
-    yield f"graph       {nodes} of opset {details['opset']}{made}"
+    yield f"graph       {nodes} of opset {details['opset']}{producer}"
     yield f"inputs      {'; '.join(value.describe() for value in model.signature.inputs)}"
     yield f"outputs     {'; '.join(value.describe() for value in model.signature.outputs)}"

@@ -234,8 +234,10 @@ class PlanChecker:
                 what = f"no earlier step '{name[:60]}'."
             hint = did_you_mean(name, fit)
             folder = resolve_path(self.recipe.base, name)
-            there = name.strip() and path_exists(folder / "config.json") and any(folder.glob("*.safetensors"))
-            if setting in folders and there:
+            is_model = (
+                name.strip() and path_exists(folder / "config.json") and any(folder.glob("*.safetensors"))
+            )
+            if setting in folders and is_model:
                 hint = f" For a model in a folder write `{{model: {name}}}`."
             self.mistakes.add(path, f"{what} Possible steps: {', '.join(fit)}.{hint}", code=code)
 

@@ -42,8 +42,8 @@ def prequantized_mistakes(
                 "already-quantized",
             )
         elif zeros := next((n for n in TRAINING_BEFORE_QUANTIZE if getattr(step.settings, n, None)), None):
-            said = f"{zeros} {what}. Remove {zeros}, or start from {quantization.float_source}."
-            yield step.name, said, AFTER_QUANTIZE
+            text = f"{zeros} {what}. Remove {zeros}, or start from {quantization.float_source}."
+            yield step.name, text, AFTER_QUANTIZE
         elif step.stage == "onnx" and target and (codes := quantization.unsupported_by(str(target))):
             ways = [f"target: {' or '.join(quantization.targets)}"] if quantization.targets else []
             yield (
@@ -176,7 +176,7 @@ def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[tuple[
     """Yield (message, code) for settings of a training step that do not fit its quantized input."""
     codes, halved = (
         getattr(settings, "qat", None),
-        [name for name, one in SCHEMES.items() if one.split_scheme],
+        [name for name, scheme in SCHEMES.items() if scheme.split_scheme],
     )
     if getattr(settings, "lora", None) is not None and before.is_split and not before.has_float_layers:
         yield (
@@ -213,8 +213,8 @@ def _state_after_step(settings: Any, before: _QuantizationState) -> _Quantizatio
     codes = getattr(settings, "qat", None)
     if getattr(settings, "lora", None) is not None:
         text = "adapters, which cannot be split. Remove lora from the earlier step."
-        beside = ("adapters-not-splittable", text)
-        unsplit = before.split_obstacle if before.has_float_layers else before.split_obstacle or beside
+        obstacle = ("adapters-not-splittable", text)
+        unsplit = before.split_obstacle if before.has_float_layers else before.split_obstacle or obstacle
         return replace(before, split_obstacle=unsplit, has_low_rank=True)
     if (
         codes is not None

@@ -160,13 +160,13 @@ def supported_bit_widths(quantized: StepDraft, target: str) -> dict[int, float]:
     settings: Any = quantized.settings
     if getattr(settings, "mixed_precision", None) is None:
         return {}
-    made = {
+    schemes = {
         width: (scheme, settings.scheme_options(scheme.name))
         for width, scheme in sorted(SCHEMES_BY_BITS.items())
     }
     return {
         width: bits_per_weight(scheme, options)
-        for width, (scheme, options) in made.items()
+        for width, (scheme, options) in schemes.items()
         if not unsupported_reason(scheme, target) and not unsupported_scheme_options(scheme, options, target)
     }
 
@@ -292,10 +292,10 @@ def _supported_width_settings(quantized: StepDraft, target: str) -> list[str]:
         return []
     budget = cast(Any, quantized.settings).mixed_precision.target_bits
     least, most = min(runs.values()), max(runs.values())
-    beside = (
+    budget_text = (
         "" if budget is None or least <= budget < most else f" and target_bits between {least:g} and {most:g}"
     )
-    return [f"'{quantized.name}' `mixed_precision: {{bit_widths: {[*runs]}}}`{beside}"]
+    return [f"'{quantized.name}' `mixed_precision: {{bit_widths: {[*runs]}}}`{budget_text}"]
 
 
 def _supported_scheme_settings(quantized: StepDraft, target: str) -> list[str]:
@@ -304,16 +304,16 @@ def _supported_scheme_settings(quantized: StepDraft, target: str) -> list[str]:
     If it supports the scheme of the linear layers, only embedding schemes are returned.
     """
     settings: Any = quantized.settings
-    others = schemes_for_target(target)
-    if not others or quantization_schemes(quantized) is None:
+    schemes = schemes_for_target(target)
+    if not schemes or quantization_schemes(quantized) is None:
         return []
     if settings.mixed_precision is not None:
-        return [f"quantize with {' or '.join(others)} in place of mixed_precision"]
-    if settings.scheme in others:
-        tables = [name for name in others if SCHEMES[name].supports_embeddings]
+        return [f"quantize with {' or '.join(schemes)} in place of mixed_precision"]
+    if settings.scheme in schemes:
+        tables = [name for name in schemes if SCHEMES[name].supports_embeddings]
         return [f"'{quantized.name}' `embedding_scheme: {' or '.join(tables)}`"]
-    named = settings.embedding_scheme is not None and settings.embedding_scheme not in others
-    return [f"quantize with {' or '.join(others)}{', without `embedding_scheme`' if named else ''}"]
+    named = settings.embedding_scheme is not None and settings.embedding_scheme not in schemes
+    return [f"quantize with {' or '.join(schemes)}{', without `embedding_scheme`' if named else ''}"]
 
 
 def check_shortlist_scheme(draft: StepDraft, quantized: StepDraft | None, mistakes: Mistakes) -> None:

@@ -50,10 +50,10 @@ def resolve_pooling(recipe: ParsedRecipe, folder: Path | None) -> tuple[Sentence
         InputError: the folder's files are damaged, or use a feature that smelt does not support.
     """
     own = None if folder is None else read_sentence_rules(folder)
-    said = recipe.embedding.model_dump(exclude_none=True)
-    rules = (own or SentenceRules()).model_copy(update=said)
+    explicit = recipe.embedding.model_dump(exclude_none=True)
+    rules = (own or SentenceRules()).model_copy(update=explicit)
     doubts: list[Message] = []
-    if own is None and "pooling" not in said:
+    if own is None and "pooling" not in explicit:
         doubts.append(
             warning(
                 "pooling-assumed",
@@ -64,13 +64,13 @@ def resolve_pooling(recipe: ParsedRecipe, folder: Path | None) -> tuple[Sentence
             )
         )
     for name in ("pooling", "normalize") if own is not None else ():
-        if name in said and said[name] != getattr(own, name):
+        if name in explicit and explicit[name] != getattr(own, name):
             doubts.append(
                 warning(
                     "embedding-differs",
-                    f"embedding: {name} is {said[name]}, but the model was trained with {getattr(own, name)}"
-                    f" ({MODULES_FILE}), so its vectors will differ. Remove the setting to use the"
-                    " model's value.",
+                    f"embedding: {name} is {explicit[name]}, but the model was trained with"
+                    f" {getattr(own, name)} ({MODULES_FILE}), so its vectors will differ."
+                    " Remove the setting to use the model's value.",
                     setting=f"embedding.{name}",
                 )
             )
@@ -128,7 +128,8 @@ def embedder_metrics(recipe: ParsedRecipe, data: Mapping[str, Split]) -> tuple[s
         InputError: metrics or gates need scores that the test samples do not have; lists every mistake.
     """
     found = [
-        one.with_prefix(f"{'.'.join(map(str, where))}: ") for where, one in _embedder_mistakes(recipe, data)
+        mistake.with_prefix(f"{'.'.join(map(str, where))}: ")
+        for where, mistake in _embedder_mistakes(recipe, data)
     ]
     if found:
         raise combined_error(found)
@@ -218,8 +219,8 @@ def _embedder_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules,
             code="missing-prompt",
         )
     rules = TextRules(prefix=prefix, lower=known.lower or (own is not None and own.lower))
-    said = [f"prefix {prefix!r}"] if prefix else []
-    return rules, said + (["lowercased"] if rules.lower else [])
+    notes = [f"prefix {prefix!r}"] if prefix else []
+    return rules, notes + (["lowercased"] if rules.lower else [])
 
 
 def _multilingual_text_rules(
@@ -239,8 +240,8 @@ def _multilingual_text_rules(
         _check_language_code(code, folder)
     prefix = known.prefix if data.prefix is None else data.prefix
     rules = TextRules(prefix=prefix, source_language=source, target_language=target)
-    said = [f"languages {source} to {target}"] + ([f"prefix {prefix!r}"] if prefix else [])
-    return rules, said
+    notes = [f"languages {source} to {target}"] + ([f"prefix {prefix!r}"] if prefix else [])
+    return rules, notes
 
 
 def _check_language_code(code: str, folder: Path) -> None:

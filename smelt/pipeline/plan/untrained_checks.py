@@ -123,10 +123,10 @@ def _image_mistakes(
     except InputError as error:
         yield ("image_size",), error.as_message()
         return
-    said = config.get("image_size")
-    if isinstance(said, int) and found not in (None, (said, said)):
+    declared = config.get("image_size")
+    if isinstance(declared, int) and found not in (None, (declared, declared)):
         size = f"{found[0]} x {found[1]}"
-        text = f"the images are {size}, but image_size in the config is {said}. Use the same size."
+        text = f"the images are {size}, but image_size in the config is {declared}. Use the same size."
         yield ("image_size",), error_message("settings-conflict", text)
 
 
@@ -277,11 +277,11 @@ def resolve_labels(
     """
     config, _ = (read_config_file if isinstance(recipe.model, str) else read_untrained_config)(file)
     problem = problem or resolve_problem_type(config, data)
-    found = [one for _, one in label_mistakes(config, data, problem)]
+    found = [mistake for _, mistake in label_mistakes(config, data, problem)]
     quality = metric_mistakes(recipe.score.quality, problem)
-    found += [one.with_prefix("score.quality: ") for _, one in quality]
+    found += [mistake.with_prefix("score.quality: ") for _, mistake in quality]
     metrics = recipe.score.quality or METRICS_BY_PROBLEM[problem]
-    found += [one.with_prefix("gates: ") for _, one in gate_mistakes(recipe.gates, metrics, problem)]
+    found += [mistake.with_prefix("gates: ") for _, mistake in gate_mistakes(recipe.gates, metrics, problem)]
     if found:
         raise combined_error(found)
     return (problem, new_class_names(data, problem)), metrics

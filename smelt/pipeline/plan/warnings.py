@@ -140,11 +140,11 @@ def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[
     if not known:
         return []
     long = f" of {_MIN_CHARACTERS} characters or more" if task == "language-modeling" else ""
-    alike, one = ("byte for byte", "image") if task == IMAGE_CLASSIFICATION else ("word for word", "text")
+    alike, noun = ("byte for byte", "image") if task == IMAGE_CLASSIFICATION else ("word for word", "text")
     text = f"{len(copies):,} of {len(rows):,} test samples{long} are also in {name}, {alike}"
     if len(known) > len(copies):
         what, more = "target" if task in TEXT_TO_TEXT_TASKS else "label", len(known) - len(copies)
-        unlike = f"have {with_article(one)} of {name} with another {what}"
+        unlike = f"have {with_article(noun)} of {name} with another {what}"
         text = (
             f"{text}; {more:,} more {unlike}"
             if copies
@@ -153,7 +153,7 @@ def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[
     why = "used for training" if name == "train" else "used to choose the checkpoint"
     code = "test-rows-in-other-split" if copies else "test-texts-in-other-split"
     fix = "Remove them from one of the two."
-    return [warning(code, f"{text}. Scores on {one}s {why} overestimate quality on new ones. {fix}")]
+    return [warning(code, f"{text}. Scores on {noun}s {why} overestimate quality on new ones. {fix}")]
 
 
 def _calibration_splits(task: Task) -> tuple[str, ...]:
@@ -229,12 +229,12 @@ def decoding_warnings(recipe: ParsedRecipe, folder: Path) -> list[Message]:
         return []
     own = _generation_config(folder)
     beams, sampled = own.get("num_beams"), own.get("do_sample")
-    said = generation.model_fields_set
+    explicit = generation.model_fields_set
     if (
         isinstance(beams, int)
         and beams > 1
         and beams != generation.num_beams
-        and not said & {"num_beams", "do_sample"}
+        and not explicit & {"num_beams", "do_sample"}
     ):
         return [
             warning(
@@ -245,7 +245,7 @@ def decoding_warnings(recipe: ParsedRecipe, folder: Path) -> list[Message]:
                 setting="score.generation.num_beams",
             )
         ]
-    if sampled is True and not said & {"num_beams", "do_sample"}:
+    if sampled is True and not explicit & {"num_beams", "do_sample"}:
         return [
             warning(
                 "generation-config-differs",

@@ -212,7 +212,7 @@ class Mistakes:
             InputError: there is at least one mistake.
         """
         if self._entries:
-            raise combined_error(one for _, one in sorted(self._entries, key=lambda pair: pair[0]))
+            raise combined_error(mistake for _, mistake in sorted(self._entries, key=lambda pair: pair[0]))
 
     def _override_at(self, path: KeyPath) -> str | None:
         found = (self.overridden.get(path[:n]) for n in range(len(path), 0, -1))

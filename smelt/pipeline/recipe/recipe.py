@@ -172,9 +172,9 @@ def find_recipe(word: str) -> Path:
         raise InputError(
             f"{word} is a folder, not a recipe. A recipe is a YAML file.{hint}", code="not-a-recipe"
         )
-    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    file_names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     names = ", ".join(sorted(shipped)) or "none"
-    hint = did_you_mean(path.name, [*beside, *shipped])
+    hint = did_you_mean(path.name, [*file_names, *shipped])
     raise InputError(
         f"{word}: recipe not found. No such file, and the recipes included in smelt are: {names}.{hint}",
         code="unknown-recipe",

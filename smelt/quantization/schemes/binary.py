@@ -8,7 +8,7 @@ Runtime expands them once, when the session is opened.
 
 For a group w of a row, the best values of the form alpha * sign are alpha = mean |w| and the signs of w
 (Rastegari et al. 2016, XNOR-Net, arXiv:1603.05279, section 3.1, Binary-Weight-Networks); sign(0) is +1.
-Training updates float weights behind the signs, with a straight-through gradient everywhere, as for the
+Training updates float weights, whose signs are used, with a straight-through gradient everywhere, as for the
 weights of transformers in Liu et al. 2022, BiT, arXiv:2205.13016 (github.com/facebookresearch/bit,
 transformer/utils_quant.py, BwnQuantizer). The clip at 1 of BinaryConnect (Courbariaux et al. 2015,
 arXiv:1511.00363) belongs to weights that represent -1 and 1 themselves: here they are a hundredth of that.

@@ -216,8 +216,8 @@ def _initial_centroids(rising: Tensor, filling: Tensor, counts: Tensor) -> list[
     quantiles = rising.gather(2, (parts_of_all * counts).long())
     gaps = rising.masked_fill(filling, 0).diff(dim=-1, prepend=first).clamp(min=0)
     ways = gaps.pow(_GAPS).masked_fill(filling, 0).cumsum(dim=-1)
-    there = torch.searchsorted(ways, (ways[..., -1:] * parts_of_all).contiguous())
-    dense = rising.gather(2, there.minimum(counts - 1))
+    positions = torch.searchsorted(ways, (ways[..., -1:] * parts_of_all).contiguous())
+    dense = rising.gather(2, positions.minimum(counts - 1))
     return [even, whole.sort(dim=-1).values, (even + quantiles) / 2, dense]
 
 

@@ -98,7 +98,7 @@ def default_options(scheme: Scheme) -> dict[str, Any]:
 def is_row_independent(scheme: Scheme, width: int, options: SchemeOptions) -> bool:
     """Return whether the weights and scales of a row of K = `width` inputs depend on that row only."""
     stored = scheme.stored_tensors(1, width, options).values()
-    return not scheme.is_per_tensor(options) and all(one.per_row or one.calibrated for one in stored)
+    return not scheme.is_per_tensor(options) and all(tensor.per_row or tensor.calibrated for tensor in stored)
 
 
 def schemes_by_option() -> dict[str, list[tuple[Scheme, SchemeOption]]]:
@@ -115,8 +115,8 @@ def bits_per_weight(scheme: Scheme, options: SchemeOptions, width: int = _WIDTH)
 
     A calibrated value is one number for a whole matrix and does not count.
     """
-    stored = [one for one in scheme.stored_tensors(1, width, options).values() if not one.calibrated]
-    return 8 * sum(stored_bytes(one) for one in stored) / width
+    stored = [tensor for tensor in scheme.stored_tensors(1, width, options).values() if not tensor.calibrated]
+    return 8 * sum(stored_bytes(tensor) for tensor in stored) / width
 
 
 def stored_bytes(stored: StoredTensor) -> int:
@@ -164,7 +164,7 @@ def unsupported_scheme_options(scheme: Scheme, options: SchemeOptions, target: s
 def supported_dtypes(schemes: Iterable[Scheme], target: str) -> list[str]:
     """Return the dtypes of a graph for the target in which the scales of all schemes keep their precision."""
     kept = [scheme.supported_dtypes.get(graph_target(target), ()) for scheme in schemes]
-    return ["fp32", *(word for word in ("fp16", "bf16") if all(word in one for one in kept))]
+    return ["fp32", *(word for word in ("fp16", "bf16") if all(word in dtypes for dtypes in kept))]
 
 
 def format_option(name: str, values: Iterable[OptionValue]) -> str:

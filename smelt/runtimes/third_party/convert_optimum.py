@@ -146,7 +146,7 @@ def convert_encoder_decoder(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     else:
         later, first = parts[DECODER_WITH_PAST_GRAPH], parts[FIRST_DECODER_GRAPH]
     opsets = [_opsets(model) for model in (encoder, first, later)]
-    if any(said != opsets[0] for said in opsets):
+    if any(versions != opsets[0] for versions in opsets):
         raise InputError(
             "encoder and decoder have different opsets: export them together",
             code="opset-mismatch",
@@ -226,7 +226,7 @@ def _build_encoder(encoder: Any, first: Any, wanted: list[str]) -> Any:
         ENCODER_ATTENTION_MASK: ATTENTION_MASK,
         "input_ids": _ROWS,
     } | {name: name for name in names}
-    made = rename_values(found, lambda name: known.get(name, _CROSS + name), _CROSS)
+    projections = rename_values(found, lambda name: known.get(name, _CROSS + name), _CROSS)
     weights = [copy_message(tensor) for tensor in used_tensors(first.graph.initializer, found)]
     for tensor in weights:
         tensor.name = known.get(tensor.name, _CROSS + tensor.name)
@@ -236,7 +236,7 @@ def _build_encoder(encoder: Any, first: Any, wanted: list[str]) -> Any:
 
         ends = {f"{_ROWS}.{word}": np.array([n]) for word, n in (("start", 0), ("end", 1), ("axis", 1))}
         weights += [numpy_helper.from_array(value, name) for name, value in ends.items()]
-        made.insert(0, helper.make_node("Slice", [ATTENTION_MASK, *ends], [_ROWS], _ROWS))
+        projections.insert(0, helper.make_node("Slice", [ATTENTION_MASK, *ends], [_ROWS], _ROWS))
     graph = encoder.graph
     inputs = [copy_message(value) for value in graph.input]
     if all(value.name != ATTENTION_MASK for value in inputs):
@@ -245,7 +245,9 @@ def _build_encoder(encoder: Any, first: Any, wanted: list[str]) -> Any:
         _name_dimensions(value, ("batch", "encoder_length"), "")
     own = nodes_for_outputs(graph.node, [LAST_HIDDEN_STATE])
     hidden = [o for o in graph.output if o.name == LAST_HIDDEN_STATE]
-    return _make_model(encoder, [*own, *made], inputs, [*hidden, *outputs], [*graph.initializer, *weights])
+    return _make_model(
+        encoder, [*own, *projections], inputs, [*hidden, *outputs], [*graph.initializer, *weights]
+    )
 
 
 def _build_decoder(later: Any) -> Any:
@@ -303,12 +305,12 @@ def _unused_name(name: str, known: set[str]) -> str:
 def _name_dimensions(value: Any, sizes: tuple[str | int, ...] | None, past: str) -> None:
     """Rename the dimensions of an input as in smelt's own graphs."""
     dims = value.type.tensor_type.shape.dim
-    said: tuple[tuple[int, str | int], ...] = ()
+    dimensions: tuple[tuple[int, str | int], ...] = ()
     if value.name.startswith(PAST_PREFIX) and len(dims) == 4:
-        said = ((0, "batch"), (2, past))
+        dimensions = ((0, "batch"), (2, past))
     elif sizes is not None and len(dims) == len(sizes):
-        said = tuple(enumerate(sizes))
-    for at, size in said:
+        dimensions = tuple(enumerate(sizes))
+    for at, size in dimensions:
         if isinstance(size, int):
             dims[at].dim_value = size
         else:

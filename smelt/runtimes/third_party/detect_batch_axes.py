@@ -46,9 +46,13 @@ def detect_output_axes(
             return None
         feeds = known.make_feeds(arrays.padded_to(size), 0, size)
         with TemporaryDirectory(prefix="smelt-") as folder:
-            said = [str(graph), *write_feeds(Path(folder), feeds), json.dumps([size, known.input_batch_axes])]
+            arguments = [
+                str(graph),
+                *write_feeds(Path(folder), feeds),
+                json.dumps([size, known.input_batch_axes]),
+            ]
             found: dict[str, list[int] | None] | None = run_isolated(
-                __name__, said, trial_limits(graph, feeds)
+                __name__, arguments, trial_limits(graph, feeds)
             )
     except (InputError, IsolatedProcessError, ValueError):  # reported by the plan and the run
         return None
@@ -71,7 +75,7 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, list[int] | None] | N
     try:
         session = open_onnx_session(Path(arguments[0]), threads=1)
         names = [output.name for output in session.get_outputs()]
-        first, second = (session.run(names, fed) for fed in (feeds, turned))
+        first, second = (session.run(names, inputs) for inputs in (feeds, turned))
     except MemoryError:
         raise
     except Exception:  # ONNX Runtime's exceptions have no other common base
@@ -95,10 +99,10 @@ def _permuted_axes(first: NDArray[Any], second: NDArray[Any], size: int) -> list
     return [axis for axis in places if _is_close(np.roll(first, 1, axis), second)]
 
 
-def _is_close(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    if one.shape != other.shape or one.dtype.kind != "f":
-        return np.array_equal(one, other)
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    there = np.isfinite(a)
-    scale = float(np.abs(a[there]).max(initial=0.0))
+def _is_close(first: NDArray[Any], second: NDArray[Any]) -> bool:
+    if first.shape != second.shape or first.dtype.kind != "f":
+        return np.array_equal(first, second)
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    finite = np.isfinite(a)
+    scale = float(np.abs(a[finite]).max(initial=0.0))
     return bool(np.allclose(a, b, rtol=_NEAR, atol=_NEAR * scale, equal_nan=True))

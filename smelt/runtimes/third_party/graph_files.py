@@ -56,10 +56,10 @@ def resolve_external_data(tensor: Any, graph: Path, expected: int) -> ExternalLo
     Raises:
         GraphFileError: the location leaves the folder, is not a file, or has another size.
     """
-    said = external_data_fields(tensor)
-    name = said.get("location", "")
+    fields = external_data_fields(tensor)
+    name = fields.get("location", "")
     file = _sibling_file(name, graph)
-    offset, length = _integer_field(said, "offset", 0), _integer_field(said, "length", expected)
+    offset, length = _integer_field(fields, "offset", 0), _integer_field(fields, "length", expected)
     if length != expected:
         raise GraphFileError(
             f"its shape needs {expected:,} bytes, but {length:,} are declared in {name}",
@@ -178,8 +178,8 @@ def tensor_problems(model: Any, path: Path) -> Iterator[Message]:
         if problem := _tensor_problem(tensor, path):
             alike.setdefault(problem, []).append(tensor.name or "a constant")
     for problem, names in alike.items():
-        others = {1: "", 2: " and one more"}.get(len(names), f" and {len(names) - 1} more")
-        yield problem.with_prefix(f"the tensor '{names[0]}'{others}: ")
+        more = {1: "", 2: " and one more"}.get(len(names), f" and {len(names) - 1} more")
+        yield problem.with_prefix(f"the tensor '{names[0]}'{more}: ")
 
 
 def _tensor_problem(tensor: Any, path: Path) -> Message | None:
@@ -203,10 +203,10 @@ def _tensor_problem(tensor: Any, path: Path) -> Message | None:
         return error_message("tensor-too-large", f"its shape is {_format_dims(dims)}: {count:.3g} values")
     if kind != "STRING" and is_external(tensor):
         return _external_problem(tensor, path, -(-count * BITS_BY_TYPE[kind] // 8))
-    there, what, fitting = _inline_values(tensor, kind, count)
-    if there in fitting:
+    present, what, fitting = _inline_values(tensor, kind, count)
+    if present in fitting:
         return None
-    text = f"its shape is {_format_dims(dims)}, but it has {there:,} {what}"
+    text = f"its shape is {_format_dims(dims)}, but it has {present:,} {what}"
     return error_message("wrong-tensor-size", text)
 
 
@@ -227,11 +227,11 @@ def _inline_values(tensor: Any, kind: str, count: int) -> tuple[int, str, set[in
     expected = -(-count * BITS_BY_TYPE[kind] // 8)
     if tensor.raw_data:
         return len(tensor.raw_data), "bytes", {expected}
-    there = max(len(getattr(tensor, field)) for field in _TYPED_FIELDS)
+    present = max(len(getattr(tensor, field)) for field in _TYPED_FIELDS)
     # complex numbers are two values each; types below a byte may be packed
     if kind.startswith("COMPLEX"):
-        return there, "values", {2 * count}
-    return there, "values", {count, expected} if BITS_BY_TYPE[kind] < 8 else {count}
+        return present, "values", {2 * count}
+    return present, "values", {count, expected} if BITS_BY_TYPE[kind] < 8 else {count}
 
 
 def _format_dims(dims: list[int]) -> str:
@@ -321,8 +321,8 @@ def _required_inputs(model: Any) -> list[Any]:
 
 
 def _tensor_spec(value: Any) -> TensorSpec:
-    said = value.type.tensor_type
-    shape = tuple(_dimension(d) for d in said.shape.dim) if said.HasField("shape") else None
+    tensor_type = value.type.tensor_type
+    shape = tuple(_dimension(d) for d in tensor_type.shape.dim) if tensor_type.HasField("shape") else None
     return TensorSpec(name=value.name, dtype=_type_name(value) or "float32", shape=shape)
 
 

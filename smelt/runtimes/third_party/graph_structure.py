@@ -34,11 +34,11 @@ def structure_problems(model: Any) -> Iterator[Message]:
             return
         given = {value.name for value in graph.input} | {t.name for t in graph.initializer}
         given |= {sparse.values.name for sparse in graph.sparse_initializer}
-        made = _producers(graph.node)
-        yield from _duplicate_outputs(graph.node, made, given)
-        known = given | set(made) | outer
+        producers = _producers(graph.node)
+        yield from _duplicate_outputs(graph.node, producers, given)
+        known = given | set(producers) | outer
         yield from _undefined_inputs(graph, known)
-        yield from _find_cycle(graph.node, made)
+        yield from _find_cycle(graph.node, producers)
         inner = frozenset(known)
         for node in graph.node:
             waiting += [(found, inner, depth + 1) for found in subgraphs(node)]
@@ -64,11 +64,11 @@ def _producers(nodes: Sequence[Any]) -> dict[str, int]:
 
 
 def _duplicate_outputs(
-    nodes: Sequence[Any], made: Mapping[str, int], given: Collection[str]
+    nodes: Sequence[Any], producers: Mapping[str, int], given: Collection[str]
 ) -> Iterator[Message]:
     for at, node in enumerate(nodes):
         for name in node.output:
-            if name and (made[name] != at or name in given):
+            if name and (producers[name] != at or name in given):
                 text = f"the value '{name[:80]}' is defined twice, once by the node {node_label(node)}"
                 yield error_message("duplicate-value", text)
 
@@ -89,16 +89,16 @@ def node_inputs(node: Any) -> set[str]:
     """Return all names that a node reads, including those that its subgraphs read from outside."""
     names = {name for name in node.input if name}
     for graph in subgraphs(node):
-        inside = {value.name for value in graph.output}.union(*(node_inputs(one) for one in graph.node))
+        inside = {value.name for value in graph.output}.union(*(node_inputs(inner) for inner in graph.node))
         own = {value.name for value in (*graph.input, *graph.initializer)}
         own |= {sparse.values.name for sparse in graph.sparse_initializer}
-        names |= inside - own.union(*(one.output for one in graph.node))
+        names |= inside - own.union(*(inner.output for inner in graph.node))
     return names
 
 
-def _find_cycle(nodes: Sequence[Any], made: Mapping[str, int]) -> Iterator[Message]:
+def _find_cycle(nodes: Sequence[Any], producers: Mapping[str, int]) -> Iterator[Message]:
     """Yield the nodes of one cycle, if there is one: they cannot be ordered (Kahn 1962)."""
-    before = [{made[name] for name in node_inputs(node) if name in made} for node in nodes]
+    before = [{producers[name] for name in node_inputs(node) if name in producers} for node in nodes]
     after: list[list[int]] = [[] for _ in nodes]
     for at, froms in enumerate(before):
         for source in froms:

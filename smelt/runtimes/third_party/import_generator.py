@@ -72,20 +72,20 @@ def verify_generator(
     most = ProcessLimits(max(x.memory_bytes for x in limits) * 2, sum(x.seconds for x in limits))
     words = json.dumps([None if path is None else str(path) for path in paths])
     try:
-        said = run_isolated(__name__, [words, json.dumps(cache_shape)], most)
+        answer = run_isolated(__name__, [words, json.dumps(cache_shape)], most)
     except IsolatedProcessError as error:
         raise InputError(
             f"{origin}: a trial run of the graphs failed: {error}.", code="graph-failed"
         ) from error
-    if "problem" in said:
-        raise InputError(f"{origin}: {said['problem']}.", code=said["code"])
-    return {name: (heads, width) for name, (heads, width) in said["caches"].items()}
+    if "problem" in answer:
+        raise InputError(f"{origin}: {answer['problem']}.", code=answer["code"])
+    return {name: (heads, width) for name, (heads, width) in answer["caches"].items()}
 
 
 def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
     """Compare the graphs of `arguments` in this process."""
-    decoder, *others = json.loads(arguments[0])
-    paths = GeneratorPaths(Path(decoder), *(None if name is None else Path(name) for name in others))
+    decoder, *other_paths = json.loads(arguments[0])
+    paths = GeneratorPaths(Path(decoder), *(None if name is None else Path(name) for name in other_paths))
     usual = json.loads(arguments[1])
     try:
         if paths.encoder is None:
@@ -113,29 +113,29 @@ def _verify_encoder_decoder(paths: GeneratorPaths, cache_shape: Sequence[int] | 
     nothing = dict(
         _empty_caches(first, cache_shape, rows=2)
     )  # a merged graph may be used for the first token too
-    one = _run(first, {"input_ids": start} | states | nothing)
+    present = _run(first, {"input_ids": start} | states | nothing)
     got = _run(encoder, read)
     real = _MASK == 1
     _require_close("the encoder", got["last_hidden_state"][real], hidden[real], allowed)
     cross = {name: value for name, value in got.items() if name.startswith(PRESENT_PREFIX)}
     for name, value in cross.items():
-        _require_close(name, np.moveaxis(value, 1, 2)[real], np.moveaxis(one[name], 1, 2)[real], allowed)
+        _require_close(name, np.moveaxis(value, 1, 2)[real], np.moveaxis(present[name], 1, 2)[real], allowed)
     past = {PAST_PREFIX + name.removeprefix(PRESENT_PREFIX): value for name, value in cross.items()}
     own = {
         PAST_PREFIX + name.removeprefix(PRESENT_PREFIX): value[:, :, :0]
-        for name, value in one.items()
+        for name, value in present.items()
         if name.startswith(PRESENT_PREFIX) and name not in cross
     }
-    fed = {"input_ids": start, "encoder_attention_mask": _MASK} | past
+    inputs = {"input_ids": start, "encoder_attention_mask": _MASK} | past
     try:
-        found = _run(decoder, fed | own)
+        found = _run(decoder, inputs | own)
     except Exception as error:
         raise ValueError(
             "the decoder with caches fails at the first token, with empty caches:"
             f" {' '.join(str(error).split())[:200]}"
         ) from error
     what = "the first token, by the decoder for later ones with empty caches,"
-    _require_close(what, found["logits"], one["logits"][:, -1], allowed)
+    _require_close(what, found["logits"], present["logits"][:, -1], allowed)
     return {name: (value.shape[1], value.shape[3]) for name, value in {**past, **own}.items()}
 
 
@@ -160,8 +160,8 @@ def _verify_decoder(paths: GeneratorPaths, cache_shape: Sequence[int] | None) ->
 
 def _step(session: Any, ids: Any, mask: Any, caches: Feeds) -> tuple[Any, dict[str, Any]]:
     places = np.where(mask == 0, 0, mask.cumsum(1) - 1)[:, -ids.shape[1] :]
-    fed = {"input_ids": ids, "attention_mask": mask, "position_ids": places} | dict(caches)
-    found = _run(session, fed)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places} | dict(caches)
+    found = _run(session, inputs)
     return found["logits"], {
         PAST_PREFIX + n.removeprefix(PRESENT_PREFIX): v
         for n, v in found.items()
@@ -174,8 +174,8 @@ def _empty_caches(
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     for item in session.get_inputs():
         if item.name.startswith(PAST_PREFIX):
-            said = (item.shape[1], item.shape[3])
-            heads, width = said if all(isinstance(size, int) for size in said) else cache_shape or (1, 1)
+            sizes = (item.shape[1], item.shape[3])
+            heads, width = sizes if all(isinstance(size, int) for size in sizes) else cache_shape or (1, 1)
             yield item.name, np.zeros((rows, heads, 0, width), _NUMPY_DTYPES.get(item.type, np.float32))
 
 
@@ -189,8 +189,8 @@ def _open(path: Path | None) -> Any:
 def _run(session: Any, feeds: Feeds) -> dict[str, NDArray[Any]]:
     known = {item.name for item in session.get_inputs()}
     names = [output.name for output in session.get_outputs()]
-    fed = {name: value for name, value in feeds.items() if name in known}
-    return dict(zip(names, session.run(names, fed), strict=True))
+    inputs = {name: value for name, value in feeds.items() if name in known}
+    return dict(zip(names, session.run(names, inputs), strict=True))
 
 
 def _require_close(what: str, got: NDArray[Any], expected: NDArray[Any], allowed: float) -> None:
@@ -256,13 +256,13 @@ def import_generator(files: Mapping[str, Path], config: Mapping[str, Any], out: 
         raise InputError(f"{origin}: {error}.", code=error.code) from error
     source = files[MERGED_DECODER_GRAPH] if MERGED_DECODER_GRAPH in files else files[DECODER_WITH_PAST_GRAPH]
     with TemporaryDirectory(dir=out.parent) as space:
-        beside = files.get(FIRST_DECODER_GRAPH) or write_with_external_data(
+        first_decoder = files.get(FIRST_DECODER_GRAPH) or write_with_external_data(
             first, source, Path(space, f"{FIRST_DECODER_GRAPH}.onnx")
         )
-        made = write_with_external_data(encoder, files[ENCODER_GRAPH], out / f"{ENCODER_GRAPH}.onnx")
+        encoder_path = write_with_external_data(encoder, files[ENCODER_GRAPH], out / f"{ENCODER_GRAPH}.onnx")
         path = write_with_external_data(decoder, source, out / f"{DECODER_WITH_PAST_GRAPH}.onnx")
         caches = verify_generator(
-            GeneratorPaths(path, made, beside, files[ENCODER_GRAPH]),
+            GeneratorPaths(path, encoder_path, first_decoder, files[ENCODER_GRAPH]),
             _cache_shape_from_config(config),
             str(origin),
         )
@@ -294,5 +294,5 @@ def _cache_shape_from_config(config: Mapping[str, Any]) -> tuple[int, int] | Non
     width = next((config[word] for word in _WIDTH_KEYS if isinstance(config.get(word), int)), None)
     if not heads or not width or not all_heads:
         return None
-    said = config.get("head_dim")
-    return heads, said if isinstance(said, int) else width // all_heads
+    head_width = config.get("head_dim")
+    return heads, head_width if isinstance(head_width, int) else width // all_heads

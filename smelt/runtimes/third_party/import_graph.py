@@ -172,8 +172,8 @@ class _PoolingNodes:
 
     def _max_pooling(self, hidden: str, mask: str) -> str:
         column = self.reshape(mask, [0, -1, 1])
-        there = self.node("Greater", column, self.constant(np.float32(0)))
-        kept = self.node("Where", there, hidden, self.constant(np.float32(-np.inf)))
+        unmasked = self.node("Greater", column, self.constant(np.float32(0)))
+        kept = self.node("Where", unmasked, hidden, self.constant(np.float32(-np.inf)))
         if self.opset >= _AXES_BY_INPUT:
             return self.node("ReduceMax", kept, self.constant([1]), keepdims=0)
         return self.node("ReduceMax", kept, axes=[1], keepdims=0)
@@ -211,10 +211,10 @@ def _remove_token_types(graph: Any) -> None:
     graph.input.remove(value)
     zero = helper.make_tensor("zero", value.type.tensor_type.elem_type, [1], [0])
     shape = f"{TOKEN_TYPE_IDS}.shape"
-    made = [
+    nodes = [
         helper.make_node("Shape", ["input_ids"], [shape], shape),
         helper.make_node("ConstantOfShape", [shape], [TOKEN_TYPE_IDS], TOKEN_TYPE_IDS, value=zero),
     ]
     old = list(graph.node)
     del graph.node[:]
-    graph.node.extend([*made, *old])
+    graph.node.extend([*nodes, *old])

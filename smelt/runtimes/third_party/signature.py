@@ -57,7 +57,7 @@ def batch_axes(
         place = None if value.shape == () else _named_batch_axis(value, batch) or 0
         found[value.name] = given.get(value.name, place)
     # named axes of the inputs that are not the batch: a time, a number of tokens
-    others = {
+    other_axes = {
         size
         for value in inputs
         for axis, size in enumerate(value.shape or ())
@@ -67,7 +67,7 @@ def batch_axes(
         place = _named_batch_axis(value, batch)
         if place is None and None in (value.shape or ()):
             place = next((found[other.name] for other in inputs if other.shape == value.shape), None)
-        if place is None and value.shape != () and not (value.shape and value.shape[0] in others):
+        if place is None and value.shape != () and not (value.shape and value.shape[0] in other_axes):
             place = 0
         found[value.name] = given.get(value.name, place)
     return found
@@ -88,8 +88,8 @@ def batch_axis_problems(inputs: Sequence[_GraphValue], axes: SampleAxes, given: 
     }
     fixed = {size for size in sizes.values() if isinstance(size, int)}
     open_sizes = any(not isinstance(size, int) for size in sizes.values())
-    apart = len(fixed) > 1 or (max(fixed, default=1) > 1 and open_sizes)
-    doubtful = [v for v in inputs if apart and isinstance(sizes.get(v.name), int)]
+    sizes_differ = len(fixed) > 1 or (max(fixed, default=1) > 1 and open_sizes)
+    doubtful = [v for v in inputs if sizes_differ and isinstance(sizes.get(v.name), int)]
     doubtful += [v for v in inputs if v not in doubtful and _may_be_other_axis(v, inputs, axes, sizes)]
     unsaid = [value for value in doubtful if value.name not in given]
     if unsaid:
@@ -108,7 +108,7 @@ def _batch_dimension_names(
 ) -> list[str]:
     """Return the names of the batch dimension, the most likely first."""
     values = [*inputs, *outputs]
-    said = [_dimension_at(value, axis) for value in values if (axis := given.get(value.name)) is not None]
+    declared = [_dimension_at(value, axis) for value in values if (axis := given.get(value.name)) is not None]
     names = [size for value in values for size in value.shape or () if isinstance(size, str)]
     called = [name for name in names if _BATCH.fullmatch(name)]
     first = [size for value in values if isinstance(size := _dimension_at(value, 0), str)]
@@ -118,7 +118,7 @@ def _batch_dimension_names(
         key=lambda name: (-first.count(name), -names.count(name)),
     )[:1]
     by_name = sorted(dict.fromkeys(called), key=lambda name: -names.count(name))
-    return [name for name in dict.fromkeys([*said, *by_name]) if isinstance(name, str)] or likely
+    return [name for name in dict.fromkeys([*declared, *by_name]) if isinstance(name, str)] or likely
 
 
 def _dimension_at(value: _GraphValue, axis: int) -> int | str | None:
@@ -153,12 +153,12 @@ def _likely_axis(
     value: _GraphValue, inputs: Sequence[_GraphValue], sizes: Mapping[str, int | str | None]
 ) -> int | str:
     """Return the most likely axis of a value for the user to set, or `null`."""
-    others = [other for other in inputs if other is not value]
+    other_inputs = [other for other in inputs if other is not value]
     shape = value.shape or ()
     size = sizes.get(value.name)
-    if isinstance(size, int) and any(size in (other.shape or ())[1:] for other in others):
+    if isinstance(size, int) and any(size in (other.shape or ())[1:] for other in other_inputs):
         return 0
-    batches = {sizes.get(other.name) for other in others}
+    batches = {sizes.get(other.name) for other in other_inputs}
     same = [axis for axis, size in enumerate(shape) if axis and size in batches]
     named = [axis for axis, size in enumerate(shape) if axis and not isinstance(size, int)]
     return next(iter([*same, *named]), "null")
@@ -286,7 +286,8 @@ def _mismatch(value: TensorSpec, shape: ArrayHeader) -> str | None:
         return None
     sizes = enumerate(zip(value.shape, shape.shape, strict=False))
     fixed = all(
-        not isinstance(said, int) or said == size or axis == value.axis for axis, (said, size) in sizes
+        not isinstance(expected, int) or expected == size or axis == value.axis
+        for axis, (expected, size) in sizes
     )
     if len(value.shape) != len(shape.shape) or not fixed:
         return f"the graph takes {value.describe()}."

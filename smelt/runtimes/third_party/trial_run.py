@@ -40,16 +40,17 @@ def trial_run(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
     """
     with TemporaryDirectory(prefix="smelt-") as folder:
         try:
-            said = run_isolated(
+            failure = run_isolated(
                 __name__, [str(path), *write_feeds(Path(folder), feeds)], trial_limits(path, feeds)
             )
         except IsolatedProcessError as error:
             raise InputError(
                 f"{origin}: this graph failed on the first samples: {error}.", code="graph-failed"
             ) from error
-    if said is not None:
+    if failure is not None:
         raise InputError(
-            f"{origin}: ONNX Runtime cannot run this graph on the first samples: {said}", code="graph-failed"
+            f"{origin}: ONNX Runtime cannot run this graph on the first samples: {failure}",
+            code="graph-failed",
         )
 
 
@@ -73,10 +74,12 @@ def read_feeds(rows: str, names: str) -> dict[str, NDArray[Any]]:
 def trial_limits(path: Path, feeds: dict[str, NDArray[Any]]) -> ProcessLimits:
     """Return the memory and time limits of one call of the graph in `path` on `feeds`."""
     graph = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
-    fed = sum(value.nbytes for value in feeds.values())
+    input_bytes = sum(value.nbytes for value in feeds.values())
     free = max(_BASE_BYTES, int(_MEMORY_FRACTION * available_bytes()))
-    seconds = _BASE_SECONDS + SECONDS_PER_BYTE * graph + _SECONDS_PER_FED_BYTE * fed
-    return ProcessLimits(min(free, _BASE_BYTES + WEIGHT_COPIES * graph + ACTIVATION_FACTOR * fed), seconds)
+    seconds = _BASE_SECONDS + SECONDS_PER_BYTE * graph + _SECONDS_PER_FED_BYTE * input_bytes
+    return ProcessLimits(
+        min(free, _BASE_BYTES + WEIGHT_COPIES * graph + ACTIVATION_FACTOR * input_bytes), seconds
+    )
 
 
 def subprocess_main(arguments: Sequence[str]) -> str | None:

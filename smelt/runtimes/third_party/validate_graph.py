@@ -49,16 +49,16 @@ class GraphValidation(NamedTuple):
 def validate_graph(path: Path) -> GraphValidation:
     """Return the validation of the ONNX file `path`, opened once in a separate process."""
     try:
-        said = run_isolated(__name__, [str(path)], validation_limits(path))
+        answer = run_isolated(__name__, [str(path)], validation_limits(path))
     except OSError as error:
         return GraphValidation((error_message("unreadable-file", f"cannot be read: {error.strerror}"),))
     except IsolatedProcessError as error:
         text = f"opening it in ONNX Runtime failed: {error}"
         return GraphValidation((error_message(error.code, text),))
-    if said["problems"]:
-        return GraphValidation(tuple(Message(**problem) for problem in said["problems"]))
+    if answer["problems"]:
+        return GraphValidation(tuple(Message(**problem) for problem in answer["problems"]))
     return GraphValidation(
-        (), GraphSignature.model_validate(said["signature"]), tuple(said["files"]), said["details"]
+        (), GraphSignature.model_validate(answer["signature"]), tuple(answer["files"]), answer["details"]
     )
 
 
@@ -96,8 +96,8 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, Any]:
         problems += _session_problems(path, dominant_float_type(model))
     if problems:
         more = len(problems) - _MAX_PROBLEMS
-        others = [error_message("more-problems", f"and {more} more")] if more > 0 else []
-        return {"problems": messages_to_json([*problems[:_MAX_PROBLEMS], *others])}
+        unlisted = [error_message("more-problems", f"and {more} more")] if more > 0 else []
+        return {"problems": messages_to_json([*problems[:_MAX_PROBLEMS], *unlisted])}
     from smelt.runtimes.third_party.graph_files import graph_signature
 
     return {
@@ -168,12 +168,12 @@ def _version_problems(model: Any) -> Iterator[Message]:
     if not model.opset_import:
         text = "it does not declare the opset of its operators (opset_import)"
         yield error_message("missing-opset", text)
-    for said in model.opset_import:
+    for opset in model.opset_import:
         most = onnx.defs.onnx_opset_version()
-        if said.domain in ("", "ai.onnx") and said.version > most:
+        if opset.domain in ("", "ai.onnx") and opset.version > most:
             yield error_message(
                 "unsupported-opset",
-                f"its operators are of opset {said.version}, but onnx {onnx.__version__} supports {most} at"
+                f"its operators are of opset {opset.version}, but onnx {onnx.__version__} supports {most} at"
                 " most: export it with an older opset",
             )
 

@@ -29,7 +29,7 @@ def everything(model):
     return CaptureRequest(frozenset(states), frozenset(places), frozenset(places))
 
 
-def told(model, out, word):
+def outputs_by_stack(model, out, word):
     """What transformers gives of each stack, by our names."""
     if model.config.is_encoder_decoder:
         return {f"{side}_layers": getattr(out, f"{side}_{word}") for side in ("encoder", "decoder")}
@@ -50,7 +50,7 @@ def test_states_are_those_of_transformers(family):
         out = model(**batch(model), output_hidden_states=True)
         states = dict(read.states)
     assert set(states) == wanted.states
-    for stack, found in told(model, out, "hidden_states").items():
+    for stack, found in outputs_by_stack(model, out, "hidden_states").items():
         for number, state in enumerate(found):
             torch.testing.assert_close(states[stack, number], state)
     assert read.states == {}
@@ -71,7 +71,7 @@ def test_softmax_of_the_scores_is_the_attention_of_transformers(family):
     assert model.config._attn_implementation == "eager"
     assert not [m for m in model.modules() if "_smelt_reads" in vars(m)]
     there = batch(model)["attention_mask"].bool()
-    for stack, found in told(model, out, "attentions").items():
+    for stack, found in outputs_by_stack(model, out, "attentions").items():
         for number, weights in enumerate(found, 1):
             ours = scores[stack, number][0]
             weighed = ours.scores.masked_fill(~ours.visible, -1e9).softmax(-1)

@@ -115,9 +115,10 @@ def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
     other = classifier(tmp_path / "other", ["man", "cat", "dog"], 2)
     student = classifier(tmp_path / "m", ["cat", "dog", "man", "neg", "pos"], 3, problem_type=MULTI_LABEL)
     rows = Split("x", tuple(Example(text, label=("pos", "cat")) for text in tiny.SENTENCES * 2))
-    said = SHORT | {"teacher": [{"model": str(one)}, {"model": str(other)}], "temperature": 1.0}
+    options = SHORT | {"teacher": [{"model": str(one)}, {"model": str(other)}], "temperature": 1.0}
     settings = DistillSettings.model_validate(
-        said | {"losses": {"logits": 1, "labels": 0}, "epochs": 60, "learning_rate": 1e-2, "cache_logits": {}}
+        options
+        | {"losses": {"logits": 1, "labels": 0}, "epochs": 60, "learning_rate": 1e-2, "cache_logits": {}}
     )
     ctx = harness.run_stage(
         Distill(), settings, student, tmp_path / "o/out", "text-classification", data=rows
@@ -154,7 +155,7 @@ def test_two_translators_teach_and_each_is_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "named"),
+    ("options", "code", "named"),
     [
         (
             {"teacher": ["model", "model"], "losses": {"hidden_states": 1}},
@@ -165,9 +166,9 @@ def test_two_translators_teach_and_each_is_run(tmp_path):
         ({"teacher": []}, "missing-setting", "teacher"),
     ],
 )
-def test_what_several_cannot_do_is_refused(said, code, named):
+def test_what_several_cannot_do_is_refused(options, code, named):
     with raises_setting_codes(code) as caught:
-        DistillSettings.model_validate(said)
+        DistillSettings.model_validate(options)
     assert named in caught.value.errors()[0]["msg"]
 
 

@@ -31,8 +31,8 @@ def rows(tmp_path):
     return read_split(str(file), "text-classification", Columns(), tmp_path)
 
 
-def run(tmp_path, rows, source, **said):
-    settings = DistillSettings.model_validate(SHORT | said)
+def run(tmp_path, rows, source, **options):
+    settings = DistillSettings.model_validate(SHORT | options)
     return harness.run_stage(Distill(), settings, source, tmp_path / "out", "text-classification", rows)
 
 

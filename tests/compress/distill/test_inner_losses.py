@@ -38,10 +38,10 @@ def settings(losses, **more):
     return DistillSettings.model_validate({"losses": {"logits": 0, "labels": 0, **losses}} | more)
 
 
-def terms(student, teacher, said, rows):
-    inner = make_inner_losses(student, teacher, said, seed=3)
+def terms(student, teacher, chosen, rows):
+    inner = make_inner_losses(student, teacher, chosen, seed=3)
     with torch.no_grad(), inner.capture():
-        found = distill_objective(teacher, said, inner)(student, collate(rows, student.config))
+        found = distill_objective(teacher, chosen, inner)(student, collate(rows, student.config))
     return {name: float(term.value) for name, term in found.items()}, inner
 
 
@@ -68,8 +68,8 @@ def scores(parts, heads):
 def test_a_narrower_student_learns_tinyberts_sum_through_one_projection(tmp_path):
     teacher = bert(tmp_path / "t", 0, num_hidden_layers=4)
     student = bert(tmp_path / "s", 1, hidden_size=16, num_hidden_layers=2)
-    said = settings({name: weight for name, weight in ALL.items() if name != "self_attention_relations"})
-    found, inner = terms(student, teacher, said, TEXTS)
+    chosen = settings({name: weight for name, weight in ALL.items() if name != "self_attention_relations"})
+    found, inner = terms(student, teacher, chosen, TEXTS)
     ours, mine, there = read(student, TEXTS)
     theirs, others, _ = read(teacher, TEXTS)
     weight = inner.modules["projection"].weight.detach()
@@ -105,19 +105,19 @@ def test_relations_and_angles_are_those_of_the_last_layers(tmp_path):
 def test_in_every_family_a_student_like_its_teacher_has_no_loss_and_another_has(family):
     folder = every_family.model_with_layers(family, 2)
     teacher, student = load_model(folder)[0], load_model(folder)[0]
-    said = settings(ALL if family != "mpnet" else ALL | {"attention": 0})
+    chosen = settings(ALL if family != "mpnet" else ALL | {"attention": 0})
     target = [5, 6, 7] if student.config.is_encoder_decoder else None
     if FAMILIES[family].architecture == "encoder":
         target = 1
     rows = [EncodedSample([5, 6, 7, 8, 9], None, target), EncodedSample([5, 6, 8], None, target)]
-    same, _ = terms(student, teacher, said, rows)
+    same, _ = terms(student, teacher, chosen, rows)
     assert same == pytest.approx(dict.fromkeys(same, 0.0), abs=1e-6)
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(0.9)
-    other, _ = terms(student, teacher, said, rows)
+    other, _ = terms(student, teacher, chosen, rows)
     assert all(value > 1e-6 for value in other.values()), other
-    kinds = list(said.losses.inner_weights())
+    kinds = list(chosen.losses.inner_weights())
     stacks = ["encoder_layers", "decoder_layers"]
     names = [f"{kind}.{stack}" for kind in kinds for stack in stacks]
     assert set(other) == set(names if FAMILIES[family].architecture == "seq2seq" else kinds)
@@ -142,7 +142,7 @@ def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind)
     found = []
     for size, accumulate in ((16, 1), (4, 4)):
         model, _ = load_model(tmp_path / "model")
-        said = settings(
+        chosen = settings(
             ALL | {"logits": 1.0},
             batch_size=size,
             gradient_accumulation_steps=accumulate,
@@ -160,10 +160,10 @@ def test_gradient_of_four_small_batches_is_that_of_one_large_one(tmp_path, kind)
                 p.register_post_accumulate_grad_hook(
                     lambda p, name=name, kept=gradients: kept.update({name: p.grad.detach().clone()})
                 )
-        inner = make_inner_losses(model, teacher, said, 0)
+        inner = make_inner_losses(model, teacher, chosen, 0)
         ctx = harness.make_context(tmp_path / f"{size}" / "out")
         run_training(
-            model, rows, None, objective=distill_objective(teacher, said, inner), settings=said, ctx=ctx,
+            model, rows, None, objective=distill_objective(teacher, chosen, inner), settings=chosen, ctx=ctx,
             extension=TrainingExtension(modules=inner.modules, training_context=inner.capture),
         )  # fmt: skip
         found.append(torch.cat([gradients[name].flatten() for name in sorted(gradients)]).double())

@@ -11,7 +11,7 @@ MARIAN = {"model_type": "marian", "encoder_layers": 4, "decoder_layers": 2}
 
 
 @pytest.mark.parametrize(
-    ("said", "student", "teacher", "expected"),
+    ("mapping", "student", "teacher", "expected"),
     [
         ("uniform", 4, 12, {0: 0, 1: 3, 2: 6, 3: 9, 4: 12}),  # TinyBERT's
         ("uniform", 3, 4, {0: 0, 1: 1, 2: 3, 3: 4}),
@@ -19,8 +19,8 @@ MARIAN = {"model_type": "marian", "encoder_layers": 4, "decoder_layers": 2}
         ({3: 7, 0: 3}, 4, 12, {0: 3, 3: 7}),
     ],
 )
-def test_states_go_with_states(said, student, teacher, expected):
-    assert resolve_layer_map(said, student, teacher) == expected
+def test_states_go_with_states(mapping, student, teacher, expected):
+    assert resolve_layer_map(mapping, student, teacher) == expected
 
 
 def test_each_stack_may_have_its_own():

@@ -21,14 +21,14 @@ def rows(tmp_path):
 
 def test_inner_losses_come_first_then_the_words(tmp_path, rows):
     source = tiny.write_marian(tmp_path / "model")
-    said = {
+    options = {
         "student": {"decoder_layers": 1},
         "phases": [
             {"losses": {"hidden_states": 1, "attention": 1}, "max_steps": 30},
             {"losses": {"logits": 1}, "learning_rate": 1e-3},
         ],
     }
-    settings = DistillSettings.model_validate(SHORT | said)
+    settings = DistillSettings.model_validate(SHORT | options)
     ctx = harness.run_stage(Distill(), settings, source, tmp_path / "out", data=rows)
     first, second = ctx.details["phases"]
     parts = {
@@ -55,7 +55,7 @@ def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
     ctx = harness.run_stage(
         Distill(), settings, tiny.write_marian(tmp_path / "model"), tmp_path / "out", data=rows
     )
-    assert [said["kept_step"] for said in ctx.details["phases"]] == [2, 0]
+    assert [phase["kept_step"] for phase in ctx.details["phases"]] == [2, 0]
     (useless,) = [one for one in ctx.warnings if one.code == "no-improvement"]
     assert useless.message.startswith("phase 2: ")
     cut = [one.message for one in ctx.warnings if one.code == "truncated-texts"]
@@ -65,14 +65,14 @@ def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
 
 
 def test_what_a_phase_does_not_say_is_as_the_step_says():
-    said = DistillSettings.model_validate(
+    settings = DistillSettings.model_validate(
         {
             "epochs": 3,
             "metric_for_best_model": "bleu",
             "phases": [{"losses": {"hidden_states": 1}, "epochs": 1}, {"losses": {"logits": 2}}],
         }
     )
-    first, second = said.phase_settings()
+    first, second = settings.phase_settings()
     assert (first.epochs, first.metric_for_best_model, first.losses.logits, first.losses.hidden_states) == (
         1,
         "loss",
@@ -92,7 +92,7 @@ def test_what_a_phase_does_not_say_is_as_the_step_says():
 
 
 @pytest.mark.parametrize(
-    ("said", "setting", "code", "value"),
+    ("options", "setting", "code", "value"),
     [
         ({"losses": {"hidden_states": 1}, "layer_map": {4: 1}}, "layer_map", "unknown-layer", "4"),
         (
@@ -110,9 +110,9 @@ def test_what_a_phase_does_not_say_is_as_the_step_says():
         ),
     ],
 )
-def test_the_plan_knows_what_a_student_does_not_have(said, setting, code, value):
+def test_the_plan_knows_what_a_student_does_not_have(options, setting, code, value):
     config = {"model_type": "bert", "num_hidden_layers": 3, "problem_type": "regression"}
-    (found,), _ = Distill.check_model(DistillSettings.model_validate(said), config)
+    (found,), _ = Distill.check_model(DistillSettings.model_validate(options), config)
     assert (found.setting, found.code) == (setting, code)
     assert value in found.message
 

@@ -95,9 +95,9 @@ def test_own_targets_are_mixed_in_and_empty_texts_left_out(tmp_path, teacher, ro
     made = generate_targets(teacher, SequenceSettings(original_ratio=0.5), ctx)
     own = [e for e in made.examples if e in rows.examples]
     assert (len(own), len(made)) == (len(rows) - 1, 2 * len(rows) - 2)
-    (told,) = ctx.warnings
-    assert told.code == "empty-teacher-outputs"
-    assert f"1 of {len(rows)}" in told.message
+    (warning,) = ctx.warnings
+    assert warning.code == "empty-teacher-outputs"
+    assert f"1 of {len(rows)}" in warning.message
 
 
 def test_a_second_run_decodes_nothing_again(tmp_path, monkeypatch):
@@ -127,16 +127,16 @@ def test_a_second_run_decodes_nothing_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("options", "code"),
     [
         ({"num_beams": 3, "best_of": 4}, "too-few-beams"),
         ({"num_beams": 1, "length_penalty": 1.0}, "unused-setting"),
         ({"original_ratio": 1}, "less_than"),
     ],
 )
-def test_what_makes_no_sense_is_refused(said, code):
+def test_what_makes_no_sense_is_refused(options, code):
     with raises_setting_codes(code):
-        SequenceSettings.model_validate(said)
+        SequenceSettings.model_validate(options)
 
 
 def test_only_texts_can_be_written():
@@ -173,6 +173,6 @@ def test_a_graph_of_the_teacher_may_decode(tmp_path, monkeypatch):
     recipe.write_text(recipe.read_text().replace("generator: fast", "generator: fats"))
     with raises_code("unknown-step", InputError) as caught:
         load_plan(recipe)
-    (told,) = caught.value.found
-    assert told.setting == "stages[1].distill.sequence_level.generator"
-    assert all(words in told.message for words in ("'fats'", "model, fast"))
+    (mistake,) = caught.value.found
+    assert mistake.setting == "stages[1].distill.sequence_level.generator"
+    assert all(words in mistake.message for words in ("'fats'", "model, fast"))

@@ -14,7 +14,7 @@ from smelt.pipeline.plan.load_plan import load_plan
 
 
 @pytest.mark.parametrize(
-    ("task", "said", "temperature", "logits", "labels"),
+    ("task", "options", "temperature", "logits", "labels"),
     [
         ("translation", {}, 1.0, 1.0, 0.0),
         ("summarization", {}, 1.0, 1.0, 0.0),
@@ -40,9 +40,9 @@ from smelt.pipeline.plan.load_plan import load_plan
     ],
 )
 def test_models_that_write_learn_from_the_teacher_alone_and_classifiers_from_labels_too(
-    task, said, temperature, logits, labels
+    task, options, temperature, logits, labels
 ):
-    decided = DistillSettings.model_validate(said).resolve_for_task(task)
+    decided = DistillSettings.model_validate(options).resolve_for_task(task)
     assert (decided.temperature, decided.losses.logits, decided.losses.labels) == (
         temperature,
         logits,
@@ -74,7 +74,7 @@ def test_a_plan_holds_what_the_task_decides(tmp_path):
 
 def test_a_stage_that_is_called_by_itself_decides_likewise(tmp_path):
     rows = read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
-    source, said = tiny.write_marian(tmp_path / "model"), []
+    source, losses = tiny.write_marian(tmp_path / "model"), []
     short = {"max_steps": 3, "batch_size": 4, "precision": "fp32", "num_evals": 0, "learning_rate": 1e-3}
     for name, more in (
         ("left", {}),
@@ -85,5 +85,5 @@ def test_a_stage_that_is_called_by_itself_decides_likewise(tmp_path):
             Distill(), DistillSettings(**short, student={"decoder_layers": 1}, **more), source,
             tmp_path / name, data=rows,
         )  # fmt: skip
-        said.append(json.dumps(ctx.details["training"]["train_loss"]))
-    assert said[0] == said[1] != said[2]
+        losses.append(json.dumps(ctx.details["training"]["train_loss"]))
+    assert losses[0] == losses[1] != losses[2]

@@ -115,7 +115,7 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("losses", "said", "dropout"),
+    ("losses", "setting", "dropout"),
     [
         ({"logits": 1.0, "labels": 0.0}, None, 0.0),
         ({"logits": 0.0, "reverse_kl": 1.0, "labels": 0.0}, None, 0.0),
@@ -124,17 +124,17 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
         ({"logits": 1.0, "labels": 0.0, "hidden_states": 1.0}, None, None),
     ],
 )
-def test_what_learns_from_logits_alone_has_no_dropout(tmp_path, losses, said, dropout):
+def test_what_learns_from_logits_alone_has_no_dropout(tmp_path, losses, setting, dropout):
     """A model that is taught by itself has nothing to learn, and learns noise where there is dropout."""
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source})
     # so low a rate: AdamW makes steps of their full size of gradients that are rounding alone
     short = {"max_steps": 4, "batch_size": 36, "learning_rate": 1e-9, "precision": "fp32", "num_evals": 0}
-    Distill()(source, DistillSettings.model_validate(short | {"losses": losses, "dropout": said}), ctx)
-    told = ctx.details["training"]
-    assert told.get("dropout") == dropout
+    Distill()(source, DistillSettings.model_validate(short | {"losses": losses, "dropout": setting}), ctx)
+    details = ctx.details["training"]
+    assert details.get("dropout") == dropout
     part = "reverse_kl" if "reverse_kl" in losses else "logits"
-    apart = told["train_losses"][part] if "train_losses" in told else told["train_loss"]
+    apart = details["train_losses"][part] if "train_losses" in details else details["train_loss"]
     assert (apart < 1e-6) == (dropout == 0)
 
 
@@ -144,7 +144,7 @@ def test_each_phase_has_the_dropout_of_its_losses(tmp_path):
     phases = [{"losses": {"hidden_states": 1.0}}, {"losses": {"logits": 1.0}}]
     short = {"max_steps": 2, "batch_size": 36, "learning_rate": 1e-3, "precision": "fp32", "num_evals": 0}
     Distill()(source, DistillSettings.model_validate(short | {"phases": phases}), ctx)
-    assert [told.get("dropout") for told in ctx.details["phases"]] == [None, 0.0]
+    assert [phase.get("dropout") for phase in ctx.details["phases"]] == [None, 0.0]
 
 
 def test_an_unknown_teacher_names_the_known_steps(tmp_path):

@@ -38,16 +38,16 @@ def test_value_and_slope_are_those_of_torch_over_the_buckets(both, weights):
     expected = T**2 * (weights[0] * forward + weights[1] * reverse)
     (slope,) = torch.autograd.grad(expected, ours)
 
-    mine, told = both[0].clone().requires_grad_(), {}
+    mine, reported = both[0].clone().requires_grad_(), {}
     found = top_k_loss(
         mine, labels, top_k_logits(both[1], K, T), temperature=T,
-        logits_weight=weights[0], reverse_weight=weights[1], terms=told,
+        logits_weight=weights[0], reverse_weight=weights[1], terms=reported,
     )  # fmt: skip
     found.backward()
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
     torch.testing.assert_close(mine.grad, slope.float(), rtol=1e-4, atol=1e-6)
-    assert sum(float(value) for value in told.values()) == pytest.approx(float(expected), rel=1e-5)
-    assert len(told) == sum(weight > 0 for weight in weights)
+    assert sum(float(value) for value in reported.values()) == pytest.approx(float(expected), rel=1e-5)
+    assert len(reported) == sum(weight > 0 for weight in weights)
 
 
 def test_with_all_words_but_one_it_is_the_whole_divergence(both):

@@ -58,7 +58,7 @@ def test_an_embedder_learns_on_single_texts_beside_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "task", "place", "code", "value"),
+    ("options", "task", "place", "code", "value"),
     [
         ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels", "missing-labels", "0.5"),
         (
@@ -79,8 +79,8 @@ def test_an_embedder_learns_on_single_texts_beside_pairs(tmp_path):
         ({"losses": {"labels": 0}}, "translation", "train_on", "does-not-fit-task", "translation"),
     ],
 )
-def test_a_loss_that_needs_labels_is_an_error_before_work(said, task, place, code, value):
-    settings = DistillSettings.model_validate({"train_on": "both"} | said)
+def test_a_loss_that_needs_labels_is_an_error_before_work(options, task, place, code, value):
+    settings = DistillSettings.model_validate({"train_on": "both"} | options)
     found = {one.setting: one for one in Distill.check_rows(settings, task, {"unlabelled": TEXTS})}
     assert found[place].code == code
     assert value in found[place].message

@@ -16,7 +16,7 @@ from smelt.training.extension import (
 
 
 @pytest.mark.parametrize(
-    "said",
+    "explicit",
     [
         {},
         {"sentence_embedding": 0},
@@ -24,7 +24,7 @@ from smelt.training.extension import (
         {"sentence_embedding": 0, "pairwise_similarity": 0, "cosent": 1},
     ],
 )
-def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(said, tmp_path):
+def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(explicit, tmp_path):
     teacher, _ = load_model(embedders.write_embedder(tmp_path / "teacher"))
     student, _ = load_model(embedders.write_embedder(tmp_path / "student", seed=1))
     ids = torch.randint(5, 20, (6, 7), generator=torch.Generator().manual_seed(0))
@@ -34,9 +34,9 @@ def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(said, t
         "labels": torch.tensor([[1.0], [0.0], [2.0]]),
     }
     with torch.no_grad():
-        loss = total_loss(distill_objective(teacher, DistillSettings(losses=said))(student, batch))
+        loss = total_loss(distill_objective(teacher, DistillSettings(losses=explicit))(student, batch))
         own, wanted = (m(ids).sentence_embedding for m in (student, teacher))
-    weights = {"sentence_embedding": 1.0, "pairwise_similarity": 1.0, "cosent": 0.0} | said
+    weights = {"sentence_embedding": 1.0, "pairwise_similarity": 1.0, "cosent": 0.0} | explicit
     expected = (
         weights["sentence_embedding"] * vector_distance_loss(own, wanted)
         + weights["pairwise_similarity"] * pairwise_similarity_loss(own, wanted)

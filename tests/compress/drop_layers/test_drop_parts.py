@@ -16,9 +16,9 @@ from smelt.models.checkpoint import load_model
 
 
 def run(settings, out, family="llama", source=None):
-    said = DropLayersSettings(**({"calibration_samples": 4} | settings))
+    chosen = DropLayersSettings(**({"calibration_samples": 4} | settings))
     return every_family.run_stage(
-        DropLayers(), said, source or every_family.model_with_layers(family, 3), family, out
+        DropLayers(), chosen, source or every_family.model_with_layers(family, 3), family, out
     )
 
 

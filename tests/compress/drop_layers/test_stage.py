@@ -244,13 +244,13 @@ def test_layers_that_alone_have_a_part_stay(importance, tmp_path):
     """An earlier step left one attention and one ffn, of different layers: a single one has not both."""
     source = every_family.model_with_layers("llama", 3)
     for word, number in (("attention", 0), ("ffn", 2)):
-        said = DropLayersSettings(targets=[word], layers=[number], calibration_samples=4)
-        source = every_family.run_stage(DropLayers(), said, source, "llama", tmp_path / word).out
-    said = DropLayersSettings(layers=1, importance=importance, calibration_samples=4)
-    ctx = every_family.run_stage(DropLayers(), said, source, "llama", tmp_path / "out")
+        settings = DropLayersSettings(targets=[word], layers=[number], calibration_samples=4)
+        source = every_family.run_stage(DropLayers(), settings, source, "llama", tmp_path / word).out
+    settings = DropLayersSettings(layers=1, importance=importance, calibration_samples=4)
+    ctx = every_family.run_stage(DropLayers(), settings, source, "llama", tmp_path / "out")
     assert ctx.details["kept_layers"] == {"layers": [0, 2]}
-    (told,) = [one for one in ctx.warnings if one.code == "minimum-kept"]
-    assert re.findall(r"\d+", told.message) == ["2", "1"]
+    (warning,) = [one for one in ctx.warnings if one.code == "minimum-kept"]
+    assert re.findall(r"\d+", warning.message) == ["2", "1"]
     first, second = blocks_of(load_model(ctx.out)[0])
     assert (bool(first.attentions), first.feed_forward) == (True, None)
     assert (bool(second.attentions), second.feed_forward is None) == (False, False)

@@ -162,7 +162,7 @@ def test_a_graph_holds_the_table_once(target, family, tmp_path):
     words = table_of(made).num_embeddings
     for path in sorted((tmp_path / "graphs").glob("*.onnx")):
         tables = [t for t in iter_initializers(read_graph(path).graph) if tuple(t.dims) == (words, 9)]
-        # an encoder's and a decoder's in one graph are one place of the file beside it
+        # an encoder's and a decoder's in one graph are one place of the file next to it
         assert len({numpy_helper.to_array(t).tobytes() for t in tables}) == 1, path.name
         assert len(tables) == 1 or path.name.startswith("generate"), path.name
 
@@ -214,8 +214,8 @@ def test_where_no_value_is_saved_the_embedding_is_left_alone(family, rank, tmp_p
     settings = FactorizeSettings(targets="embeddings", rank=rank, frequency_weighted=False)
     source = every_family.model_with_layers(family, 3)
     ctx = every_family.run_stage(Factorize(), settings, source, family, tmp_path / "out")
-    (said,) = ctx.details["left_alone"].values()
-    assert "saves no weights" in said
+    (warning,) = ctx.details["left_alone"].values()
+    assert "saves no weights" in warning
     assert "no-rank-saves" in message_codes(ctx.warnings)
     assert not (ctx.out / "structure.json").exists()
 
@@ -237,8 +237,8 @@ def test_a_pair_is_left_alone_and_that_is_said(tmp_path):
     settings = FactorizeSettings(targets="embeddings", rank=4)
     again = every_family.run_stage(Factorize(), settings, ctx.out, "bert", tmp_path / "again")
     assert table_of(harness.load_output_model(again)).rank == 9
-    (said,) = (one for one in again.warnings if one.code == "already-factorized")
-    assert "bert.embeddings.word_embeddings" in said.message
+    (warning,) = (one for one in again.warnings if one.code == "already-factorized")
+    assert "bert.embeddings.word_embeddings" in warning.message
 
 
 @pytest.mark.parametrize(

@@ -92,21 +92,21 @@ def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
     pairs = {f"model.encoder.layers.{n}.fc1" for n in range(2)}
     pairs |= {f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in "kv"}
     assert ctx.details["ranks"] == dict.fromkeys(pairs, 36)
-    told = ctx.details["left_alone"]
-    assert told["model.decoder.layers.0.fc1"] == (
+    details = ctx.details["left_alone"]
+    assert details["model.decoder.layers.0.fc1"] == (
         "rank 36 of 256 x 128 would be slower in int8, as every rank would"
     )
-    assert told.keys() == {
+    assert details.keys() == {
         *(f"model.decoder.layers.{n}.fc1" for n in range(2)),
         *(f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in ("q", "out")),
     }
     wide = FactorizeSettings(method="svd", rank=76, include=include)
-    told = harness.run_stage(Factorize(), wide, folder, tmp_path / "wide").details["left_alone"]
+    details = harness.run_stage(Factorize(), wide, folder, tmp_path / "wide").details["left_alone"]
     # (0.9 * 256 * 128 - 5000) / 384 = 63.8; 256 * 128 / 384 = 85.3; 128 * 128 / 256 = 64
-    assert told["model.encoder.layers.0.fc1"] == (
+    assert details["model.encoder.layers.0.fc1"] == (
         "rank 76 of 256 x 128 would be slower in int8; the rank must be below 63.8"
     )
-    assert told["model.decoder.layers.0.encoder_attn.k_proj"] == (
+    assert details["model.decoder.layers.0.encoder_attn.k_proj"] == (
         "rank 76 of 128 x 128 saves no weights; the rank must be below 64.0"
     )
 
@@ -127,9 +127,9 @@ def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
     again = context(tmp_path / "out")
     made = Artifact(ctx.out, source.manifest)
     Factorize()(made, FactorizeSettings(method="svd", rank=4), again)
-    (told,) = again.warnings
-    assert told.code == "already-factorized"
-    assert f" {len(ctx.details['ranks'])} layers" in told.message
+    (warning,) = again.warnings
+    assert warning.code == "already-factorized"
+    assert f" {len(ctx.details['ranks'])} layers" in warning.message
     assert (again.out / "structure.json").read_text() == (ctx.out / "structure.json").read_text()
     nothing = FactorizeSettings(method="svd", rank=4, include=["*.nowhere"])
     with raises_code("no-layer-selected", InputError):

@@ -1,4 +1,4 @@
-"""VBMF finds the rank that was planted, and the noise beside it; below a known threshold nothing is found."""
+"""VBMF finds the rank that was planted, and the noise with it; below a known threshold nothing is found."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What stays within a budget, beside scipy's integer programs, which find the best choice there is."""
+"""What stays within a budget, compared with scipy's integer programs, which find the best choice there is."""
 
 import numpy as np
 import pytest

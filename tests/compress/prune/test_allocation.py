@@ -40,14 +40,14 @@ def test_a_budget_is_met_and_what_was_reached_is_said(family, measure, monkeypat
         budget=MEASURES[measure], calibration_samples=4, reconstruct=False, multiple_of=4
     )
     ctx = every_family.run_stage(Prune(), settings, source, family, tmp_path / "out")
-    said = ctx.details["budget"]
-    assert (said["measure"], said["asked"]) == (measure, 0.75)
-    assert 0.6 < said["left"] <= 0.75
-    assert said["reached"] == pytest.approx(said["left"] * said["before"], rel=1e-3)
+    details = ctx.details["budget"]
+    assert (details["measure"], details["asked"]) == (measure, 0.75)
+    assert 0.6 < details["left"] <= 0.75
+    assert details["reached"] == pytest.approx(details["left"] * details["before"], rel=1e-3)
     model, _ = load_model(ctx.out)
     assert count_stored_parameters(model) < count_stored_parameters(load_model(source)[0])
     if measure == "parameters":
-        assert said["reached"] == count_stored_parameters(model) == ctx.details["parameters_after"]
+        assert details["reached"] == count_stored_parameters(model) == ctx.details["parameters_after"]
 
 
 @pytest.mark.parametrize("importance", ["random", "magnitude", "taylor"])
@@ -100,15 +100,15 @@ def test_what_says_nothing_is_refused(settings, code, named):
 
 def test_a_budget_looks_at_squared_gradients_unless_told_otherwise():
     assert PruneSettings.model_validate({"budget": {"parameters": 0.5}}).importance == "fisher"
-    said = {"budget": {"parameters": 0.5}, "importance": "taylor"}
-    assert PruneSettings.model_validate(said).importance == "taylor"
+    options = {"budget": {"parameters": 0.5}, "importance": "taylor"}
+    assert PruneSettings.model_validate(options).importance == "taylor"
     assert PruneSettings.model_validate({}).importance == "taylor"
 
 
 def test_a_recipe_without_a_budget_has_the_key_that_it_had():
     given = PruneSettings.model_validate({"budget": {"flops": 0.5, "sequence_length": 8}})
-    said = given.to_report()["budget"]
-    assert (said["flops"], said["sequence_length"]) == (0.5, 8)
+    reported = given.to_report()["budget"]
+    assert (reported["flops"], reported["sequence_length"]) == (0.5, 8)
     assert PruneSettings.model_validate(given.to_report()) == given
 
 

@@ -40,10 +40,10 @@ def basic(tmp_path_factory):
 
 def run(source, out, **settings):
     rows = images.read_rows(images.write_rows(out.parent / "rows.jsonl"))
-    said = PruneSettings.model_validate(
+    chosen = PruneSettings.model_validate(
         {"targets": ["channels"], "calibration_samples": 8, "multiple_of": 4, **settings}
     )
-    return harness.run_stage(Prune(), said, source, out, images.TASK, {"train": rows})
+    return harness.run_stage(Prune(), chosen, source, out, images.TASK, {"train": rows})
 
 
 def logits(model):

@@ -39,14 +39,14 @@ def agrees(masks, model, edits, source, out, outputs):
     near = {"rtol": 1e-4, "atol": 1e-4 * float(masked.abs().max())}
     assert not torch.allclose(outputs(model), masked, atol=1e-2 * float(masked.abs().max()))
     before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
-    said = list(edits)
+    edits_before = list(edits)
     (out / "meanwhile").mkdir(parents=True)
     with masks.as_stored():
         torch.testing.assert_close(outputs(model), masked, **near)
         save_model(model, edits, out / "meanwhile", source)
     after = dict(model.named_parameters())
     assert all(after[name] is p and torch.equal(p, value) for name, (p, value) in before.items())
-    assert edits == said
+    assert edits == edits_before
     with masks._masked_training():
         assert torch.equal(outputs(model), masked)
     ctx = harness.make_context(out)
@@ -178,8 +178,8 @@ def test_training_reaches_the_budget_in_a_narrower_model(rows, tmp_path):
     assert hidden_width(model) == details["width_after"] < details["width_before"] == 32
     again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
     later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
-    kept = told[ctx.details["training"]["kept_step"]]
+    recorded = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = recorded[ctx.details["training"]["kept_step"]]
     assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
 
 
@@ -196,8 +196,8 @@ def test_a_student_with_masks_learns_from_what_its_teacher_has_inside(name, rows
     source = every_family.model_with_layers("marian", 2)
     ctx = harness.run_stage(Distill(), settings, source, tmp_path / "out", data=rows)
     assert ctx.details["learned_masks"]["width_after"] == hidden_width(harness.load_output_model(ctx)) < 32
-    told = ctx.details["training"]["train_losses"]
-    assert {f"{name}.encoder_layers", "logits", "budget"} <= told.keys()
+    details = ctx.details["training"]["train_losses"]
+    assert {f"{name}.encoder_layers", "logits", "budget"} <= details.keys()
 
 
 @pytest.mark.parametrize("family", ["bert", "marian", "gemma"])

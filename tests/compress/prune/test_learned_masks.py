@@ -137,8 +137,8 @@ def test_training_reaches_the_budget_and_keeps_no_step_from_before(rows, tmp_pat
     assert sum(p.numel() for p in model.parameters()) < 0.9 * sum(p.numel() for p in before.parameters())
     again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
     later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
-    kept = told[ctx.details["training"]["kept_step"]]
+    details = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = details[ctx.details["training"]["kept_step"]]
     assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
 
 
@@ -165,8 +165,8 @@ def test_a_budget_that_few_updates_do_not_reach_is_said(rows, tmp_path):
         max_steps=2, batch_size=4, precision="fp32", num_evals=0, learned_masks={"keep_ratio": 0.1}
     )
     ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows)
-    (said,) = [one for one in ctx.warnings if one.code == "more-kept-than-asked"]
-    assert all(share in said.message for share in ("100.0%", "10.0%"))
+    (warning,) = [one for one in ctx.warnings if one.code == "more-kept-than-asked"]
+    assert all(share in warning.message for share in ("100.0%", "10.0%"))
 
 
 def test_codes_are_refused(rows, tmp_path):
@@ -190,6 +190,6 @@ def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
             log_alpha.fill_(-1.7)  # open with a chance of 0.47
     ctx = harness.make_context(tmp_path / "out")
     masks.finalize(ctx)
-    (said,) = ctx.warnings
-    assert said.code == "fewer-kept-than-asked"
-    assert "90.0%" in said.message
+    (warning,) = ctx.warnings
+    assert warning.code == "fewer-kept-than-asked"
+    assert "90.0%" in warning.message

@@ -18,8 +18,8 @@ from smelt.models.structure import read_edits
 
 
 def run(out, family="bert", **settings):
-    said = PruneSettings.model_validate({"targets": ["width"], "calibration_samples": 8, **settings})
-    return every_family.run_stage(Prune(), said, every_family.model_with_layers(family, 2), family, out)
+    chosen = PruneSettings.model_validate({"targets": ["width"], "calibration_samples": 8, **settings})
+    return every_family.run_stage(Prune(), chosen, every_family.model_with_layers(family, 2), family, out)
 
 
 @pytest.mark.parametrize("importance", ["activation", "taylor", "fisher", "magnitude", "random"])

@@ -139,12 +139,12 @@ def test_without_rows_nothing_is_fitted_and_that_is_said(tmp_path):
     source = every_family.model_with_layers("bert", 1)
     settings = {"importance": "magnitude", "keep_ratio": 0.5}
     task = "text-classification"
-    told = harness.run_stage(Prune(), PruneSettings(**settings), source, tmp_path / "a", task)
+    chosen = harness.run_stage(Prune(), PruneSettings(**settings), source, tmp_path / "a", task)
     meant = harness.run_stage(
         Prune(), PruneSettings(**settings, reconstruct=False), source, tmp_path / "b", task
     )
-    assert message_codes(w for w in told.warnings if w not in meant.warnings) == ["no-calibration-data"]
-    a, b = (harness.load_output_model(ctx).state_dict() for ctx in (told, meant))
+    assert message_codes(w for w in chosen.warnings if w not in meant.warnings) == ["no-calibration-data"]
+    a, b = (harness.load_output_model(ctx).state_dict() for ctx in (chosen, meant))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -156,5 +156,5 @@ def test_fewer_tokens_than_inputs_are_told(tmp_path):
         calibration_samples=1,
         targets=["ffn"],
     )
-    (told,) = [w for w in ctx.warnings if w.code == "few-calibration-tokens"]
-    assert "32 inputs" in told.message
+    (warning,) = [w for w in ctx.warnings if w.code == "few-calibration-tokens"]
+    assert "32 inputs" in warning.message

@@ -149,8 +149,8 @@ def test_a_pruned_translator_generates_with_its_cache_as_without():
 
 
 def test_a_quarter_of_the_neurons_goes_and_heads_where_they_are_spoken_of():
-    said = PruneSettings()
-    assert (said.targets, said.keep_ratio, said.reconstruct) == (["ffn"], 0.75, True)
+    settings = PruneSettings()
+    assert (settings.targets, settings.keep_ratio, settings.reconstruct) == (["ffn"], 0.75, True)
     for more in ({"budget": {"parameters": 0.8}}, {"keep_ratio": {"heads": 0.5, "ffn": 0.5}}):
         assert PruneSettings.model_validate(more).targets == ["heads", "ffn"]
     assert PruneSettings(keep_ratio={"heads": 0.5}).targets == ["heads"]
@@ -203,7 +203,7 @@ def test_more_than_was_asked_for_is_told(tmp_path):
     magnitude = {"importance": "magnitude", "reconstruct": False, "task": "language-modeling"}
     few = run(folder, tmp_path / "few", targets=["heads", "ffn"], keep_ratio=0.01, **magnitude)
     assert message_codes(few.warnings) == ["minimum-kept"] * 2
-    numbers = [re.findall(r"[\d.]+", told.message.rstrip(".")) for told in few.warnings]
+    numbers = [re.findall(r"[\d.]+", warning.message.rstrip(".")) for warning in few.warnings]
     assert numbers == [["0.01", "2", "1", "2", "2"], ["0.01", "96", "8", "2", "2"]]
     assert run(folder, tmp_path / "more", targets=["ffn"], keep_ratio=0.05, **magnitude).warnings == []
 

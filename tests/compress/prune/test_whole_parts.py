@@ -32,8 +32,8 @@ def kinds_of(family):
 
 def masks_of(family, **settings):
     model, edits = load_model(every_family.model_with_layers(family, 3))
-    said = {"multiple_of": 1, "parts": kinds_of(family)} | settings
-    found = LearnedMasks(model, LearnedMasksSettings(**said), edits)
+    options = {"multiple_of": 1, "parts": kinds_of(family)} | settings
+    found = LearnedMasks(model, LearnedMasksSettings(**options), edits)
     torch.manual_seed(0)
     with torch.no_grad():
         for log_alpha in [*found.units.values(), *found.parts.values()]:
@@ -222,8 +222,8 @@ def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):
     assert any(details["dropped_parts"].values())
     again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
     later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    told = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
-    kept = told[ctx.details["training"]["kept_step"]]
+    recorded = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
+    kept = recorded[ctx.details["training"]["kept_step"]]
     assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
 
 

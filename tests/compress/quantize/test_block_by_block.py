@@ -44,13 +44,13 @@ def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypa
     parts = quantize(family, tmp_path / "parts", **settings)
     assert len(list(parts.out.glob("*.safetensors"))) > 2
     assert read_edits(parts.out) == read_edits(whole.out)
-    told, expected = (  # but for the headers of several files, and the name of the rows
+    reported, expected = (  # but for the headers of several files, and the name of the rows
         json.dumps([ctx.details | {"bytes_after": 0}, messages_to_json(ctx.warnings)]).replace(
             "parts.", "whole."
         )
         for ctx in (parts, whole)
     )
-    assert told == expected
+    assert reported == expected
     a = load_file(whole.out / "model.safetensors")
     b = {name: t for file in parts.out.glob("*.safetensors") for name, t in load_file(file).items()}
     assert a.keys() == b.keys()
@@ -141,8 +141,10 @@ def test_weights_that_float16_scales_do_not_hold_are_warned_of(
         monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
     for scheme, count in ((settings, 1), ({"scheme": "int8-dynamic"}, 0)):
         out = tmp_path / f"out-{count}"
-        told = every_family.run_stage(Quantize(), QuantizeSettings(**scheme), source, "llama", out).warnings
-        found = [one.message for one in told if one.code == "scale-underflow"]
-        assert len(found) == count, told
+        warnings = every_family.run_stage(
+            Quantize(), QuantizeSettings(**scheme), source, "llama", out
+        ).warnings
+        found = [one.message for one in warnings if one.code == "scale-underflow"]
+        assert len(found) == count, warnings
         assert all(f"{name}: " in text and f" {size:g}," in text for text in found)
         assert all(f'exclude: ["{name}"]' in text for text in found)

@@ -48,8 +48,8 @@ def put_to_sleep(part):
 )
 def test_layers_that_no_row_reaches_are_told_once(settings, tmp_path):
     found, ctx = decided(tmp_path, put_to_sleep, **settings)
-    (said,) = [one for one in ctx.warnings if one.code == "uncalibrated-layers"]
-    assert f" {ASLEEP};" in said.message
+    (warning,) = [one for one in ctx.warnings if one.code == "uncalibrated-layers"]
+    assert f" {ASLEEP};" in warning.message
     names = [layer.name for layer in found.layers]
     assert (ASLEEP in names) == (settings["scheme"] == "int4")
     if settings["scheme"] == "int8-static":

@@ -46,8 +46,8 @@ def basic(tmp_path_factory):
 
 def run(source, out, **settings):
     rows = images.read_rows(images.write_rows(out.parent / "rows.jsonl"))
-    said = QuantizeSettings.model_validate(STATIC | settings)
-    return harness.run_stage(Quantize(), said, source, out, images.TASK, {"train": rows})
+    chosen = QuantizeSettings.model_validate(STATIC | settings)
+    return harness.run_stage(Quantize(), chosen, source, out, images.TASK, {"train": rows})
 
 
 def pixels(count=4):
@@ -155,8 +155,8 @@ def test_it_trains_through_its_codes(codes, basic, tmp_path):
     rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl", 32))}
     coded = run(basic, tmp_path / "out").out
     settings = {"epochs": 3, "batch_size": 8, "num_evals": 0, "precision": "fp32", "learning_rate": 1e-3}
-    said = FinetuneSettings.model_validate(settings | codes)
-    ctx = harness.run_stage(Finetune(), said, coded, tmp_path / "tuned", images.TASK, rows)
+    chosen = FinetuneSettings.model_validate(settings | codes)
+    ctx = harness.run_stage(Finetune(), chosen, coded, tmp_path / "tuned", images.TASK, rows)
     before, model = load_model(coded)[0], harness.load_output_model(ctx)
     name = "resnet.encoder.stages.0.layers.0.layer.0.convolution"
     assert isinstance(model.get_submodule(name), QuantizedConv2d)
@@ -170,9 +170,9 @@ def test_training_begins_at_the_folded_floats(basic, tmp_path):
     made = tiny.as_artifact(coded, images.TASK)
     whole = tiny.as_artifact(basic, images.TASK)
     whole = replace(whole, manifest=whole.manifest.model_copy(update={"key": "1" * 64}))
-    said = {"stage": "quantize", "parent": whole.key}
+    fields = {"stage": "quantize", "parent": whole.key}
     ctx = harness.make_context(tmp_path / "tuned", images.TASK, ancestors={"model": whole})
-    made = replace(made, manifest=made.manifest.model_copy(update=said))
+    made = replace(made, manifest=made.manifest.model_copy(update=fields))
     model, _ = load_trainable(made, ctx)
     assert ctx.details["latent_weights"] == "model"
     folded, _ = load_model(basic)
@@ -194,8 +194,8 @@ def test_layers_that_stay_float_are_exported_beside_the_others(skip, basic, tmp_
 
 @pytest.mark.parametrize(("method", "floats"), [("tucker", 0), ("cp", 32)])
 def test_thinner_convolutions_become_codes_but_those_of_cp(method, floats, basic, tmp_path):
-    said = FactorizeSettings(method=method, keep_ratio=0.6)
-    thin = harness.run_stage(Factorize(), said, basic, tmp_path / "thin", images.TASK).out
+    settings = FactorizeSettings(method=method, keep_ratio=0.6)
+    thin = harness.run_stage(Factorize(), settings, basic, tmp_path / "thin", images.TASK).out
     ctx = run(thin, tmp_path / "out")
     model = harness.load_output_model(ctx)
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == floats
@@ -224,8 +224,8 @@ def test_the_plan_refuses_what_is_of_linear_layers(wrong, setting):
 
 
 def test_the_plan_refuses_a_target_that_cannot_run_them():
-    said = QuantizeSettings(scheme="int8-static")
-    _, left = Quantize.check_model(said, {"model_type": "resnet"})
+    settings = QuantizeSettings(scheme="int8-static")
+    _, left = Quantize.check_model(settings, {"model_type": "resnet"})
     for target, wrong in {"ort-cpu": [], "openvino": [], "tensorrt": ["target"]}.items():
         found, _ = Onnx.check_model(OnnxSettings.model_validate({"target": target}), left)
         assert [one.setting for one in found] == wrong

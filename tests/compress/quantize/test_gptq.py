@@ -127,9 +127,9 @@ def test_the_error_that_is_told_is_a_part_of_nearests_on_its_own_grid():
         return float(((off @ moment) * off).sum())
 
     nearest = error(of(round_to_nearest(weight, scheme, options), scheme, options, 40))
-    told = error(layer.weight.detach().double().numpy()) / nearest
-    assert work.left["layer"] == pytest.approx(told, rel=1e-3)
-    assert told < 0.05  # nearest has one step for all that lies beside the unfed weight
+    share = error(layer.weight.detach().double().numpy()) / nearest
+    assert work.left["layer"] == pytest.approx(share, rel=1e-3)
+    assert share < 0.05  # nearest has one step for all that is next to the weight without input
 
 
 def test_a_moment_that_cannot_be_inverted_is_damped_further():

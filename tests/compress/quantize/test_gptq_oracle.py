@@ -1,4 +1,4 @@
-"""Codes of GPTQ beside those of GPTQModel's, which quantizes the checkpoints that others publish."""
+"""Codes of GPTQ compared with those of GPTQModel's, which quantizes the checkpoints that others publish."""
 
 from __future__ import annotations
 

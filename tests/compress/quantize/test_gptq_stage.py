@@ -110,9 +110,9 @@ def test_statistics_are_summed_where_the_model_computes_and_then_brought_to_the_
         def update(self):
             return lambda key, x: self.statistics[key].found.update(x)
 
-    def made(widths, **said):
-        assert said["device"] == "cpu"  # as a default it would be so on a GPU too
-        new = Far(widths, **said)
+    def made(widths, **options):
+        assert options["device"] == "cpu"  # as a default it would be so on a GPU too
+        new = Far(widths, **options)
         new.statistics = {name: Elsewhere(seen) for name, seen in new.statistics.items()}
         return new
 
@@ -226,8 +226,8 @@ def test_tokens_of_the_other_side_are_no_tokens_of_a_layer(method, tmp_path):
         every_family.model_with_layers("marian", 1), "marian", tmp_path / "out",
     )  # fmt: skip
     tokens = ctx.details["calibration"]["tokens"]
-    (said,) = [one.message for one in ctx.warnings if one.code == "few-calibration-tokens"]
-    few, inputs = (int(word) for word in said.replace(",", "").split() if word.isdigit())
+    (message,) = [one.message for one in ctx.warnings if one.code == "few-calibration-tokens"]
+    few, inputs = (int(word) for word in message.replace(",", "").split() if word.isdigit())
     assert few < inputs <= tokens
 
 
@@ -251,10 +251,10 @@ def test_inputs_that_no_row_feeds_are_counted(tmp_path):
     save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     made = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=8)
     ctx = every_family.run_stage(Quantize(), made, tmp_path / "m", "bart", tmp_path / "out")
-    told = ctx.details["dead_inputs"]["model.encoder.layers.0.fc2"]
+    count = ctx.details["dead_inputs"]["model.encoder.layers.0.fc2"]
     values = harness.load_output_model(ctx).model.encoder.layers[0].fc2.matrix.dequantized()
     unfed = (values == 0).all(dim=0)
-    assert told == int(unfed.sum())
+    assert count == int(unfed.sum())
     assert bool(unfed[[1, 5]].all())
 
 

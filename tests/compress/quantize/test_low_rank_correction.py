@@ -1,4 +1,4 @@
-"""Pairs beside codes against the papers' formulas, written out in numpy, and as a part of the stage."""
+"""Pairs with codes against the papers' formulas, written out in numpy, and as a part of the stage."""
 
 import math
 from types import SimpleNamespace
@@ -245,9 +245,9 @@ def test_a_pair_that_is_nearest_on_next_to_nothing_is_told(error, tmp_path):
     rows = {"calibration_samples": 1} if error != "weights" else {}
     settings = QuantizeSettings(**INT4, low_rank_correction=low_rank, **rows)
     ctx = every_family.run_stage(Quantize(), settings, source, "bert", tmp_path / "few")
-    told = [one.message for one in ctx.warnings if one.code == "few-calibration-tokens"]
-    assert len(told) == (error != "weights"), ctx.warnings
-    assert all(" 8 " in text for text in told)
+    messages = [one.message for one in ctx.warnings if one.code == "few-calibration-tokens"]
+    assert len(messages) == (error != "weights"), ctx.warnings
+    assert all(" 8 " in text for text in messages)
     if error != "weights":
         many = every_family.run_stage(
             Quantize(),
@@ -294,9 +294,9 @@ def test_a_pair_that_takes_what_codes_save_is_warned_of():
     found = {1: made(drawn(), rank=12), 2: made(drawn(), rank=13)}
 
     layers = [SimpleNamespace(name="a", weight_id=1), SimpleNamespace(name="b", weight_id=2)]
-    (said,) = oversized_correction_warnings(layers, found, 4.25, 16)
-    assert said.code == "no-size-reduction"
-    assert all(value in said.message for value in ("1 of 2", "(b)"))
+    (warning,) = oversized_correction_warnings(layers, found, 4.25, 16)
+    assert warning.code == "no-size-reduction"
+    assert all(value in warning.message for value in ("1 of 2", "(b)"))
     assert oversized_correction_warnings(layers[:1], {1: found[1]}, 4.25, 16) == []
 
 
@@ -332,13 +332,13 @@ def test_what_was_smoothed_is_looked_at_anew(tmp_path, monkeypatch):
 
 def test_what_codes_save_is_told_of_the_type_that_weights_are_stored_in(tmp_path):
     """32 x 32 in 16 bits, coded in 5: 11,264 bits are saved, and rank 12 takes 12 x 64 x 16 = 12,288."""
-    source, said = every_family.model_with_layers("bert", 1), {}
+    source, reported = every_family.model_with_layers("bert", 1), {}
     for kind in ("float16", "float32"):
         stored = tmp_path / kind
         load_model(source)[0].to(getattr(torch, kind)).save_pretrained(stored)
         copy_tokenizer(source, stored)
         settings = QuantizeSettings(**INT4, low_rank_correction=LowRankCorrection(rank=12))
         ctx = every_family.run_stage(Quantize(), settings, stored, "bert", tmp_path / f"{kind}-out")
-        said[kind] = [one for one in ctx.warnings if one.code == "no-size-reduction"]
-    assert len(said["float16"]) == 1
-    assert said["float32"] == []
+        reported[kind] = [one for one in ctx.warnings if one.code == "no-size-reduction"]
+    assert len(reported["float16"]) == 1
+    assert reported["float32"] == []

@@ -128,14 +128,14 @@ def test_weights_of_another_model_are_not_taken_and_that_is_said(coded, first, t
     ctx = harness.make_context(tmp_path / "out", TASK)
     load_trainable(tiny.as_artifact(place, TASK), ctx)
     assert ctx.details["latent_weights"] == "codes"
-    (told,) = ctx.warnings
-    assert told.code == "master-weights-outdated"
+    (message,) = ctx.warnings
+    assert message.code == "master-weights-outdated"
     shapes = {name: tuple(t.shape) for name, t in load_file(first.out / MASTER_WEIGHTS_FILE).items()}
     other = dict(shapes) | {"bert.pooler.dense": (32, 16)}
-    found, said = read_master_weights(first.out, other)
+    found, warning = read_master_weights(first.out, other)
     assert found is None
-    assert said.code == "master-weights-mismatch"
-    assert "'bert.pooler.dense'" in said.message
+    assert warning.code == "master-weights-mismatch"
+    assert "'bert.pooler.dense'" in warning.message
     assert read_master_weights(first.out, shapes | {"more": (1, 1)})[0] is None
 
 

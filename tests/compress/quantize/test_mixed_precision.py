@@ -44,21 +44,21 @@ def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path,
     source, made, ctx = run(tmp_path / "out", mixed_precision={"target_bits": budget}, **FEW)
     model, _ = load_model(source)
     units = weight_matrices(plan_layers(model, made), made, sorted(SCHEMES_BY_BITS))
-    told = ctx.details["mixed_precision"]
+    details = ctx.details["mixed_precision"]
     assert len(units) == 4  # the embedding, two products of the first layer, the classifier
     total = sum(unit.num_weights for unit in units)
     best = min(
-        (sum(told["sensitivity"][u.name][str(b)] for u, b in zip(units, picks, strict=True)), picks)
+        (sum(details["sensitivity"][u.name][str(b)] for u, b in zip(units, picks, strict=True)), picks)
         for picks in itertools.product(sorted(SCHEMES_BY_BITS), repeat=len(units))
         if sum(u.costs[b] for u, b in zip(units, picks, strict=True)) <= budget * total
     )
-    assert told["bits"] == {u.name: b for u, b in zip(units, best[1], strict=True)}
-    assert len(set(told["bits"].values())) > 1
-    assert told["average_bits"] == pytest.approx(ctx.details["bits_per_weight"], abs=2e-3)
-    assert told["average_bits"] <= budget
+    assert details["bits"] == {u.name: b for u, b in zip(units, best[1], strict=True)}
+    assert len(set(details["bits"].values())) > 1
+    assert details["average_bits"] == pytest.approx(ctx.details["bits_per_weight"], abs=2e-3)
+    assert details["average_bits"] <= budget
     layers = {n: m for n, m in harness.load_output_model(ctx).named_modules() if is_quantized(m)}
-    assert {n: m.matrix.scheme.bits for n, m in layers.items()} == told["bits"]
-    worst = [damage["2"] for damage in told["sensitivity"].values()]
+    assert {n: m.matrix.scheme.bits for n, m in layers.items()} == details["bits"]
+    worst = [damage["2"] for damage in details["sensitivity"].values()]
     assert worst == sorted(worst, reverse=True)
 
 
@@ -68,8 +68,8 @@ def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path,
 def test_damage_on_next_to_nothing_is_told(tmp_path, settings):
     few = {"group_size": 32, "calibration_samples": 1, "sensitivity_samples": 1}
     *_, ctx = run(tmp_path / "out", **few, **settings)
-    (told,) = [one for one in ctx.warnings if one.code == "few-sensitivity-tokens"]
-    assert "8 tokens" in told.message
+    (warning,) = [one for one in ctx.warnings if one.code == "few-sensitivity-tokens"]
+    assert "8 tokens" in warning.message
 
 
 def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path):
@@ -124,15 +124,15 @@ def test_scales_and_ends_of_ranges_are_searched_for_the_chosen_widths(tmp_path, 
     source, made, ctx = run(
         tmp_path / "out", mixed_precision={"target_bits": 4.5}, method="awq", clip=clip, **FEW
     )
-    told = ctx.details["mixed_precision"]["bits"]
+    details = ctx.details["mixed_precision"]["bits"]
     layers = {n: m for n, m in harness.load_output_model(ctx).named_modules() if is_quantized(m)}
-    assert {n.removesuffix(".linear"): m.matrix.scheme.bits for n, m in layers.items()} == told
+    assert {n.removesuffix(".linear"): m.matrix.scheme.bits for n, m in layers.items()} == details
     model, _ = load_model(source)
     rows = load_calibration_samples(
         model, tiny.as_artifact(source, ctx.task), FEW["calibration_samples"], ctx, "quantize"
     )
     units = weight_matrices(plan_layers(model, made), made, ())
-    asked = [layer for unit in units for layer in unit.layers_with_bits(told[unit.name], made)]
+    asked = [layer for unit in units for layer in unit.layers_with_bits(details[unit.name], made)]
     alone = harness.make_context(tmp_path / "alone")
     apply_awq(model, asked, rows, False, lambda names: torch.float32, alone)
     assert ctx.details["awq_alpha"] == alone.details["awq_alpha"]
@@ -172,30 +172,30 @@ def dropped(out, turned=(), **bits):
 
 def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
     ctx = dropped(tmp_path, max_drop=3.0)
-    told = ctx.details["mixed_precision"]
-    picked = list(told["bits"].values())
+    details = ctx.details["mixed_precision"]
+    picked = list(details["bits"].values())
     assert sum(picked) / len(picked) >= 5
-    worse = [s for s in told["scores"] if s["bleu"] < 5]
+    worse = [s for s in details["scores"] if s["bleu"] < 5]
     assert worse  # fewer bits were tried, and lost more
-    assert all(told["average_bits"] > s["average_bits"] for s in worse)
-    assert (told["metric"], told["score_of_floats"]) == ("bleu", 8.0)
-    assert min(s["average_bits"] for s in told["scores"] if s["bleu"] >= 5) == told["average_bits"]
+    assert all(details["average_bits"] > s["average_bits"] for s in worse)
+    assert (details["metric"], details["score_of_floats"]) == ("bleu", 8.0)
+    assert min(s["average_bits"] for s in details["scores"] if s["bleu"] >= 5) == details["average_bits"]
 
 
 def test_scores_are_told_as_they_are_where_less_is_better(tmp_path):
     ctx = dropped(tmp_path, max_drop=3.0, turned={"bleu"})
-    told = ctx.details["mixed_precision"]
-    assert {s["bleu"] < 0 for s in told["scores"]} == {True}  # the stand-in is turned round
-    assert told["score_of_floats"] == -8.0
+    details = ctx.details["mixed_precision"]
+    assert {s["bleu"] < 0 for s in details["scores"]} == {True}  # the stand-in is turned round
+    assert details["score_of_floats"] == -8.0
 
 
 def test_what_even_the_widest_codes_lose_is_said(tmp_path):
     ctx = dropped(tmp_path, max_drop=0.5, bit_widths=[2, 4])
-    told = ctx.details["mixed_precision"]
-    for name, damage in told["sensitivity"].items():
-        assert damage[str(told["bits"][name])] == min(damage.values())
-    (said,) = [one.message for one in ctx.warnings if one.code == "max-drop-exceeded"]
-    assert all(value in said for value in (f"{told['average_bits']:.3g}", "0.5", "bleu"))
+    details = ctx.details["mixed_precision"]
+    for name, damage in details["sensitivity"].items():
+        assert damage[str(details["bits"][name])] == min(damage.values())
+    (message,) = [one.message for one in ctx.warnings if one.code == "max-drop-exceeded"]
+    assert all(value in message for value in (f"{details['average_bits']:.3g}", "0.5", "bleu"))
 
 
 def test_a_metric_that_nobody_scores_is_refused_before_damage_is_measured(tmp_path, monkeypatch):

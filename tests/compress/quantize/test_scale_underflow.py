@@ -40,10 +40,10 @@ def layer(largest, scheme, dtype=torch.float32, **options):
 )  # fmt: skip
 def test_a_layer_is_named_where_its_scales_lose_digits_that_its_codes_have(scheme, largest, warned):
     layers = [layer(largest, scheme)]
-    told = scale_underflow_warnings(layers, small_weights(layers))
-    assert len(told) == warned
-    assert set(message_codes(told)) <= {"scale-underflow"}
-    assert all(one.message.startswith("a: ") and f" {largest:g}," in one.message for one in told)
+    warnings = scale_underflow_warnings(layers, small_weights(layers))
+    assert len(warnings) == warned
+    assert set(message_codes(warnings)) <= {"scale-underflow"}
+    assert all(one.message.startswith("a: ") and f" {largest:g}," in one.message for one in warnings)
 
 
 @pytest.mark.parametrize("stands", [2e-5, 2e-4])
@@ -79,12 +79,12 @@ def test_what_is_to_be_left_float_are_all_layers_of_the_matrix(tmp_path):
     tensors["model.shared.weight"] *= 1e-8
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     settings = {"scheme": "int4", "group_size": 16}
-    (told,) = (
+    (message,) = (
         one.message
         for one in run_stage(Quantize(), QuantizeSettings(**settings), source, tmp_path / "a").warnings
         if one.code == "scale-underflow"
     )
-    assert '"lm_head"' in told
-    names = json.loads(told[told.index("[") : told.index("]") + 1])
+    assert '"lm_head"' in message
+    names = json.loads(message[message.index("[") : message.index("]") + 1])
     left = run_stage(Quantize(), QuantizeSettings(**settings, exclude=names), source, tmp_path / "b")
     assert "scale-underflow" not in message_codes(left.warnings)

@@ -109,20 +109,20 @@ def test_schemes_with_other_words_for_an_option_take_those_that_they_know(given,
 def test_options_that_mean_something_are_in_the_key():
     plain = QuantizeSettings(scheme="int4").model_dump()
     assert plain["embedding_scheme"] is None
-    for said in (
+    for options in (
         {"group_size": 64},
         {"symmetric": False},
         {"accuracy_level": 0},
         {"embedding_scheme": "int8-static"},
     ):
-        assert QuantizeSettings(scheme="int4", **said).model_dump() == plain | said
+        assert QuantizeSettings(scheme="int4", **options).model_dump() == plain | options
     ternary = QuantizeSettings(scheme="ternary", symmetric="positive")  # that is of its vocabulary, in int4
     assert ternary.model_dump()["symmetric"] == "positive"
     assert ternary.model_dump(exclude_defaults=True) == {"scheme": "ternary", "symmetric": "positive"}
 
 
 @pytest.mark.parametrize(
-    ("said", "kept"),
+    ("options", "kept"),
     [
         (
             {"scheme": "ternary", "embedding_scheme": "int8-dynamic", "granularity": "channel"},
@@ -131,8 +131,8 @@ def test_options_that_mean_something_are_in_the_key():
         ({"scheme": "int8-dynamic", "embedding_scheme": "int4", "symmetric": False}, {"symmetric": False}),
     ],
 )
-def test_an_option_that_one_of_two_schemes_takes_is_in_the_key(said, kept):
-    assert kept.items() <= QuantizeSettings(**said).model_dump().items()
+def test_an_option_that_one_of_two_schemes_takes_is_in_the_key(options, kept):
+    assert kept.items() <= QuantizeSettings(**options).model_dump().items()
 
 
 def test_the_help_says_true_and_false_as_yaml_does():
@@ -203,11 +203,11 @@ def test_what_a_report_says_of_any_scheme_with_any_vocabulary_may_be_said_in_a_r
 )
 def test_report_says_what_the_scheme_takes_and_nothing_that_it_does_not_use(given, meant, idle):
     settings = QuantizeSettings(**given)
-    told = settings.to_report()
-    assert meant.items() <= told.items()
-    assert not idle & set(told)
-    again = QuantizeSettings(**told)  # what is told may be said, and means the same
-    assert again.to_report() == told
+    reported = settings.to_report()
+    assert meant.items() <= reported.items()
+    assert not idle & set(reported)
+    again = QuantizeSettings(**reported)  # what is told may be said, and means the same
+    assert again.to_report() == reported
     assert [again.scheme_options(name) for name in again.used_schemes()] == [
         settings.scheme_options(name) for name in settings.used_schemes()
     ]

@@ -186,10 +186,10 @@ def test_shared_readers_are_left_with_a_warning(tmp_path):
     layers = model.get_submodule("model.layers")
     layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
     ctx = smoothed(model, tmp_path)
-    (told,) = ctx.warnings
-    assert told.code == "norms-not-smoothed"
-    assert "2 of 5" in told.message
-    assert "model.layers.0.input_layernorm, model.layers.1.input_layernorm" in told.message
+    (warning,) = ctx.warnings
+    assert warning.code == "norms-not-smoothed"
+    assert "2 of 5" in warning.message
+    assert "model.layers.0.input_layernorm, model.layers.1.input_layernorm" in warning.message
 
 
 def test_activations_that_are_not_finite_are_an_error(tmp_path):

@@ -127,13 +127,13 @@ def test_quantizing_twice_or_nothing_is_refused(marian, tmp_path):
 
 def test_codes_that_take_what_the_weights_took_are_told(marian, tmp_path):
     """Of 5 float32 weights, 20 bytes, kmeans4 makes 128 of codes, 16 of values and 2 of a scale."""
-    told = {}
+    reported = {}
     for scheme in ("int8-dynamic", "kmeans4"):
         skip = [] if scheme == "int8-dynamic" else ["*q_proj", "*k_proj", "*v_proj", "*out_proj", "*fc2"]
         ctx = run(marian, tmp_path / scheme, scheme=scheme, exclude=skip)
-        told[scheme] = [one.message for one in ctx.warnings if one.code == "no-size-reduction"]
-    assert told["int8-dynamic"] == []
-    (text,) = told["kmeans4"]
+        reported[scheme] = [one.message for one in ctx.warnings if one.code == "no-size-reduction"]
+    assert reported["int8-dynamic"] == []
+    (text,) = reported["kmeans4"]
     # rows of 32 inputs take 146 bytes in place of 128: all matrices
     assert "6 of 6" in text
     assert "(model.shared, " in text

@@ -81,9 +81,9 @@ def test_the_report_says_what_was_smoothed_and_by_how_much(planted, data, tmp_pa
     norms = [f"model.layers.0.{name}" for name in READERS]
     assert list(ctx.details["smoothed"]) == [*norms, "model.norm"]
     for name in norms:
-        told = ctx.details["smoothed"][name]
-        assert told["outliers_before"] > 20
-        assert told["outliers_after"] < 0.3 * told["outliers_before"]
+        details = ctx.details["smoothed"][name]
+        assert details["outliers_before"] > 20
+        assert details["outliers_after"] < 0.3 * details["outliers_before"]
     assert ctx.warnings == []
     assert ctx.details["calibration"]["rows"] > 0
 

@@ -118,9 +118,9 @@ def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
         run(marian, tmp_path / "none", data={})
     few = Split("few.jsonl", ROWS.examples[:1])
     ctx = run(marian, tmp_path / "few", data={"calibration": few, "train": ROWS}, sensitivity_samples=0)
-    (told,) = ctx.warnings
-    assert told.code == "few-calibration-tokens"
-    assert "few.jsonl" in told.message
+    (warning,) = ctx.warnings
+    assert warning.code == "few-calibration-tokens"
+    assert "few.jsonl" in warning.message
 
 
 def test_the_plan_knows_which_rows_are_needed():

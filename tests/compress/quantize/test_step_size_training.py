@@ -67,8 +67,8 @@ def test_what_was_learned_is_stored_and_leaves(family, settings, tmp_path):
     assert ("ranges" in details) == (settings["scheme"] == "int8-static")
     before, after = scales_of(made), scales_of(ctx.out)
     assert all(not after[name].equal(before[name]) for name in before)
-    told = [(folder / "structure.json").read_bytes() for folder in (made, ctx.out)]
-    assert told[0] == told[1]
+    structures = [(folder / "structure.json").read_bytes() for folder in (made, ctx.out)]
+    assert structures[0] == structures[1]
     every_family.run_stage(Onnx(), OnnxSettings(generation_graph=False), ctx.out, family, tmp_path / "onnx")
 
 
@@ -165,8 +165,8 @@ def test_what_has_no_codes_or_no_scales_to_learn_is_refused(tmp_path):
 def test_layers_whose_scales_follow_the_weights_are_named(tmp_path):
     made = coded(tmp_path / "coded", scheme="binary", group_size=32)  # with a vocabulary of int8
     ctx = harness.run_stage(Finetune(), FinetuneSettings(**TRAIN), made, tmp_path / "out", TASK, ROWS)
-    (told,) = [one for one in ctx.warnings if one.code == "scales-not-learned"]
-    assert all(value in told.message for value in ("binary", "13 layers"))
+    (warning,) = [one for one in ctx.warnings if one.code == "scales-not-learned"]
+    assert all(value in warning.message for value in ("binary", "13 layers"))
     assert ctx.details["learned_scales"]["matrices"] == 2  # word embedding and classifier
 
 

@@ -67,8 +67,8 @@ def test_two_of_each_four_stay(sparse):
     for weight in products(harness.load_output_model(sparse)).values():
         assert ((weight.reshape(-1, 4) != 0).sum(dim=1) == 2).all()
     assert sparse.details["sparsity"] == 0.5
-    (told,) = [w for w in sparse.warnings if w.code == "zeros-not-faster"]
-    assert all(value in told.message for value in ("50.0%", "12 layers"))
+    (warning,) = [w for w in sparse.warnings if w.code == "zeros-not-faster"]
+    assert all(value in warning.message for value in ("50.0%", "12 layers"))
 
 
 def test_training_keeps_zeros_zero_and_moves_the_rest(sparse, tmp_path):
@@ -148,8 +148,8 @@ def test_inputs_that_cannot_be_grouped_stay_whole(tmp_path):
     settings = SparsifySettings(method="magnitude", pattern="1:64")
     ctx = every_family.run_stage(Sparsify(), settings, source, "bert", tmp_path / "a")
     assert list(ctx.details["sparsity_by_layer"]) == ["bert.encoder.layer.0.output.dense"]
-    (told,) = [w for w in ctx.warnings if w.code == "pattern-does-not-fit"]
-    assert all(value in told.message for value in ("5 layers", "64"))
+    (warning,) = [w for w in ctx.warnings if w.code == "pattern-does-not-fit"]
+    assert all(value in warning.message for value in ("5 layers", "64"))
     settings = SparsifySettings(method="magnitude", pattern="2:7")
     with raises_code("no-layer-selected", InputError):
         every_family.run_stage(Sparsify(), settings, source, "bert", tmp_path / "b")

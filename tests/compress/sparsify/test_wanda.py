@@ -1,4 +1,4 @@
-"""Wanda, its score written out; magnitude and chance beside it."""
+"""Wanda, its score written out, compared with magnitude and chance."""
 
 import numpy as np
 import pytest

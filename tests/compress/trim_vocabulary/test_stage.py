@@ -238,8 +238,8 @@ def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_pa
     assert family == "bert" or last[0, 0] != read_kept_tokens(ctx.out).ids[-9]  # their numbers are others
     more = {"decoder_input_ids": last} if student.config.is_encoder_decoder else {}
     with torch.no_grad():
-        said, wanted = (model(input_ids=last, **more).logits for model in (teacher, student))
-    assert torch.allclose(said, wanted, atol=1e-4)
+        got, wanted = (model(input_ids=last, **more).logits for model in (teacher, student))
+    assert torch.allclose(got, wanted, atol=1e-4)
     same = load_model(ctx.out)[0]
     assert map_teacher_tokens(same, ctx.out, student, ctx.out) is None
 

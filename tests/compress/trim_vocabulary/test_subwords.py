@@ -1,4 +1,4 @@
-"""Vocabularies that lost tokens cut texts as the whole ones do, beside the libraries that cut them."""
+"""Vocabularies that lost tokens cut texts as the whole ones do, compared with the libraries that cut them."""
 
 import json
 import random

@@ -100,7 +100,7 @@ def test_threads_of_one_process_are_kept_apart_too(tmp_path):
 
 
 def test_who_waits_for_a_file_that_was_removed_waits_for_the_one_that_took_its_place(tmp_path):
-    """The first holder leaves and removes the file; a third makes it anew before the second looks again."""
+    """The first holder leaves and removes the file; a third makes it again before the second looks again."""
     from concurrent.futures import ThreadPoolExecutor
     from threading import Event
 
@@ -127,17 +127,17 @@ def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path, held, where, m
         disable_file_locks(monkeypatch)
     path = tmp_path / "x.lock"
     process = held(where)
-    told = []
+    messages = []
 
     def kill(holder):
-        told.append(holder)
+        messages.append(holder)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
 
     with file_lock(path, kill):
         if not where:
             assert read_owner(path) == current_owner()
-    assert told == [f"process {process.pid}"]
+    assert messages == [f"process {process.pid}"]
     assert not list(tmp_path.iterdir())
 
 
@@ -226,10 +226,10 @@ def test_the_lease_of_another_machine_is_waited_for_and_taken_after_its_silence(
     monkeypatch.setattr(locks, "LEASE_S", 2.0)
     lease = tmp_path / "x.lock.lease"
     _marker_of_another_machine(lease, 2.0)
-    told, before = [], time.monotonic()
-    with file_lock(tmp_path / "x.lock", told.append):
+    messages, before = [], time.monotonic()
+    with file_lock(tmp_path / "x.lock", messages.append):
         took = time.monotonic() - before
-    assert told == ["process 7 on node2"]
+    assert messages == ["process 7 on node2"]
     assert 2.0 <= took < 20
     assert not list(tmp_path.iterdir())
 
@@ -255,18 +255,18 @@ def test_a_lease_that_names_nobody_is_given_up_also_while_it_is_waited_for(tmp_p
     """A process that was killed between making the file and writing into it."""
     disable_file_locks(monkeypatch)
     monkeypatch.setattr(locks, "_OWNERLESS_S", 2.0)
-    lease, said = tmp_path / "x.lock.lease", []
+    lease, messages = tmp_path / "x.lock.lease", []
     lease.touch()
     began = time.monotonic()
-    with file_lock(tmp_path / "x.lock", said.append):
+    with file_lock(tmp_path / "x.lock", messages.append):
         assert 1 < time.monotonic() - began < 30
         assert f"pid={os.getpid()}" in lease.read_text()
-    assert said == ["another process"]
+    assert messages == ["another process"]
     lease.touch()
     os.utime(lease, (time.time() - 60,) * 2)
-    with file_lock(tmp_path / "x.lock", said.append):  # nobody waits for one that is old
+    with file_lock(tmp_path / "x.lock", messages.append):  # nobody waits for one that is old
         pass
-    assert said == ["another process"]
+    assert messages == ["another process"]
 
 
 def test_the_lease_of_a_living_holder_is_kept_beyond_its_length_by_its_heartbeat(tmp_path, monkeypatch):

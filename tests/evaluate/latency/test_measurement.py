@@ -234,11 +234,11 @@ def test_an_artifact_is_as_fast_as_itself_when_the_machine_is_calm(fake):
 
 
 def test_each_artifact_is_told_as_soon_as_it_is_through(fake):
-    told = []
+    messages = []
     _measure(
-        "base", "twice", "same", on_measured=lambda result, name: told.append((name, sorted(result.rows)))
+        "base", "twice", "same", on_measured=lambda result, name: messages.append((name, sorted(result.rows)))
     )
-    assert told == [("twice", ["base", "twice"]), ("same", ["base", "same", "twice"])]
+    assert messages == [("twice", ["base", "twice"]), ("same", ["base", "same", "twice"])]
 
 
 def test_texts_are_as_many_as_before_when_that_was_decided(fake):

@@ -81,7 +81,7 @@ def test_no_speed_is_claimed_when_the_times_of_a_step_that_competes_were_disturb
     ("speedups", "named"), [((1.9, 3.1, 5.6), True), ((1.9, 3.1, 5.7), False), ((None, None), False)]
 )
 def test_a_disturbed_step_withholds_only_where_it_may_be_the_fastest(report, speedups, named):
-    row = report["steps"][7]["latency"][0]  # onnx-fp32, beside onnx-int8's 5.94 [5.70, 6.23]
+    row = report["steps"][7]["latency"][0]  # onnx-fp32, compared with onnx-int8's 5.94 [5.70, 6.23]
     mark_disturbed(row)
     row["rounds"] = _rounds(*speedups)
     found = _headline(report)
@@ -108,8 +108,8 @@ def test_what_processor_time_knows_is_said_where_the_clock_was_disturbed(report)
         row["rounds"] = []
     found = _headline(report)
     assert (found.recommended, found.likely.name) == (None, "onnx-int8")
-    said = "onnx-int8, about 7.0× [6.80, 7.20] by CPU time at batch 1; BLEU 37.05 (−1.37, p = 0.002)"
-    assert found.withheld.startswith(said)
+    text = "onnx-int8, about 7.0× [6.80, 7.20] by CPU time at batch 1; BLEU 37.05 (−1.37, p = 0.002)"
+    assert found.withheld.startswith(text)
     # what cannot be told from the fastest may be smaller
     report["steps"][7]["latency"][0].update(cpu_speedup=7.4, cpu_speedup_ci95=[7.3, 7.5])
     assert _headline(report).likely.name == "onnx-int8"
@@ -118,7 +118,7 @@ def test_what_processor_time_knows_is_said_where_the_clock_was_disturbed(report)
     report["steps"][7]["latency"][0].update(cpu_speedup=9.0, cpu_speedup_ci95=[8.9, 9.1])
     assert _headline(report).likely.name == "onnx-fp32"
     report["steps"][7]["latency"][0].update(cpu_speedup=2.0, cpu_speedup_ci95=[1.9, 2.1])
-    assert _everywhere(report, said) == [True] * 3
+    assert _everywhere(report, text) == [True] * 3
 
 
 def test_a_disturbed_step_that_does_not_compete_withholds_nothing(report):

@@ -36,8 +36,8 @@ def test_html_is_well_formed_and_holds_the_numbers(report):
             assert f"{entry['speedup']:.2f}×" in text
             assert significant_digits(entry["p50_ms"]) in text
     small, engine, openvino = (report["steps"][i] for i in (4, 8, 9))
-    for said in (engine["reason"], openvino["error"]["message"], small["warnings"][0]["message"]):
-        assert said in text
+    for message in (engine["reason"], openvino["error"]["message"], small["warnings"][0]["message"]):
+        assert message in text
     assert "None" not in text
     assert "null" not in text
 
@@ -83,7 +83,7 @@ def test_table_of_steps_shows_its_figures_in_cards_on_narrow_screens(report):
         ),
         *("speed, batch 8", "size, MB", "M parameters", "gates"),
     }
-    # no cell of the table may stand beside the next where there is no room: each row becomes a card
+    # where there is no room for cells next to each other, each row becomes a card
     narrow = text[text.index("@media (max-width: 1000px)") :]
     assert re.search(r"table\.cards tr \{ display: grid;", narrow)
     assert "td.gates { white-space: normal; }" in text  # gates of one step stand below each other

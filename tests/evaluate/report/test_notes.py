@@ -22,15 +22,15 @@ def test_an_n_too_small_for_a_gate_is_said_with_the_n_that_would_do(report):
             "n_needed": 12250,
         }
     ]
-    [said] = [
+    [warning] = [
         text
         for name, kind, text in headline.report_notes(validate_report(report))
         if (name, kind) == ("onnx-int8", "warning") and "13,000" in text
     ]
-    assert all(value in said for value in ("BLEU max_drop 0.10", "n = 1,000", "±0.35"))
-    assert said in " ".join(render_table(report).split())
-    assert said in render_markdown(report).replace("\\", "")
-    assert said in render_html(report)
+    assert all(value in warning for value in ("BLEU max_drop 0.10", "n = 1,000", "±0.35"))
+    assert warning in " ".join(render_table(report).split())
+    assert warning in render_markdown(report).replace("\\", "")
+    assert warning in render_html(report)
 
 
 def test_a_gate_with_confidence_says_what_was_judged():

@@ -182,8 +182,8 @@ def test_constants_lie_no_two_levels_further_out_than_their_readers(runners, kin
 
     def look(graph, around):
         nonlocal seen
-        told = {i.name for i in graph.input}  # an input that has a default is no constant
-        levels = [*around, {t.name for t in graph.initializer if np.prod(t.dims) >= 64} - told]
+        options = {i.name for i in graph.input}  # an input that has a default is no constant
+        levels = [*around, {t.name for t in graph.initializer if np.prod(t.dims) >= 64} - options]
         for node in graph.node:
             for far in levels[:-2]:
                 assert not far & set(node.input), node.name

@@ -78,7 +78,7 @@ def test_the_graph_says_what_the_loop_in_python_says(family, scheme):
     if HAS_NO_VNNI and scheme in ("int8-dynamic", "int8-static", "binary"):
         pytest.skip("without VNNI ONNX Runtime's products with gathered codes are not exact")
     graphs, source = exported(family, scheme)
-    said = set()
+    tokens_seen = set()
     with open_folder(graphs, "onnx", "ort-cpu", 1) as runner, open_folder(source, "torch", None, 1) as torch:
         words, vocabulary = vocabulary_sizes(runner.config)
         asked = []
@@ -96,9 +96,9 @@ def test_the_graph_says_what_the_loop_in_python_says(family, scheme):
                 free = {FORCED, decoding.forced_bos_token_id, *decoding.forced_eos_token_id}
                 for row, text in enumerate(found):
                     assert all(allowed[row, token] or token in free for token in text)
-                    said |= set(text) - free
+                    tokens_seen |= set(text) - free
         assert len(asked) == 2 * len(WISHES)
-        assert len(said) >= 5, "hardly any words came: the test shows nothing"
+        assert len(tokens_seen) >= 5, "hardly any words came: the test shows nothing"
 
 
 def test_a_row_says_the_same_in_every_batch():

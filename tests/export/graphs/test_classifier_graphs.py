@@ -1,4 +1,4 @@
-"""DistilBERT and RoBERTa as graphs, whole and cut, against torch; BERT's own tests are beside this one."""
+"""DistilBERT and RoBERTa as graphs, whole and cut, against torch; BERT's own tests are next to this one."""
 
 import classifiers
 import harness

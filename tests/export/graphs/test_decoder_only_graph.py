@@ -119,9 +119,9 @@ def test_names_are_those_of_optimum_and_tied_weights_are_stored_once(tmp_path):
 )
 def test_heads_that_the_fused_operator_refuses_are_told(width, rotary, fits):
     one = SimpleNamespace(heads=SimpleNamespace(head_dim=width), parts=SimpleNamespace(rotary=rotary))
-    told = unfused_heads_warning([one], "ort-cpu")
-    assert (told is None) == fits
-    assert told is None or (told.code, f" {width} " in told.message) == ("attention-not-fused", True)
+    warning = unfused_heads_warning([one], "ort-cpu")
+    assert (warning is None) == fits
+    assert warning is None or (warning.code, f" {width} " in warning.message) == ("attention-not-fused", True)
     assert unfused_heads_warning([one], "openvino") is None  # which has no such operator
 
 

@@ -31,7 +31,7 @@ def graph(nodes, shape=("r", 1, 4), outputs=("y",)):
     return onnx.shape_inference.infer_shapes(model)
 
 
-def said(model, shape):
+def run_model(model, shape):
     session = onnxruntime.InferenceSession(model.SerializeToString())
     return session.run(None, {"x": np.random.default_rng(1).normal(size=shape).astype(np.float32)})
 
@@ -60,11 +60,11 @@ FFN = [
 )
 def test_products_with_a_bias_become_gemm_and_say_the_same(nodes, outputs, left):
     model = graph(nodes, outputs=outputs)
-    before = said(model, (3, 1, 4))
+    before = run_model(model, (3, 1, 4))
     assert fuse_biases(model) == left["Gemm"]
     onnx.checker.check_model(model, full_check=True)
     assert Counter(node.op_type for node in model.graph.node) == left
-    for was, now in zip(before, said(model, (3, 1, 4)), strict=True):
+    for was, now in zip(before, run_model(model, (3, 1, 4)), strict=True):
         assert now.shape == was.shape
         np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-6)
 
@@ -103,7 +103,7 @@ def test_a_longer_bias_widens_a_sum_and_stays():
     model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 1), np.float32), "n"))
     model = onnx.shape_inference.infer_shapes(model)
     assert fuse_biases(model) == 0
-    assert said(model, (3, 1, 4))[0].shape == (3, 1, 6)
+    assert run_model(model, (3, 1, 4))[0].shape == (3, 1, 6)
 
 
 @pytest.mark.parametrize(("read", "joined"), [("i", 1), ("h", 0)], ids=["the sum", "the product"])
@@ -120,9 +120,9 @@ def test_what_a_graph_inside_of_a_node_reads_is_there(read, joined):
     }
     model.graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
     model.graph.node.append(helper.make_node("If", ["yes"], ["y"], "if", **branches))
-    before = said(model, (3, 1, 4))
+    before = run_model(model, (3, 1, 4))
     assert fuse_biases(model) == joined
-    for was, now in zip(before, said(model, (3, 1, 4)), strict=True):
+    for was, now in zip(before, run_model(model, (3, 1, 4)), strict=True):
         np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-6)
 
 

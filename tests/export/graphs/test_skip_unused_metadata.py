@@ -85,8 +85,8 @@ def test_a_program_still_runs_and_shows_its_code():
 
 
 def words():
-    told = proxy_tensor._extract_tensor_metadata is shape_prop._extract_tensor_metadata
-    return fx.config.do_not_emit_stack_traces, lazy._get_graph_module_cls(), told
+    unpatched = proxy_tensor._extract_tensor_metadata is shape_prop._extract_tensor_metadata
+    return fx.config.do_not_emit_stack_traces, lazy._get_graph_module_cls(), unpatched
 
 
 def test_torch_is_as_it_was_afterwards():

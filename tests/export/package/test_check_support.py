@@ -83,12 +83,12 @@ def test_artifacts_of_the_run_and_forms_that_fit_are_named(make):
     (run["bad"].path / "bad").touch()
     with raises_code("unsupported-format", InputError) as caught:
         require_supported(wanted, make("t", "torch"), "runs/x/t", forms, run)
-    said = str(caught.value)
-    assert said.startswith("runs/x/t ")
+    message = str(caught.value)
+    assert message.startswith("runs/x/t ")
     for value in ("'made'", "int8 and fp32", "artifacts/int8", " torch-form "):
-        assert value in said
-    assert "Export it." not in said  # where the run has an export
-    assert not {"other", "small", "bad"} & set(re.findall(r"[\w-]+", said))
+        assert value in message
+    assert "Export it." not in message  # where the run has an export
+    assert not {"other", "small", "bad"} & set(re.findall(r"[\w-]+", message))
     with raises_code("unsupported-format", InputError) as caught:
         require_supported(wanted, make("v", "torch"), "v", forms, {"int8": run["int8"]})
     assert "artifacts/int8" in str(caught.value)

@@ -35,21 +35,24 @@ def written(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize("kind", ["gpt2", "writer"])
 def test_every_name_and_number_is_the_graph_s(tmp_path: Path, kind: str) -> None:
     folder = written(kind, tmp_path / "p")
-    said = json.loads((folder / "genai_config.json").read_text())["model"]
-    graph = onnx.load(folder / said["decoder"]["filename"], load_external_data=False).graph
+    content = json.loads((folder / "genai_config.json").read_text())["model"]
+    graph = onnx.load(folder / content["decoder"]["filename"], load_external_data=False).graph
     shapes = {
         one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim]
         for one in (*graph.input, *graph.output)
     }
-    layers, named = said["decoder"]["num_hidden_layers"], set()
+    layers, named = content["decoder"]["num_hidden_layers"], set()
     for side in ("inputs", "outputs"):
-        for name in said["decoder"][side].values():
+        for name in content["decoder"][side].values():
             named |= {name % i for i in range(layers)} if "%d" in name else {name}
     assert named == set(shapes) - {"num_logits_to_keep"}  # which has a default
     cache = shapes["past_key_values.0.key"]
-    assert [said["decoder"]["num_key_value_heads"], said["decoder"]["head_size"]] == [cache[1], cache[3]]
-    assert said["vocab_size"] == shapes["logits"][2]
-    assert said["context_length"] == 64
+    assert [content["decoder"]["num_key_value_heads"], content["decoder"]["head_size"]] == [
+        cache[1],
+        cache[3],
+    ]
+    assert content["vocab_size"] == shapes["logits"][2]
+    assert content["context_length"] == 64
     assert not list(folder.glob("generate*"))
 
 

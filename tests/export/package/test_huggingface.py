@@ -44,8 +44,8 @@ def package(kind):
 
 
 def test_the_readme_generates_as_the_scores_were_made():
-    said = (package("translator") / "README.md").read_text()
-    assert said.count("model.generate(**inputs, num_beams=1)") == 2
+    readme = (package("translator") / "README.md").read_text()
+    assert readme.count("model.generate(**inputs, num_beams=1)") == 2
 
 
 @pytest.mark.parametrize("kind", ["translator", "writer"])
@@ -87,9 +87,9 @@ def test_the_card_is_read_by_huggingface_hub():
 
 
 def test_tokenizer_files_are_those_of_old_and_new_transformers():
-    said = json.loads((package("t5") / "tokenizer_config.json").read_text())
-    assert said["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert "backend" not in said
+    content = json.loads((package("t5") / "tokenizer_config.json").read_text())
+    assert content["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "backend" not in content
 
 
 def test_the_line_of_the_readme_runs():

@@ -44,7 +44,7 @@ def test_a_model_without_scores_has_no_index():
 
 
 def test_a_licence_in_words_has_a_name():
-    said = yaml.safe_load(
+    content = yaml.safe_load(
         card_front_matter("translation", PackageOrigin(licence="Some Licence, v2: own"), "transformers")
     )
-    assert (said["license"], said["license_name"]) == ("other", "Some-Licence-v2-own")
+    assert (content["license"], content["license_name"]) == ("other", "Some-Licence-v2-own")

@@ -1,4 +1,4 @@
-"""The form `optimum`: its files, and (slow) what Optimum says with them beside smelt."""
+"""The form `optimum`: its files, and (slow) what Optimum computes with them, compared with smelt."""
 
 import shutil
 
@@ -80,9 +80,9 @@ def test_a_classifier_made_from_a_sentence_embedder_is_a_classifier(form, tmp_pa
 
 
 def test_the_readme_shows_how_it_was_scored():
-    said = (package("translator") / "README.md").read_text()
-    assert said.count("model.generate(**inputs, num_beams=3, max_new_tokens=9)") == 2  # in the line too
-    assert "optimum-onnx[onnxruntime]==0.1.0" in said
+    readme = (package("translator") / "README.md").read_text()
+    assert readme.count("model.generate(**inputs, num_beams=3, max_new_tokens=9)") == 2  # in the line too
+    assert "optimum-onnx[onnxruntime]==0.1.0" in readme
     assert generate_arguments(PackageOrigin()) == ""
 
 

@@ -30,9 +30,9 @@ def written(kind, folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_copy_gives_the_same_ids_and_texts(kind, tmp_path):
-    said = written(kind, tmp_path / "out")
-    assert said["tokenizer_class"] in ("PreTrainedTokenizerFast", "MarianTokenizer")
-    assert "backend" not in said
+    content = written(kind, tmp_path / "out")
+    assert content["tokenizer_class"] in ("PreTrainedTokenizerFast", "MarianTokenizer")
+    assert "backend" not in content
     source, copied = (
         load_tokenizer(exported_artifacts.exported_artifact(kind)),
         AutoTokenizer.from_pretrained(tmp_path / "out"),
@@ -51,15 +51,15 @@ def test_the_copy_gives_the_same_ids_and_texts(kind, tmp_path):
 
 
 def test_prompts_are_padded_on_the_left_by_a_token_that_is_there(tmp_path):
-    said = written("writer", tmp_path / "out")
-    assert (said["padding_side"], said["pad_token"]) == ("left", said["eos_token"])
+    content = written("writer", tmp_path / "out")
+    assert (content["padding_side"], content["pad_token"]) == ("left", content["eos_token"])
     copied = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert copied(["a", "a a a a"], padding=True)["attention_mask"][0][0] == 0
 
 
 def test_words_of_transformers_5_become_those_that_4_reads():
-    said = {"backend": "tokenizers", "extra_special_tokens": ["<a>", "<b>"], "pad_token": "<pad>"}
-    assert portable_tokenizer_config(said) == {
+    options = {"backend": "tokenizers", "extra_special_tokens": ["<a>", "<b>"], "pad_token": "<pad>"}
+    assert portable_tokenizer_config(options) == {
         "pad_token": "<pad>",
         "additional_special_tokens": ["<a>", "<b>"],
     }

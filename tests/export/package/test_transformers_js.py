@@ -56,13 +56,13 @@ def test_a_translator_is_an_encoder_and_a_merged_decoder_that_hold_their_weights
     caches = [i for i in graph.input if i.name.startswith("past_")]
     shapes = [[d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in caches]
     assert shapes[0] == ["batch_size", 4, "past_length", 8]  # what transformers.js makes first caches by
-    said = read(folder / "tokenizer_config.json")
-    assert (said["tokenizer_class"], said["eos_token"]) == ("PreTrainedTokenizerFast", "</s>")
+    content = read(folder / "tokenizer_config.json")
+    assert (content["tokenizer_class"], content["eos_token"]) == ("PreTrainedTokenizerFast", "</s>")
 
 
 def test_a_classifier_of_pairs_has_token_types():
-    said = read(package("classifier") / "tokenizer_config.json")
-    assert said["tokenizer_class"] == "BertTokenizer"
+    content = read(package("classifier") / "tokenizer_config.json")
+    assert content["tokenizer_class"] == "BertTokenizer"
 
 
 def test_the_names_say_how_the_weights_are_stored():
@@ -84,12 +84,12 @@ def test_beams_are_not_asked_of_a_tool_that_has_none(tmp_path):
     folder.mkdir()
     for path in source.resolve().iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    said = read(folder / "generation_config.json") | {"num_beams": 4}
-    (folder / "generation_config.json").write_text(json.dumps(said))
+    content = read(folder / "generation_config.json") | {"num_beams": 4}
+    (folder / "generation_config.json").write_text(json.dumps(content))
     (tmp_path / "out").mkdir()
     TransformersJsFormat().write(Artifact(folder, artifact.manifest), PackageOrigin(), tmp_path / "out")
-    del said["num_beams"]
-    assert read(tmp_path / "out" / "generation_config.json") == said
+    del content["num_beams"]
+    assert read(tmp_path / "out" / "generation_config.json") == content
 
 
 def test_a_tokenizer_that_runs_in_python_alone_is_refused(tmp_path):

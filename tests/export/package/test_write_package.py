@@ -84,11 +84,11 @@ def test_float_weights_that_only_a_training_reads_stay_at_home(artifact, tmp_pat
 
 def test_hashes_are_those_of_every_file_as_sha256sum_reads_them(package, tmp_path):
     lines = (package.folder / "SHA256SUMS").read_text().splitlines()
-    said = {line[66:]: line[:64] for line in lines}
+    options = {line[66:]: line[:64] for line in lines}
     there = {p.relative_to(package.folder).as_posix(): p for p in package.folder.rglob("*") if p.is_file()}
-    assert set(said) == set(there) - {"SHA256SUMS"}
-    assert {"manifest.json", "README.md", "more/words.json"} <= set(said)
-    for name, digest in said.items():
+    assert set(options) == set(there) - {"SHA256SUMS"}
+    assert {"manifest.json", "README.md", "more/words.json"} <= set(options)
+    for name, digest in options.items():
         assert hashlib.sha256(there[name].read_bytes()).hexdigest() == digest
     if shutil.which("sha256sum"):
         done = subprocess.run(

@@ -1,7 +1,7 @@
 """Mistakes put into finished graphs are found, in every scheme and kind of graph, and named.
 
 tests/support/graphs/mutations.py says what each of them is. A graph in int8 is as far from torch as one
-without its mask: only what is compared exactly tells them apart.
+without its mask: only what is compared exactly distinguishes them.
 """
 
 import shutil
@@ -100,9 +100,9 @@ CASES += [(f, "fp32", d, g, m) for (f, g), names in STANDARD.items() for d in KI
 WRONG = ("parity-failed", "shape-mismatch", "constant-mismatch", "operator-mismatch")
 
 
-def names_a_node(said, path):
+def names_a_node(message, path):
     """Whether an error names a node of the graph."""
-    return any(f"'{node.name}'" in said for node in read_graph(path, values=False).graph.node if node.name)
+    return any(f"'{node.name}'" in message for node in read_graph(path, values=False).graph.node if node.name)
 
 
 def exported(family, scheme, dtype):
@@ -126,10 +126,10 @@ def test_a_mistake_is_found_and_named(family, scheme, dtype, graph, mutation, tm
     subject = mutated(found, graph, mutation, tmp_path / "x")
     with pytest.raises(ParityError) as caught:
         check_exported_graphs(subject, found.reference)
-    said = str(caught.value)
+    message = str(caught.value)
     assert caught.value.code in WRONG, caught.value.code
-    assert caught.value.file == f"{graph}.onnx", said
-    assert names_a_node(said, subject.folder / f"{graph}.onnx") or mutation in UNNAMED, said
+    assert caught.value.file == f"{graph}.onnx", message
+    assert names_a_node(message, subject.folder / f"{graph}.onnx") or mutation in UNNAMED, message
     assert sorted(p.name for p in subject.folder.iterdir()) == sorted(p.name for p in found.folder.iterdir())
 
 

@@ -136,13 +136,13 @@ def test_facts_say_bytes_and_rows_and_how_far_logits_moved(tmp_path):
     folder = causal.write_model(tmp_path / "m", "llama")
     ctx = context(tmp_path / "out", folder)
     Onnx()(tiny.as_artifact(folder, "language-modeling"), INT8, ctx)
-    told = ctx.details["kv_cache"]
+    details = ctx.details["kv_cache"]
     # keys and values of 2 layers with 2 heads of 16
-    assert told["bytes_per_token"] == {"float32": 4 * 2 * 2 * 2 * 16, "int8": 2 * 2 * 2 * 16}
-    assert (told["dtype"], told["split"], told["rows"]) == ("int8", "train", 12)
-    assert 0 < told["against_float"]["mean"] < 0.1
-    assert told["codes"] > 10_000
-    assert told["rounded_otherwise"] <= told["codes"] * 1e-3
+    assert details["bytes_per_token"] == {"float32": 4 * 2 * 2 * 2 * 16, "int8": 2 * 2 * 2 * 16}
+    assert (details["dtype"], details["split"], details["rows"]) == ("int8", "train", 12)
+    assert 0 < details["against_float"]["mean"] < 0.1
+    assert details["codes"] > 10_000
+    assert details["rounded_otherwise"] <= details["codes"] * 1e-3
     assert ctx.details["parity"]["model"]["largest"] < 1e-4  # of the float graph, before
 
 

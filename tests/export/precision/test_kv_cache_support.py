@@ -64,15 +64,15 @@ def test_a_plan_takes_it_where_there_are_rows(tmp_path):
     causal.write_model(tmp_path / "m", "llama")
     causal.write_lines(tmp_path / "t.txt", 2)
     plan(tmp_path, "[onnx: {kv_cache: int8}]", code=0)
-    told = plan(tmp_path, "[onnx: {kv_cache: int8}]", data="{test: t.txt}")
-    assert "onnx needs calibration or train data" in told
-    told = plan(tmp_path, "[onnx: {kv_cache: int8, target: tensorrt}]")
-    assert all(value in told for value in ("error[unused-setting]", "tensorrt", "kv_cache: float"))
+    output = plan(tmp_path, "[onnx: {kv_cache: int8}]", data="{test: t.txt}")
+    assert "onnx needs calibration or train data" in output
+    output = plan(tmp_path, "[onnx: {kv_cache: int8, target: tensorrt}]")
+    assert all(value in output for value in ("error[unused-setting]", "tensorrt", "kv_cache: float"))
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"head_dim": 12}))
-    told = plan(tmp_path, "[onnx: {kv_cache: int8}]")
-    assert "stages[0].onnx.kv_cache" in told
-    assert all(value in told for value in (" 12.", "kv_cache: float"))
+    output = plan(tmp_path, "[onnx: {kv_cache: int8}]")
+    assert "stages[0].onnx.kv_cache" in output
+    assert all(value in output for value in (" 12.", "kv_cache: float"))
 
 
 @pytest.mark.parametrize("make", ["marian", "bert"])
@@ -85,10 +85,10 @@ def test_a_plan_refuses_models_without_such_caches(tmp_path, make):
         else tiny.write_pairs(tmp_path / "d.jsonl", 6)
     )
     data = f"{{train: {rows.name}, test: {rows.name}}}"
-    told = plan(tmp_path, "[onnx: {kv_cache: int8}]", task, data)
-    assert told.count("kv_cache") >= 1
-    assert "error[unsupported-task]" in told
-    assert all(value in told for value in ("language-modeling", f" {task}."))
+    output = plan(tmp_path, "[onnx: {kv_cache: int8}]", task, data)
+    assert output.count("kv_cache") >= 1
+    assert "error[unsupported-task]" in output
+    assert all(value in output for value in ("language-modeling", f" {task}."))
 
 
 @pytest.mark.parametrize(

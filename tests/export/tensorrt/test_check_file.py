@@ -36,7 +36,7 @@ def constant_of_a_file() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected"),
     [
         (lambda: graphs.model_with_tensor([1 << 16, 1 << 16], bytes(32)), " 32 bytes"),
         (lambda: graphs.model_with_tensor([1 << 40, 1 << 30], b"1234"), "1.18e+21"),
@@ -46,11 +46,11 @@ def constant_of_a_file() -> Any:
         (graphs.cyclic_model, "Add 'one' -> Relu 'two'"),
     ],
 )
-def test_what_is_damaged_is_all_that_is_said(tmp_path: Path, make: Any, said: str) -> None:
+def test_what_is_damaged_is_all_that_is_said(tmp_path: Path, make: Any, expected: str) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(32))
     ((rule, text),) = found(graphs.save_model(make(), tmp_path / "inside" / "m.onnx"))
     assert rule == "damaged"
-    assert said in text
+    assert expected in text
 
 
 def test_damages_beyond_the_twentieth_are_counted(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Monitor:
     """As `IProgressMonitor`."""
 
 
-def configured(told: list[Any], **change: Any) -> Config:
+def configured(progress_calls: list[Any], **change: Any) -> Config:
     made = Config()
     trt = SimpleNamespace(
         MemoryPoolType=SimpleNamespace(WORKSPACE="workspace"),
@@ -51,7 +51,7 @@ def configured(told: list[Any], **change: Any) -> Config:
     )
     builder = SimpleNamespace(create_builder_config=lambda: made)
     options = BuildOptions(**(DEFAULT | change))
-    _configure(trt, builder, options, lambda *said: told.append(said), Path("m.onnx").name)
+    _configure(trt, builder, options, lambda *progress: progress_calls.append(progress), Path("m.onnx").name)
     return made
 
 
@@ -78,8 +78,8 @@ def test_level_workspace_and_compatibility_are_told() -> None:
 
 
 def test_progress_is_that_of_the_outermost_phase() -> None:
-    told: list[Any] = []
-    monitor = configured(told).progress_monitor
+    progress_calls: list[Any] = []
+    monitor = configured(progress_calls).progress_monitor
     monitor.phase_start("Building", None, 2)
     monitor.phase_start("Tactics", "Building", 9)
     assert monitor.step_complete("Tactics", 3)
@@ -88,4 +88,4 @@ def test_progress_is_that_of_the_outermost_phase() -> None:
     monitor.step_complete("Building", 5)
     monitor.phase_finish("Building")
     monitor.step_complete("Building", 0)
-    assert told == [(1, 2, "m.onnx: Building"), (2, 2, "m.onnx: Building")]
+    assert progress_calls == [(1, 2, "m.onnx: Building"), (2, 2, "m.onnx: Building")]

@@ -42,11 +42,11 @@ SEEN = [
 
 @pytest.mark.parametrize(("error", "code"), SEEN)
 def test_parser_errors_name_graph_node_and_reason(error: ParserError, code: str) -> None:
-    said = explain_parser_error(error, "model.onnx")
-    assert (said.code, said.severity, said.file) == (code, "error", "model.onnx")
-    assert said.message.startswith(f"node '{error.node}' ({error.operator}): ") is bool(error.node)
-    assert f" [{error.code}" in said.message
-    assert "false" not in said.message
+    explained = explain_parser_error(error, "model.onnx")
+    assert (explained.code, explained.severity, explained.file) == (code, "error", "model.onnx")
+    assert explained.message.startswith(f"node '{error.node}' ({error.operator}): ") is bool(error.node)
+    assert f" [{error.code}" in explained.message
+    assert "false" not in explained.message
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_parser_errors_name_graph_node_and_reason(error: ParserError, code: str)
     ],
 )
 def test_build_errors_come_from_the_log(line: str, code: str) -> None:
-    said = explain_log(["something before", line], "model.onnx")
-    assert (said.code, said.severity, said.file) == (code, "error", "model.onnx")
-    assert line in said.message
+    explained = explain_log(["something before", line], "model.onnx")
+    assert (explained.code, explained.severity, explained.file) == (code, "error", "model.onnx")
+    assert line in explained.message
 
 
 def test_words_of_several_lines_are_quoted_on_one() -> None:
     error = ParserError("INVALID_NODE", "Invalid Node - dense\nmust have same input types", "dense", "MatMul")
-    said = explain_parser_error(error, "m.onnx")
-    assert said.message.endswith("[INVALID_NODE: Invalid Node - dense must have same input types]")
+    explained = explain_parser_error(error, "m.onnx")
+    assert explained.message.endswith("[INVALID_NODE: Invalid Node - dense must have same input types]")
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_words_of_several_lines_are_quoted_on_one() -> None:
     ],
 )
 def test_warnings_of_the_builder_are_explained_and_quoted(line: str, code: str) -> None:
-    said = explain_warning(line)
-    assert (said.code, said.severity) == (code, "warning")
-    assert said.message.endswith(f" [builder: {line}]")
+    explained = explain_warning(line)
+    assert (explained.code, explained.severity) == (code, "warning")
+    assert explained.message.endswith(f" [builder: {line}]")
     assert explain_warning("something else") == warning("tensorrt-warning", "something else")
 
 

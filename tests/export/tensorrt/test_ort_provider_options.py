@@ -37,8 +37,8 @@ def said_of(options: dict[str, str]) -> str:
     try:
         onnxruntime.SessionOptions().add_provider(TENSORRT, options)
     except Exception as error:
-        said = str(error)
-        return "" if "Provider configuration is not supported" in said else said
+        message = str(error)
+        return "" if "Provider configuration is not supported" in message else message
     return ""
 
 
@@ -76,15 +76,15 @@ def test_precision_follows_the_graph_and_sizes_the_profile() -> None:
 
 def test_caches_are_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    told = tensorrt_options(ProviderSettings(), "fp32", False, SHAPES)
-    kept = with_cache_options(told, tmp_path / "e", "decoder")
-    assert {name: value for name, value in kept.items() if name not in told} == {
+    options = tensorrt_options(ProviderSettings(), "fp32", False, SHAPES)
+    kept = with_cache_options(options, tmp_path / "e", "decoder")
+    assert {name: value for name, value in kept.items() if name not in options} == {
         "trt_engine_cache_enable": "True", "trt_engine_cache_path": str(tmp_path / "e"),
         "trt_engine_cache_prefix": "decoder", "trt_timing_cache_path": str(engine_cache_root()),
     }  # fmt: skip
     without = tensorrt_options(ProviderSettings(timing_cache=False), "fp32", False, SHAPES)
     assert "trt_timing_cache_path" not in with_cache_options(without, tmp_path, "g")
-    assert with_cache_options(told, None, "g") == told  # a cache that cannot be written
+    assert with_cache_options(options, None, "g") == options  # a cache that cannot be written
 
 
 @pytest.mark.parametrize("family", ["marian", "llama"])
@@ -99,10 +99,10 @@ def test_the_file_holds_the_profile_that_an_engine_of_the_graph_is_built_for(
     graphs = tensorrt_graphs.graphs_with_shapes(
         family, folder
     )  # of the stage `tensorrt`, with the same settings
-    told = read_provider_options(folder)
-    assert set(told) == {path.stem for path in graphs}
+    options = read_provider_options(folder)
+    assert set(options) == {path.stem for path in graphs}
     for path, [shapes] in graphs.items():
-        assert told[path.stem].max_shapes == {name: sizes[2] for name, sizes in shapes.items()}
+        assert options[path.stem].max_shapes == {name: sizes[2] for name, sizes in shapes.items()}
 
 
 def test_what_is_said_of_lengths_names_the_settings_of_the_step(tmp_path: Path) -> None:

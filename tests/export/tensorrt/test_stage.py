@@ -152,8 +152,8 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     assert ctx.details["tensorrt"] == "tensorrt 11.4.0"
     assert [(one.code, one.file) for one in ctx.warnings] == [("tensorrt-warning", "model.onnx")]
     assert "something to know" in ctx.warnings[0].message
-    said = read_sidecar(out / "model.plan")
-    assert said == EngineSidecar(
+    sidecar = read_sidecar(out / "model.plan")
+    assert sidecar == EngineSidecar(
         package="tensorrt",
         version="11.4.0",
         gpu=None,
@@ -203,9 +203,9 @@ def test_profiles_are_those_of_the_recipe_and_inherit_what_they_do_not_say(
     assert [shapes["input_ids"] for shapes in profiles] == expected
     assert ctx.details["profile"] == {"batch": [1, 2, 4], "input": [1, 12, 16]}
     assert [profile["input"][2] for profile in ctx.details["profiles"]] == [8, 16, 4]
-    said = read_sidecar(out / "model.plan")
-    assert said is not None
-    assert [profile["input_ids"][2] for profile in said.profiles] == [[1, 8], [4, 16], [4, 4]]
+    sidecar = read_sidecar(out / "model.plan")
+    assert sidecar is not None
+    assert [profile["input_ids"][2] for profile in sidecar.profiles] == [[1, 8], [4, 16], [4, 4]]
 
 
 def test_percentile_of_a_profile_counts_more_than_lengths_of_the_step() -> None:
@@ -233,11 +233,11 @@ def test_weights_outside_bring_the_graph_along(source: Path, out: Path, built: d
     TensorrtStage()(artifact(source), settings, context(out, [3]))
     assert built["model.onnx"][1].weights == "stripped"
     assert {p.name for p in out.glob("*")} >= {"model.plan", "model.plan.json", "model.onnx", "w.data"}
-    said = read_sidecar(out / "model.plan")
-    assert said is not None
-    assert said.graph_sha256 == graph_hash(out / "model.onnx")
+    sidecar = read_sidecar(out / "model.plan")
+    assert sidecar is not None
+    assert sidecar.graph_sha256 == graph_hash(out / "model.onnx")
     (out / "w.data").write_bytes(b"x" + (out / "w.data").read_bytes()[1:])
-    assert said.graph_sha256 != graph_hash(out / "model.onnx")  # the weights count, not the graph alone
+    assert sidecar.graph_sha256 != graph_hash(out / "model.onnx")  # the weights count, not the graph alone
 
 
 def test_preflight_errors_stop_the_stage_before_the_builder(

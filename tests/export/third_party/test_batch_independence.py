@@ -17,11 +17,11 @@ _X = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
 
 
 def codes(path: Path, model: Any, x: Any = _X) -> list[str]:
-    said = subprocess_main([str(graphs.save_model(model, path / "m.onnx"))])
-    assert not said["problems"]
-    signature = GraphSignature.model_validate(said["signature"]).with_batch_axes({})
+    answer = subprocess_main([str(graphs.save_model(model, path / "m.onnx"))])
+    assert not answer["problems"]
+    signature = GraphSignature.model_validate(answer["signature"]).with_batch_axes({})
     found = batch_dependence_warnings(
-        path / "m.onnx", signature, SampleArrays({"x": x}, len(x)), said["details"]
+        path / "m.onnx", signature, SampleArrays({"x": x}, len(x)), answer["details"]
     )
     assert all("'y'" in message.message for message in found)
     return [message.code for message in found]

@@ -9,10 +9,10 @@ from smelt.export.third_party.quantize_onnx import float_matrices_message
 
 def test_float_matrices_are_counted_and_the_largest_named() -> None:
     model = graphs.two_layer_classifier(width=256)
-    said = float_matrices_message([model])
-    assert said is not None
-    assert said.startswith("2 ")
-    assert said.index("'w1' of MatMul 'first' (0.00819 MB)") < said.index("'w2' of MatMul 'second'")
+    message = float_matrices_message([model])
+    assert message is not None
+    assert message.startswith("2 ")
+    assert message.index("'w1' of MatMul 'first' (0.00819 MB)") < message.index("'w2' of MatMul 'second'")
 
 
 def test_codes_vectors_and_what_nothing_reads_are_none() -> None:

@@ -207,16 +207,16 @@ def answers(model: Any, x: Any) -> Any:
     return session.run(None, {"x": x})
 
 
-@pytest.mark.parametrize(("scale", "told"), [(1.0, False), (1e-7, True)])
-def test_values_that_are_too_small_for_float16_are_told(tmp_path: Path, scale: float, told: bool) -> None:
+@pytest.mark.parametrize(("scale", "warned"), [(1.0, False), (1e-7, True)])
+def test_values_that_are_too_small_for_float16_are_told(tmp_path: Path, scale: float, warned: bool) -> None:
     model = graphs.two_layer_classifier()
     for tensor in model.graph.initializer:
         tensor.CopyFrom(
             numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(scale), tensor.name)
         )
     ctx = run(tmp_path, model)
-    assert (ctx.details["parity"]["error"] > 0.02) == told
-    assert ([one.code for one in ctx.warnings if "'logits'" in one.message] == ["outputs-changed"]) == told
+    assert (ctx.details["parity"]["error"] > 0.02) == warned
+    assert ([one.code for one in ctx.warnings if "'logits'" in one.message] == ["outputs-changed"]) == warned
 
 
 def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ def test_the_config_says_heads_keys_and_their_width_for_all_attentions_at_once(n
     more = {"gemma": {"num_key_value_heads": 2}, "qwen2": {"head_dim": 16}}  # what can be halved, and is said
     model, family = family_models.load(name, **more.get(name, {})), FAMILIES[name]
     attentions = model_attentions(model)
-    said = {getattr(parts, word) for parts in attentions}
-    if said == {None}:
+    options = {getattr(parts, word) for parts in attentions}
+    if options == {None}:
         assert word != "heads_key"
         return
     config = model.config.to_dict()
-    values = {setting: (config.get(setting) or 16) // 2 for setting in said}
+    values = {setting: (config.get(setting) or 16) // 2 for setting in options}
     with torch.device("meta"):
         less = type(model)(type(model.config).from_dict(config | values))
     replace_conv1d(less)

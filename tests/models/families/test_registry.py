@@ -62,12 +62,12 @@ def test_the_stacks_are_where_they_are_said_to_be_and_as_many(made):
 def test_every_linear_layer_of_a_block_is_part_of_its_attention_or_feed_forward(made):
     _, model, _ = made
     for block in blocks_of(model):
-        said = {name for a in block.attentions for name in (a.query, a.key, a.value, a.out)}
-        said |= {*block.feed_forward.input_layers, block.feed_forward.down}
+        options = {name for a in block.attentions for name in (a.query, a.key, a.value, a.out)}
+        options |= {*block.feed_forward.input_layers, block.feed_forward.down}
         there = {
             n for n, m in block.module.named_modules(prefix=block.module_path) if isinstance(m, nn.Linear)
         }
-        assert said == there
+        assert options == there
 
 
 def test_heads_and_widths_fill_the_products(made):

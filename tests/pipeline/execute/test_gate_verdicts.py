@@ -67,15 +67,17 @@ def test_few_examples_are_no_evidence_where_confidence_is_asked_for(kind, limit,
     texts = [["a man ran"] * n, ["a dog"] * n]
     alone = [score_texts(["bleu"], text, [["a man and a dog run"]] * n)["bleu"] for text in texts]
     own, base = (score.statistics for score in alone)
-    told = step(quality={"bleu": alone[0].to_report()}, against_baseline={"bleu": compare_steps(own, base)})
+    step_report = step(
+        quality={"bleu": alone[0].to_report()}, against_baseline={"bleu": compare_steps(own, base)}
+    )
     evidence = GateStatistics({"bleu": own.dump()}, {"bleu": base.dump()})
-    found = judge_gate(gate("bleu", kind, limit, confidence), told, evidence)
+    found = judge_gate(gate("bleu", kind, limit, confidence), step_report, evidence)
     assert (found["passed"], found["bound"], found["n_needed"]) == (None, None, None)
     assert found["cause"] == "too-few-examples"
     assert all(value in found["reason"] for value in (f"{n} example", f"{confidence:g}", f" {least} "))
-    assert judge_gate(gate("bleu", kind, limit), told, evidence)["passed"]  # the value alone
+    assert judge_gate(gate("bleu", kind, limit), step_report, evidence)["passed"]  # the value alone
     beyond = gate("bleu", kind, {"max_drop": -50.0, "min": 100.0, "max": -1.0}[kind], confidence)
-    failed = judge_gate(beyond, told, evidence)  # which no number of examples would mend
+    failed = judge_gate(beyond, step_report, evidence)  # which no number of examples would mend
     assert (failed["passed"], failed["bound"], failed["cause"]) == (False, None, None)
 
 
@@ -86,9 +88,11 @@ def test_outputs_that_did_not_change_pass_only_where_there_are_enough(metric, n,
     """As accuracy does: of 8 equal outputs 32 points may be lost, of 400 one."""
     score = score_texts([metric], ["a man and a dog run"] * n, [["a man and a cat run"]] * n)[metric]
     same = score.statistics
-    told = step(quality={metric: score.to_report()}, against_baseline={metric: compare_steps(same, same)})
+    step_report = step(
+        quality={metric: score.to_report()}, against_baseline={metric: compare_steps(same, same)}
+    )
     evidence = GateStatistics({metric: same.dump()}, {metric: same.dump()})
-    found = judge_gate(gate(metric, "max_drop", 1.0, 0.95), told, evidence)
+    found = judge_gate(gate(metric, "max_drop", 1.0, 0.95), step_report, evidence)
     assert (found["passed"], found["value"]) == (passed, 0.0)
     assert found["bound"] > 0
 
@@ -98,21 +102,21 @@ def test_perplexity_of_equal_windows_is_not_judged_with_confidence():
         "perplexity"
     ]
     same = score.statistics
-    told = step(
+    step_report = step(
         quality={"perplexity": score.to_report()}, against_baseline={"perplexity": compare_steps(same, same)}
     )
     evidence = GateStatistics({"perplexity": same.dump()}, {"perplexity": same.dump()})
-    found = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), told, evidence)
+    found = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), step_report, evidence)
     assert (found["passed"], found["cause"]) == (None, "too-few-differences")
-    assert judge_gate(gate("perplexity", "max_drop", 1.0), told, evidence)["passed"]
+    assert judge_gate(gate("perplexity", "max_drop", 1.0), step_report, evidence)["passed"]
 
 
 def test_few_windows_are_no_evidence_however_many_tokens_they_have():
     scores = score_windows(["perplexity"], [900.0] * 5, [400] * 5, [1200] * 5, "window:400", ["x"])
     own = scores["perplexity"].statistics
-    told = step(quality={"perplexity": scores["perplexity"].to_report()}, against_baseline={})
+    step_report = step(quality={"perplexity": scores["perplexity"].to_report()}, against_baseline={})
     evidence = GateStatistics({"perplexity": own.dump()}, {"perplexity": own.dump()})
-    found = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), told, evidence)
+    found = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), step_report, evidence)
     assert found["cause"] == "too-few-examples"
     assert all(value in found["reason"] for value in ("5 windows", "0.95", " 6 "))
 
@@ -234,9 +238,9 @@ def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_
     ],
 )
 def test_a_drop_whose_interval_crosses_the_limit_is_undecided(kind, limit, ends, passed, undecided):
-    told = step()
-    told["against_baseline"]["accuracy"] = {"difference": -1.0, "ci95": ends, "p_value": 0.3}
-    found = judge_gate(gate("accuracy", kind, limit), told, EVIDENCE)
+    step_report = step()
+    step_report["against_baseline"]["accuracy"] = {"difference": -1.0, "ci95": ends, "p_value": 0.3}
+    found = judge_gate(gate("accuracy", kind, limit), step_report, EVIDENCE)
     assert (found["passed"], found["undecided"]) == (passed, undecided)
 
 
@@ -253,7 +257,7 @@ def test_a_score_whose_interval_crosses_the_limit_is_undecided():
 def test_an_error_beyond_its_limit_never_passes_with_confidence():
     same = OF_OWN.model_copy(update={"metric": "relative_error", "rows": [[5.0]] * 8})
     score = {"value": 500.0, "ci95": None, "higher_is_better": False, "n": 8}
-    told = step(quality={"relative_error": score}, against_baseline={})
+    step_report = step(quality={"relative_error": score}, against_baseline={})
     evidence = GateStatistics({"relative_error": same.dump()}, {"relative_error": same.dump()})
-    assert judge_gate(gate("relative_error", "max", 120.0, 0.95), told, evidence)["passed"] is False
-    assert judge_gate(gate("relative_error", "max", 600.0, 0.95), told, evidence)["passed"] is None
+    assert judge_gate(gate("relative_error", "max", 120.0, 0.95), step_report, evidence)["passed"] is False
+    assert judge_gate(gate("relative_error", "max", 600.0, 0.95), step_report, evidence)["passed"] is None

@@ -67,7 +67,7 @@ def test_what_was_timed_before_ctrl_c_is_shown_and_kept_and_the_next_run_goes_on
     fake.ms = {keys["model"]: 9000.0}  # now so slow that it would leave time for fewer texts
     result, report, again = _run(home)
     assert (result.exit_code, report["status"]) == (0, "passed")
-    assert _loads(fake) == [keys["model"], keys["two"]]  # the baseline beside what is missing
+    assert _loads(fake) == [keys["model"], keys["two"]]  # the baseline next to what is missing
     assert again["one"]["latency"] == steps["one"]["latency"]
     assert again["model"]["latency"] == steps["model"]["latency"]
     assert again["two"]["latency"][0]["texts"] == steps["one"]["latency"][0]["texts"]

@@ -214,9 +214,9 @@ def test_a_store_above_is_found_and_a_new_one_beside_another_is_told(tmp_path, m
     assert default_store(tmp_path / "other" / "r") == (tmp_path / "other" / ".store", "")  # the first of all
     Store(tmp_path / "runs" / ".store")
     assert default_store(tmp_path / "runs" / "sweep" / "a" / "r") == (tmp_path / "runs" / ".store", "")
-    place, said = default_store(tmp_path / "other" / "r")
+    place, note = default_store(tmp_path / "other" / "r")
     assert place == tmp_path / "other" / ".store"
-    assert str(tmp_path / "runs") in said
+    assert str(tmp_path / "runs") in note
     (tmp_path / "other" / ".store").mkdir(parents=True)  # somebody else's folder of that name
     Store(tmp_path / ".store")
     assert default_store(tmp_path / "other" / "r") == (tmp_path / ".store", "")

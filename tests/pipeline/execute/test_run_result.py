@@ -189,8 +189,8 @@ def test_an_interval_stays_in_one_line(tmp_path, more):
     report = sample_report.ten_step_report()
     name = smallest_deployable_step(report)
     report = json.loads(json.dumps(report).replace(f'"{name}"', f'"{name}{"x" * more}"'))
-    told = summary_lines(Result(report, tmp_path))
-    assert [line for line in told if re.search(r"−1\.11 \[.+\],", line)], told
+    lines = summary_lines(Result(report, tmp_path))
+    assert [line for line in lines if re.search(r"−1\.11 \[.+\],", line)], lines
 
 
 def test_graphs_that_generate_and_were_taken_are_shipped_in_a_form_that_takes_them(tmp_path):

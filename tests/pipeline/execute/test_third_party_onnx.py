@@ -26,9 +26,13 @@ class Silent:
 
 
 def model_in(path: Path) -> ThirdPartyModel:
-    said = subprocess_main([str(path)])
+    answer = subprocess_main([str(path)])
     return ThirdPartyModel(
-        path, GraphSignature.model_validate(said["signature"]), tuple(said["files"]), None, said["details"]
+        path,
+        GraphSignature.model_validate(answer["signature"]),
+        tuple(answer["files"]),
+        None,
+        answer["details"],
     )
 
 
@@ -60,7 +64,7 @@ def test_it_is_a_whole_artifact_and_made_once(tmp_path: Path, monkeypatch: pytes
     again, cached = third_party_onnx.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert cached
     assert again.key == made.key
-    # other weights in the file beside it are another model
+    # other weights in the file next to it are another model
     (tmp_path / "weights.bin").write_bytes(bytes((tmp_path / "weights.bin").stat().st_size))
     other, _ = third_party_onnx.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert other.key != made.key

@@ -168,10 +168,10 @@ def test_a_full_disk_names_step_file_and_bytes(home, tmp_path, monkeypatch, erro
     assert _run(home, tmp_path).exit_code == 1
     _, steps = _steps(tmp_path)
     assert steps["finetune"]["error"]["code"] == "disk-full"
-    said = steps["finetune"]["error"]["message"]
-    assert said.startswith("finetune: ")
-    assert all(value in said for value in ("out/model.safetensors", " 4 bytes; "))
-    assert re.search(r"; [\d,]+ bytes", said)  # that are free
+    message = steps["finetune"]["error"]["message"]
+    assert message.startswith("finetune: ")
+    assert all(value in message for value in ("out/model.safetensors", " 4 bytes; "))
+    assert re.search(r"; [\d,]+ bytes", message)  # that are free
     assert steps["other"]["status"] == "done"
     _require_whole(tmp_path, 3)
 
@@ -281,24 +281,24 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
             assert "Traceback" not in done.stderr, done.stderr
             return done.returncode, done.stderr
 
-        exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "closed" / "s")
+        exit_code, errors = smelt("--out", folder / "open" / "r", "--store", folder / "closed" / "s")
         assert exit_code == 2
-        assert "error[unusable-store]: " in said
-        assert f"{folder}/closed/s" in said
-        exit_code, said = smelt("--out", folder / "closed" / "r", "--store", folder / "open" / "s")
+        assert "error[unusable-store]: " in errors
+        assert f"{folder}/closed/s" in errors
+        exit_code, errors = smelt("--out", folder / "closed" / "r", "--store", folder / "open" / "s")
         assert exit_code == 2
-        assert "error[unusable-folder]: " in said
-        assert f"{folder}/closed/r" in said
+        assert "error[unusable-folder]: " in errors
+        assert f"{folder}/closed/r" in errors
         (folder / "m" / "model.safetensors").chmod(0o000)
-        exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "open" / "s")
+        exit_code, errors = smelt("--out", folder / "open" / "r", "--store", folder / "open" / "s")
         assert exit_code == 2
-        assert "model.safetensors" in said
+        assert "model.safetensors" in errors
         (folder / "m" / "model.safetensors").chmod(0o644)
         (folder / "data.jsonl").chmod(0o000)
-        exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "open" / "s")
+        exit_code, errors = smelt("--out", folder / "open" / "r", "--store", folder / "open" / "s")
         assert exit_code == 2
-        assert "error[unreadable-file]: " in said
-        assert "data.jsonl: " in said
+        assert "error[unreadable-file]: " in errors
+        assert "data.jsonl: " in errors
 
 
 def test_a_changed_byte_is_noticed_named_and_mended(home, tmp_path):
@@ -375,10 +375,10 @@ def test_errors_name_places_of_the_user_and_not_of_the_store(home, tmp_path, mon
     assert _run(home, tmp_path).exit_code == 1
     found = _steps(tmp_path)[1]["prune"]["error"]
     assert found["code"] == "made-up"
-    said = found["message"]
-    assert "artifacts/model/config.json" in said
+    message = found["message"]
+    assert "artifacts/model/config.json" in message
     store = tmp_path / "s"
-    assert str(store) not in said
+    assert str(store) not in message
     place = store / "tmp" / "ab12" / "out" / "x.json"
     copied = with_user_paths(RunError(f"{place}: wrong", code="a"), store, home, {})
     assert (str(copied), copied.code, type(copied)) == (f"{home}/x.json: wrong", "a", RunError)

@@ -54,10 +54,12 @@ def test_whoever_loaded_the_model_gets_an_error_and_may_go_on(artifact):
 def test_a_run_tells_it_in_its_report(tmp_path):
     tiny.write_bert(tmp_path / "m")
     BertTokenizer.from_pretrained(tmp_path / "m").save_pretrained(tmp_path / "m")
-    said = (
+    tokenizer_config = (
         tmp_path / "m" / "tokenizer_config.json"
     )  # a BertTokenizer has rules of its own, whatever the file says
-    said.write_text(json.dumps(json.loads(said.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer_config.write_text(
+        json.dumps(json.loads(tokenizer_config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     panicking(tmp_path / "m")
     tiny.write_labelled(tmp_path / "data.jsonl", 8)
     with (tmp_path / "data.jsonl").open("a") as file:

@@ -76,7 +76,7 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
         assert "0.5 s" in place
         assert "timing-timed-out" not in place  # its text, and not the object
 
-    # what failed is not kept, so the next run takes these times anew, and only these
+    # what failed is not kept, so the next run takes these times again, and only these
     kept = [json.loads(path.read_text()) for path in (tmp_path / ".store" / "scores").iterdir()]
     timed = [score["rows"] for score in kept if "rows" in score]
     assert sorted(map(str, timed)) == sorted(str(steps[n]["latency"]) for n in ("model", "lives"))

@@ -18,8 +18,10 @@ from smelt.runtimes.third_party.validate_graph import subprocess_main
 def found(folder: Path, model: Any, **arrays: Any) -> tuple[dict[str, int | None], list[str]]:
     path = graphs.save_model(model, folder / "m.onnx")
     np.savez(folder / "r.npz", allow_pickle=False, **arrays)
-    said = subprocess_main([str(path)])
-    seen = ThirdPartyModel(path, GraphSignature.model_validate(said["signature"]), (), None, said["details"])
+    answer = subprocess_main([str(path)])
+    seen = ThirdPartyModel(
+        path, GraphSignature.model_validate(answer["signature"]), (), None, answer["details"]
+    )
     return infer_batch_axes(seen, folder / "r.npz")
 
 

@@ -118,8 +118,8 @@ def test_openvino_stands_beside_onnx_runtime_where_it_is_installed(tmp_path, mod
     path.write_text(recipe_text("m", inspect_model(str(models["marian"])), data, found, tmp_path, path))
     steps = {step.name: step for step in load_plan(path).steps}
     assert ("openvino" in steps) == there
-    said = "on 2 cores without an NVIDIA GPU" + (", with OpenVINO." if there else ".")
-    assert said in " ".join(path.read_text().replace("\n# ", " ").split())
+    text = "on 2 cores without an NVIDIA GPU" + (", with OpenVINO." if there else ".")
+    assert text in " ".join(path.read_text().replace("\n# ", " ").split())
     if there:
         assert steps["openvino"].optional
         assert steps["openvino"].parent == steps["onnx-fp32"].parent == "small"

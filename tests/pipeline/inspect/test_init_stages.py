@@ -121,8 +121,10 @@ def test_every_recipe_has_int8_alone(models, rows_to_train_on, as_fast_as_it_get
     assert found["onnx-int8-alone"].stage == "onnx"
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, []), (2, [1]), (3, [2]), (5, [4]), (12, [10]), (32, [26])])
-def test_a_language_model_keeps_four_layers_of_five(models, count, said):
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, []), (2, [1]), (3, [2]), (5, [4]), (12, [10]), (32, [26])]
+)
+def test_a_language_model_keeps_four_layers_of_five(models, count, expected):
     seen = inspect_model(str(models["llama"]), "language-modeling")
     seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
     found = [
@@ -130,7 +132,7 @@ def test_a_language_model_keeps_four_layers_of_five(models, count, said):
         for step in propose_steps(seen, MachineInfo(1, False, False), True, True)
         if step.stage == "drop-layers"
     ]
-    assert [step.settings for step in found] == [f"{{layers: {layers}}}" for layers in said]
+    assert [step.settings for step in found] == [f"{{layers: {layers}}}" for layers in expected]
 
 
 @pytest.mark.parametrize(
@@ -149,13 +151,13 @@ def test_a_first_recipe_of_texts_learns_from_the_teacher_alone(
 
 
 @pytest.mark.parametrize(
-    ("count", "said"), [(1, None), (2, "{layers: 1}"), (6, "{layers: 3}"), (12, "{layers: 6}")]
+    ("count", "expected"), [(1, None), (2, "{layers: 1}"), (6, "{layers: 3}"), (12, "{layers: 6}")]
 )
-def test_a_classifier_keeps_half_of_its_layers_and_one_of_one(models, count, said):
+def test_a_classifier_keeps_half_of_its_layers_and_one_of_one(models, count, expected):
     seen = inspect_model(str(models["bert"]), "text-classification")
     seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
     found = list(propose_steps(seen, MachineInfo(1, False, False), True, True))
-    assert next((step.settings for step in found if step.stage == "drop-layers"), None) == said
+    assert next((step.settings for step in found if step.stage == "drop-layers"), None) == expected
     behind = [step.stage for step in found].index("prune")
     assert [step.stage for step in found[behind:]][: len(NARROW) - 1] == NARROW[1:]
 

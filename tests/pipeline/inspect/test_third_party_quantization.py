@@ -84,10 +84,10 @@ def test_a_bare_encoder_and_decoder_of_codes_gets_no_head(llama, tmp_path):
     folder, _ = quantized_checkpoints.write_gptq(llama, tmp_path / "gptq")
     config = json.loads((folder / "config.json").read_text())
     for name, refused in (("T5Model", True), ("T5ForConditionalGeneration", False), ("MarianMTModel", False)):
-        told = quantization_problems(
+        problems = quantization_problems(
             folder, config | {"architectures": [name], "is_encoder_decoder": True}, "translation", whole=True
         )
-        assert [one.code for one in told] == ["head-on-quantized"] * refused, name
+        assert [one.code for one in problems] == ["head-on-quantized"] * refused, name
 
 
 def test_codes_are_looked_at_without_torch(llama, tmp_path):

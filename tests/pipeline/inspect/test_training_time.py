@@ -32,14 +32,14 @@ def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
         ProposedStep("distill", "{epochs: 0.5, num_evals: 1}"),
     ]
     seconds = (2 * 6 + 0.5 * 8) * seen.parameters * 1000 * kept * tokens / 1e6
-    said = training_time_text(seen, data, steps)
-    assert all(number in said for number in ("2.5 epochs", "800 samples"))
-    assert f"roughly {init_stages._duration_text(seconds)}" in said
-    # people's texts stand beside what the teacher writes, with as many beams
+    text = training_time_text(seen, data, steps)
+    assert all(number in text for number in ("2.5 epochs", "800 samples"))
+    assert f"roughly {init_stages._duration_text(seconds)}" in text
+    # labelled texts are used with those that the teacher generates, with as many beams
     written = [ProposedStep("distill", "{epochs: 2, sequence_level: {num_beams: 5, original_ratio: 0.5}}")]
     seconds = (4 * 8 + 5 * 2) * seen.parameters * 1000 * kept * tokens / 1e6
-    said = training_time_text(seen, data, written)
-    assert all(number in said for number in ("4 epochs", "800 samples", init_stages._duration_text(seconds)))
+    text = training_time_text(seen, data, written)
+    assert all(number in text for number in ("4 epochs", "800 samples", init_stages._duration_text(seconds)))
     # one that says no epochs takes the default
     assert "3 epochs" in training_time_text(seen, data, [ProposedStep("finetune")])
 
@@ -71,8 +71,8 @@ def test_nothing_is_said_where_nothing_trains(tmp_path, slow):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [(20, "a minute"), (100, "1.7 minutes"), (3000, "50 minutes"), (9000, "2.5 hours"), (2e5, "2.3 days")],
 )
-def test_times_are_told_to_two_digits(seconds, said):
-    assert init_stages._duration_text(seconds) == said
+def test_times_are_told_to_two_digits(seconds, expected):
+    assert init_stages._duration_text(seconds) == expected

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def told(folder, *stages, model="float"):
+def autotune_warnings(folder, *stages, model="float"):
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.replace("MODEL", model).replace("STAGES", "\n".join(f"  - {s}" for s in stages)))
     """Return the warnings of the plan on `tune`."""
@@ -36,9 +36,9 @@ def told(folder, *stages, model="float"):
 
 
 def test_float_products_have_one_operator(folder):
-    (found,) = told(folder, "prune: {targets: [ffn], importance: magnitude}", TUNED)
+    (found,) = autotune_warnings(folder, "prune: {targets: [ffn], importance: magnitude}", TUNED)
     assert (found.code, found.line, found.step) == ("nothing-quantized", 6, "onnx")
-    assert told(folder, "onnx: {}") == []
+    assert autotune_warnings(folder, "onnx: {}") == []
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,24 @@ def test_float_products_have_one_operator(folder):
     ],
 )
 def test_codes_that_leave_as_one_operator_alone(folder, scheme, chooses):
-    found = told(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
+    found = autotune_warnings(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
     assert message_codes(found) == ([] if chooses else ["nothing-to-tune"])
     assert all("'quantize'" in one.message for one in found)
 
 
 def test_of_a_model_that_nobody_has_looked_at_nothing_is_said(folder):
-    assert told(folder, TUNED, model="somebody/model") == []
+    assert autotune_warnings(folder, TUNED, model="somebody/model") == []
     (folder / "artifact").mkdir()
     for path in (folder / "float").iterdir():
         (folder / "artifact" / path.name).write_bytes(path.read_bytes())
     edit = '{"schema": 1, "edits": [{"op": "quantize", "module": "lm_head", "scheme": "int4"}]}'
     (folder / "artifact" / "structure.json").write_text(edit)
-    assert told(folder, "onnx: {autotune: true}", model="artifact") == []
+    assert autotune_warnings(folder, "onnx: {autotune: true}", model="artifact") == []
 
 
 def test_codes_of_a_checkpoint_count_and_those_of_another_student_do_not(folder):
-    assert told(folder, TUNED, model="gptq") == []
+    assert autotune_warnings(folder, TUNED, model="gptq") == []
     other = "distill: {student: {model: float}}"
-    assert message_codes(told(folder, "quantize: {scheme: int4}", other, TUNED)) == ["nothing-quantized"]
+    assert message_codes(autotune_warnings(folder, "quantize: {scheme: int4}", other, TUNED)) == [
+        "nothing-quantized"
+    ]

@@ -49,8 +49,8 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         f"distill: {{{SHORT}}}\n    name: through",
         f"distill: {{{SHORT}, {CUT}}}\n    name: shallow\n    from: finetune",
     )  # fmt: skip
-    said = note(path)
-    assert said == ("finetune 0.00032 (weights); through 0.001 (few bits); shallow 0.001 (fewer layers)")
+    text = note(path)
+    assert text == ("finetune 0.00032 (weights); through 0.001 (few bits); shallow 0.001 (fewer layers)")
     harness.smelt("run", path, "--out", tmp_path / "out", code=0)
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     took = {
@@ -61,7 +61,7 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stages", "said"),
+    ("stages", "expected"),
     [
         (["finetune: {learning_rate: 1.0e-3}"], ""),
         (["distill: {phases: [{losses: {logits: 1.0}, learning_rate: 1.0e-3}]}"], ""),
@@ -88,9 +88,9 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         (["distill: {student: {decoder_layers: 2}}"], "distill 0.00032 (weights)"),
     ],
 )  # fmt: skip
-def test_each_is_of_what_trains(recipe, tmp_path, stages, said):
+def test_each_is_of_what_trains(recipe, tmp_path, stages, expected):
     tiny.write_marian(tmp_path / "other")
-    assert note(recipe(*stages)) == said
+    assert note(recipe(*stages)) == expected
 
 
 def test_a_checkpoint_of_codes_and_a_config_alone_have_theirs(tmp_path):

@@ -29,9 +29,9 @@ def test_gates_are_on_the_last_step_of_each_branch_that_can_run(folder: Path) ->
 def test_confidence_of_a_gate_is_planned_and_shown(folder: Path) -> None:
     made = plan_stages(folder, "[]\ngates: {bleu: {max_drop: 1, confidence: 0.95}, chrf: {min: 9}}")
     assert [gate.confidence for gate in made.gates] == [0.95, None]
-    said = str(made)
-    assert "bleu: drop at most 1, with confidence 0.95 at model" in said
-    assert "chrf: at least 9 at model" in said
+    text = str(made)
+    assert "bleu: drop at most 1, with confidence 0.95 at model" in text
+    assert "chrf: at least 9 at model" in text
 
 
 def test_without_stages_the_gate_is_on_the_model(folder: Path) -> None:
@@ -94,7 +94,7 @@ def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "branches", "said", "same", "found"),
+    ("rows", "branches", "chosen", "same", "found"),
     [
         (100, 2, None, False, "validation"),
         (99, 2, None, False, "test"),  # too few to choose by
@@ -105,10 +105,10 @@ def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
         (5, 1, "validation", False, "validation"),
     ],
 )
-def test_branches_compete_on_validation(rows, branches, said, same, found) -> None:
+def test_branches_compete_on_validation(rows, branches, chosen, same, found) -> None:
     files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
     data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)
-    recipe = SimpleNamespace(data=data, judged_on=said, task="translation")
+    recipe = SimpleNamespace(data=data, judged_on=chosen, task="translation")
     steps = [
         SimpleNamespace(name=f"{i}", parent="model", unavailable=None, unscored=None) for i in range(branches)
     ]

@@ -6,7 +6,7 @@ from smelt.pipeline.plan.step_draft import lost_results
 from smelt.pipeline.recipe.stages import load_stage
 
 
-def told(*steps):
+def lost_results_of(*steps):
     """What is said of the steps of one branch, in order; each a word, or a word and its settings."""
     done = []
     for number, step in enumerate(steps):
@@ -53,7 +53,7 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
     ],
 )
 def test_work_that_is_lost_is_told_once(steps, code, maker):
-    ((found, text),) = told(*steps)
+    ((found, text),) = lost_results_of(*steps)
     assert found == code
     assert f"'{maker}'" in text
 
@@ -83,4 +83,4 @@ def test_work_that_is_lost_is_told_once(steps, code, maker):
     ],
 )
 def test_what_is_not_lost_or_made_anew_is_not_told(steps):
-    assert told(*steps) == []
+    assert lost_results_of(*steps) == []

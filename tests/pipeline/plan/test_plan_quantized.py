@@ -265,9 +265,9 @@ def test_a_package_that_is_too_old_is_told_before_work_by_the_step_that_needs_it
     monkeypatch.setattr(system, "version", lambda name: "0.17.1")
     with raises_code("step-unavailable", MissingDependencyError) as caught:
         plan(translator, stages).require_runnable()
-    said = str(caught.value)
-    assert all(value in said for value in (f"{package} {release}", "0.17.1"))
-    assert f"(pip install '{package}>={release}')" in said
+    message = str(caught.value)
+    assert all(value in message for value in (f"{package} {release}", "0.17.1"))
+    assert f"(pip install '{package}>={release}')" in message
 
 
 def test_other_schemes_need_no_package(translator: Path, monkeypatch: pytest.MonkeyPatch) -> None:

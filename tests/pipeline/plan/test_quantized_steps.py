@@ -173,8 +173,8 @@ def test_codes_that_do_not_fit_their_config_are_said_before_work(folder, tmp_pat
     quantized_checkpoints.write_gptq(folder / "float", tmp_path / "gptq", group=32, group_size=16)
     (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())
     assert refused(tmp_path, "onnx: {}") == [("shape-mismatch", "model")]
-    told = text_of(tmp_path, "onnx: {}")
-    assert all(value in told for value in ("96 inputs", "groups of 16", "int32 [6, 8]"))
+    output = text_of(tmp_path, "onnx: {}")
+    assert all(value in output for value in ("96 inputs", "groups of 16", "int32 [6, 8]"))
 
 
 def test_a_run_starts_from_codes_and_says_so(folder):
@@ -188,5 +188,5 @@ def test_a_run_starts_from_codes_and_says_so(folder):
 @pytest.mark.parametrize("setting", ["learned_masks: {keep_ratio: 0.5}", "sparsify: {sparsity: 0.5}"])
 def test_zeros_of_a_training_are_of_floats(folder, setting):
     assert refused(folder, f"finetune: {{{setting}}}") == [("behind-quantize", "stages[0].finetune")]
-    told = text_of(folder, f"finetune: {{{setting}}}")
-    assert all(value in told for value in (setting.split(":")[0], "gptq"))
+    output = text_of(folder, f"finetune: {{{setting}}}")
+    assert all(value in output for value in (setting.split(":")[0], "gptq"))

@@ -67,7 +67,7 @@ def test_what_holds_for_all_codes_is_still_said(translator: Path) -> None:
         found = plan_mistakes(translator, f"[quantize: {settings}, factorize: {{}}]")
         assert message_locations(found)[1:] == [later]
         assert "int4" not in found[1].message
-    # a scheme that is known is named, whatever is wrong beside it
+    # a scheme that is known is named, whatever else is wrong
     found = plan_mistakes(translator, "[quantize: {scheme: int4, embedding_scheme: itn4}, factorize: {}]")
     assert message_locations(found)[1:] == [later]
     assert "int4" in found[1].message

@@ -24,10 +24,10 @@ def rules(tmp_path, task="summarization", data="", kind="t5", params=T5):
 
 
 def test_the_model_s_prefix_is_taken_and_said(tmp_path):
-    found, said = rules(tmp_path)
+    found, notes = rules(tmp_path)
     assert found == TextRules(prefix="summarize: ")
-    assert len(said) == 1
-    assert "'summarize: '" in said[0]
+    assert len(notes) == 1
+    assert "'summarize: '" in notes[0]
 
 
 def test_the_recipe_s_prefix_wins_also_an_empty_one(tmp_path):
@@ -38,9 +38,9 @@ def test_the_recipe_s_prefix_wins_also_an_empty_one(tmp_path):
 def test_languages_choose_among_the_model_s_prefixes(tmp_path):
     found, _ = rules(tmp_path, "translation", ", source_language: en, target_language: fr")
     assert found.prefix == "translate English to French: "
-    none, said = rules(tmp_path, "translation")
+    none, notes = rules(tmp_path, "translation")
     assert none == TextRules()
-    assert "translation_en_to_de, translation_en_to_fr" in said[0]
+    assert "translation_en_to_de, translation_en_to_fr" in notes[0]
     with raises_code("unknown-language", InputError) as caught:
         rules(tmp_path, "translation", ", source_language: en, target_language: xx")
     assert all(name in str(caught.value) for name in ("translation_en_to_xx", "translation_en_to_de"))
@@ -55,34 +55,34 @@ def test_a_multilingual_model_has_to_be_told_its_languages(tmp_path):
     with raises_code("missing-languages", InputError) as caught:
         rules(tmp_path, "translation", kind="mbart", params=None)
     assert "source_language: en_XX" in str(caught.value)
-    found, said = rules(
+    found, notes = rules(
         tmp_path, "translation", ", source_language: en_XX, target_language: de_DE", kind="mbart", params=None
     )
     assert found == TextRules(source_language="en_XX", target_language="de_DE")
-    assert said == ["languages en_XX to de_DE"]
+    assert notes == ["languages en_XX to de_DE"]
 
 
 def test_a_language_that_the_tokenizer_does_not_know_is_told_before_any_work(tmp_path):
     words = {"model": {"vocab": {"<s>": 0, "old_XX": 1}}, "added_tokens": [{"content": "eng_Latn", "id": 2}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
 
-    def said(source, target):
+    def notes_for(source, target):
         languages = f", source_language: {source}, target_language: {target}"
         return rules(tmp_path, "translation", languages, kind="m2m_100", params=None)[1]
 
-    assert said("eng_Latn", "old_XX") == ["languages eng_Latn to old_XX"]
+    assert notes_for("eng_Latn", "old_XX") == ["languages eng_Latn to old_XX"]
     with raises_code("unknown-language", InputError) as caught:
-        said("eng_Latin", "old_XX")
+        notes_for("eng_Latin", "old_XX")
     assert all(name in str(caught.value) for name in ("'eng_Latin'", "'eng_Latn'?"))
     with raises_code("unknown-language", InputError) as caught:
-        said("eng_Latn", "de_DE")
+        notes_for("eng_Latn", "de_DE")
     assert "'de_DE'" in str(caught.value)
     with raises_code("missing-languages", InputError) as caught:
         rules(tmp_path, "translation", kind="m2m_100", params=None)
     assert "source_language: eng_Latn, target_language: deu_Latn" in str(caught.value)
     words["model"]["vocab"] = [["<s>", 0.0], ["deu_Latn", -1.0]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
-    assert said("eng_Latn", "deu_Latn") == ["languages eng_Latn to deu_Latn"]
+    assert notes_for("eng_Latn", "deu_Latn") == ["languages eng_Latn to deu_Latn"]
 
 
 def test_marian_s_target_language_becomes_its_prefix(tmp_path):

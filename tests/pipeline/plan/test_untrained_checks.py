@@ -118,8 +118,8 @@ def test_a_step_that_is_the_baseline_already_is_not_advised(bare):
     recipe = BARE.replace("distill: {", "distill: {teacher: tuned, ")
     for text, advised in ((recipe, False), (recipe.replace("baseline: tuned\n", ""), True)):
         (bare / "recipe.yaml").write_text(text)
-        (said,) = [one for one in load_plan(bare / "recipe.yaml").warnings if one.code == "new-classifier"]
-        assert ("baseline" in said.message) == advised
+        (warning,) = [one for one in load_plan(bare / "recipe.yaml").warnings if one.code == "new-classifier"]
+        assert ("baseline" in warning.message) == advised
 
 
 def test_a_tuned_encoder_teaches(bare):

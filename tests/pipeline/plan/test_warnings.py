@@ -75,10 +75,10 @@ def test_texts_that_may_be_several_rows_are_counted():
     assert _said({"test": Split("test.jsonl", tuple(rows))}) == []
 
 
-@pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
-def test_few_test_rows_are_warned_of(rows, said):
+@pytest.mark.parametrize(("rows", "warned"), [(99, True), (100, False)])
+def test_few_test_rows_are_warned_of(rows, warned):
     found = _said({"test": _pairs(*_many("x", rows))})
-    assert message_codes(found) == (["few-test-rows"] if said else [])
+    assert message_codes(found) == (["few-test-rows"] if warned else [])
     assert all("99" in one.message for one in found)
     assert _said({"test": _pairs(*_many("x", rows))}, "language-modeling") == []
 
@@ -224,12 +224,12 @@ def test_a_doubt_is_said_everywhere(report, code):
 def test_outputs_that_were_cut_are_counted_for_each_step(report):
     for step in report[2]["steps"]:
         [found] = [one for one in step["warnings"] if one["code"] == "outputs-not-ended"]
-        said = found["message"]
-        count, rows, *_, tokens = re.findall(r"\d+", said)
+        message = found["message"]
+        count, rows, *_, tokens = re.findall(r"\d+", message)
         assert (int(count) > 0, rows, tokens) == (True, "5", "3")
-        assert said in " ".join(render_markdown(report[2]).replace("\\", "").split())
-    told = " ".join(report[1].split())
-    assert "warning: 'model', 'prune': " in told
+        assert message in " ".join(render_markdown(report[2]).replace("\\", "").split())
+    text = " ".join(report[1].split())
+    assert "warning: 'model', 'prune': " in text
 
 
 def test_what_only_the_run_reads_is_doubted_by_the_run(tmp_path, monkeypatch):
@@ -271,9 +271,9 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
     dtypes = {step["name"]: step["float_dtype"] for step in found["steps"]}
     assert dtypes == {"model": dtypes["model"], "whole": "float32", "half": "float16"}
     odd = "half" if dtypes["model"] == "float32" else "whole"
-    [said] = [one["message"] for one in found["warnings"] if one["code"] == "sizes-differ-in-dtype"]
-    assert all(word in said for word in (dtypes["model"], "'model'", dtypes[odd], odd))
-    assert said in " ".join(ran.output.split())
+    [warning] = [one["message"] for one in found["warnings"] if one["code"] == "sizes-differ-in-dtype"]
+    assert all(word in warning for word in (dtypes["model"], "'model'", dtypes[odd], odd))
+    assert warning in " ".join(ran.output.split())
     size = next(line for line in render_markdown(found).splitlines() if line.startswith("|") and odd in line)
     assert dtypes[odd] in size
     assert f" %, {dtypes[odd]}</abbr></small>" in render_html(found)

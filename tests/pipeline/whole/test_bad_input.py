@@ -35,8 +35,8 @@ pytest_plugins = ["invalid_recipes"]
 )  # fmt: skip
 def test_rows_that_are_none(home, rows, code, place, named):
     (home / "data.jsonl").write_text(rows)
-    said = str(assert_refused(home, None, code, code))  # of train and of test
-    assert f"{place}: " in said
+    message = str(assert_refused(home, None, code, code))  # of train and of test
+    assert f"{place}: " in message
     shown = harness.smelt("plan", home / "recipe.yaml").output
     assert [value for value in named if value not in shown] == []
     assert not set(shown) & {"\x1b", "\u202e", "\0"}
@@ -63,11 +63,11 @@ def test_an_empty_target_is_refused_with_its_line(home, row):
 
 def test_references_in_the_wrong_type_are_refused(home):
     (home / "pairs.jsonl").write_text('{"source": "a", "targets": "b"}\n')
-    said = str(assert_refused(home, TRANSLATION_RECIPE, "wrong-column-type", "wrong-column-type"))
-    assert all(value in said for value in ("pairs.jsonl:1: ", "'targets'", "'b'"))
+    message = str(assert_refused(home, TRANSLATION_RECIPE, "wrong-column-type", "wrong-column-type"))
+    assert all(value in message for value in ("pairs.jsonl:1: ", "'targets'", "'b'"))
     (home / "pairs.jsonl").write_text('{"source": ["a"], "target": "b"}\n')
-    said = str(assert_refused(home, TRANSLATION_RECIPE, "wrong-column-type", "wrong-column-type"))
-    assert all(value in said for value in ("pairs.jsonl:1: ", "'source'", "['a']"))
+    message = str(assert_refused(home, TRANSLATION_RECIPE, "wrong-column-type", "wrong-column-type"))
+    assert all(value in message for value in ("pairs.jsonl:1: ", "'source'", "['a']"))
 
 
 def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
@@ -114,8 +114,8 @@ def test_controls_and_right_to_left_text_pass_through_and_are_shown_escaped(home
     path = home / "r" / "report.json"
     report = json.loads(path.read_text())
     assert report["steps"][0]["quality"]["accuracy"]["n"] == 6
-    said = make_message("said \x1b]0;owned\x07 \u202eevil שלום <b>", severity="error")
-    report["steps"][1] |= {"status": "error", "error": said}
+    message = make_message("said \x1b]0;owned\x07 \u202eevil שלום <b>", severity="error")
+    report["steps"][1] |= {"status": "error", "error": message}
     path.write_text(json.dumps(report))
     result = harness.smelt("report", home / "r")
     assert result.exit_code == 0, result.output

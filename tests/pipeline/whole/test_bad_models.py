@@ -32,7 +32,7 @@ def _config(**values):
 
 
 def _header(change_header):
-    """Write the header of the weights anew; what follows it stays."""
+    """Write the header of the weights again; what follows it stays."""
 
     def change(home):
         path = home / "m" / "model.safetensors"
@@ -151,9 +151,9 @@ def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, fol
     tensors = load_file(path)
     tensors[name][3, 2] = float("nan")
     save_file(tensors, path, metadata={"format": "pt"})
-    said = str(assert_refused(home, recipe, "non-finite-weights", command="run"))
-    assert all(value in said for value in (f"{path}: ", f"'{name}'", "1 NaN"))
-    assert ".store" not in said
+    message = str(assert_refused(home, recipe, "non-finite-weights", command="run"))
+    assert all(value in message for value in (f"{path}: ", f"'{name}'", "1 NaN"))
+    assert ".store" not in message
     assert not (home / "r" / "report.json").exists()
 
 
@@ -172,7 +172,7 @@ def test_a_teacher_or_student_that_is_no_numbers_is_named_before_any_step(home, 
     path = home / "other" / "model.safetensors"
     tensors = load_file(path)
     tensors[tensor][0, 2] = float("nan")
-    if new_head:  # which is drawn anew: what the file has of the one before is not read
+    if new_head:  # which is drawn again: what the file has of the one before is not read
         config = json.loads((home / "other" / "config.json").read_text())
         (home / "other" / "config.json").write_text(
             json.dumps(config | {"architectures": ["BertForMaskedLM"]})
@@ -201,15 +201,15 @@ def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_t
     assert harness.smelt("plan", _written(home, _distilled(setting))).exit_code == 0
     weights = home / "stored" / "model.safetensors"
     weights.rename(home / "stored" / "encoder.onnx")
-    said = str(assert_refused(home, _distilled(setting), "missing-weights"))
-    assert f"{home / 'other'}: " in said
-    assert said.count("other") == 1
-    assert "(encoder.onnx)" in said
+    message = str(assert_refused(home, _distilled(setting), "missing-weights"))
+    assert f"{home / 'other'}: " in message
+    assert message.count("other") == 1
+    assert "(encoder.onnx)" in message
     (home / "other").unlink()
     (home / "other").touch()
-    said = str(assert_refused(home, _distilled(setting), "not-a-folder"))
-    assert f"{home / 'other'}: " in said
-    assert "hub" not in said  # from where only `model:` is fetched
+    message = str(assert_refused(home, _distilled(setting), "not-a-folder"))
+    assert f"{home / 'other'}: " in message
+    assert "hub" not in message  # from where only `model:` is fetched
 
 
 def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
@@ -220,9 +220,9 @@ def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
     (home / "graphs").mkdir()  # an artifact without weights for torch, which teaches nobody
     (home / "graphs" / "config.json").write_text((home / "m" / "config.json").read_text())
     for other in ("nobody", "data.jsonl", "graphs"):
-        told = str(assert_refused(home, _distilled(f"teacher: {other}"), "unknown-step"))
-        assert f"'{other}'" in told
-        assert "`{model: " not in told
+        message = str(assert_refused(home, _distilled(f"teacher: {other}"), "unknown-step"))
+        assert f"'{other}'" in message
+        assert "`{model: " not in message
 
 
 def _written(home, recipe):

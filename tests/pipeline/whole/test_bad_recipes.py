@@ -209,8 +209,8 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
     assert sorted(message_locations(error.found), key=str) == sorted(ITS_MISTAKES, key=str)
     lines = [line for _, _, line in message_locations(error.found) if line is not None]
     assert lines == sorted(lines)
-    said = result.output.removeprefix("error[several-mistakes]: ").splitlines()
-    assert said == [str(found) for found in error.found]
+    output = result.output.removeprefix("error[several-mistakes]: ").splitlines()
+    assert output == [str(found) for found in error.found]
 
 
 @pytest.mark.parametrize(

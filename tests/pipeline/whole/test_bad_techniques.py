@@ -47,13 +47,13 @@ def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home)
         "    from: model\n"
     )
     harness.smelt("run", home / "recipe.yaml", "--out", home / "run", code=1)
-    told = {step["name"]: step for step in json.loads((home / "run" / "report.json").read_text())["steps"]}
-    errors = {name: told[name]["error"]["code"] for name in AT_WORK}
+    content = {step["name"]: step for step in json.loads((home / "run" / "report.json").read_text())["steps"]}
+    errors = {name: content[name]["error"]["code"] for name in AT_WORK}
     assert errors == {name: code for name, (_, code, _) in AT_WORK.items()}
     for name, (_, _, named) in AT_WORK.items():
-        assert told[name]["status"] == "error", name
-        assert [value for value in named if value not in told[name]["error"]["message"]] == []
-    assert told["drop-layers"]["status"] == "done"
+        assert content[name]["status"] == "error", name
+        assert [value for value in named if value not in content[name]["error"]["message"]] == []
+    assert content["drop-layers"]["status"] == "done"
 
 
 @pytest.mark.parametrize(

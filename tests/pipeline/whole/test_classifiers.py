@@ -137,12 +137,12 @@ def test_predict_takes_pairs_with_a_tab_and_says_what_transformers_says(chain):
             assert float(line) == pytest.approx(chances["LABEL_0"], abs=1e-4)
             continue
         labels, numbers = line.split("\t")
-        said = dict(zip(labels.split("|"), numbers.split("|"), strict=True)) if labels else {}
+        printed = dict(zip(labels.split("|"), numbers.split("|"), strict=True)) if labels else {}
         best = max(chances, key=chances.get)
         wanted = (
             [best] if problem == SINGLE_LABEL else [n for n in classifiers.CLASS_NAMES if chances[n] > 0.5]
         )
-        assert said == {name: f"{chances[name]:.3f}" for name in wanted}
+        assert printed == {name: f"{chances[name]:.3f}" for name in wanted}
 
 
 def test_a_gate_on_an_error_limits_its_rise(tmp_path):

@@ -1,4 +1,4 @@
-"""The report's latency is what a user of `smelt.load` gets: a stopwatch beside it reads the same.
+"""The report's latency is what a user of `smelt.load` gets: a stopwatch measures the same.
 
 Both sides are read in one interleaved run (benchmarks/stopwatch.py). On a machine that is busy the wall
 clock wanders while processor time hardly does; so either may agree, and a bad moment is tried again.

@@ -51,9 +51,9 @@ def test_its_table_has_every_option_and_path(monkeypatch, tmp_path):
     options = {name: default for name, default in seen if name not in ("-h", "--health")}
     rows = dict(re.findall(r"^\|`(--[\w-]+)`, `\w+`\|([^|;]+)(?:;[^|]*)?\|", PAGE, flags=re.M))
     assert rows.keys() == options.keys()
-    said = {name: value for name, value in rows.items() if name not in ("--threads", "--workers")}
+    fields = {name: value for name, value in rows.items() if name not in ("--threads", "--workers")}
     large = {name: f"{int(options[name]) / 2**20:g} MiB" for name in ("--max-body", "--max-bodies")}
-    assert said == {name: options[name] for name in said} | large
+    assert fields == {name: options[name] for name in fields} | large
     for name in options:
         assert f"`{name}`, `{name[2:].upper().replace('-', '_')}`" in PAGE
     found = re.findall(r"^\|`(GET|POST) (/\w*)`\|", PAGE, flags=re.M)

@@ -71,13 +71,13 @@ def test_axes_that_are_not_clear_or_wrong_are_told_by_the_plan(here: Path) -> No
         load_plan(recipe())
     assert raised.value.code == "unclear-axes"
     graphs.save_model(graphs.gru_model(*NAMELESS), here / "m.onnx")
-    for axes, said in (
+    for axes, expected in (
         (", axes: {stat: 1}", "Did you mean 'state'"),
         (", axes: {state: 3}", "its axes are 0 to 2"),
         (", axes: {state: -1}", "data.axes.state"),
         ("", "data: {axes: {state: 1}}"),  # by the sizes of the arrays
     ):
-        assert said in " ".join(harness.smelt("plan", recipe(axes), code=2).output.split())
+        assert expected in " ".join(harness.smelt("plan", recipe(axes), code=2).output.split())
 
 
 def test_init_finds_the_axis_by_the_sizes_of_the_arrays(here: Path) -> None:

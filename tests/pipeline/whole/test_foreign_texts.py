@@ -98,7 +98,7 @@ def test_ranges_are_found_on_padded_texts_of_different_lengths(here: Path, metho
 
 
 def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> None:
-    """config.json and the tokenizer lie beside model.onnx."""
+    """config.json and the tokenizer are next to model.onnx."""
     shutil.copytree(here / "hub", here / "optimum")
     (here / "optimum/model.safetensors").unlink()
     shutil.copyfile(here / "exported.onnx", here / "optimum/model.onnx")

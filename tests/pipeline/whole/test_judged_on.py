@@ -43,10 +43,10 @@ def home(tmp_path_factory):
         AutoTokenizer.from_pretrained(folder / "m"),
     )
     batch = tokenizer([row["source"] for row in rows], return_tensors="pt", padding=True)
-    said = tokenizer.batch_decode(model.generate(**batch, max_new_tokens=6), skip_special_tokens=True)
-    assert all(said)
-    told = [{"source": row["source"], "target": text} for row, text in zip(rows, said, strict=True)]
-    (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, told[:6])))
+    outputs = tokenizer.batch_decode(model.generate(**batch, max_new_tokens=6), skip_special_tokens=True)
+    assert all(outputs)
+    rewritten = [{"source": row["source"], "target": text} for row, text in zip(rows, outputs, strict=True)]
+    (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, rewritten[:6])))
     for on in ("validation", "test"):
         (folder / f"{on}.yaml").write_text(RECIPE.format(on=on))
     return folder
@@ -107,8 +107,8 @@ def test_a_package_tells_what_the_chosen_step_scores_on_test(home, tmp_path, mon
 
 def test_a_package_of_a_step_that_fails_its_gate_says_so(home, tmp_path, monkeypatch):
     _report(home, "test", tmp_path / "t", 3, monkeypatch)
-    said = harness.smelt("package", tmp_path / "t/artifacts/whole", "--out", tmp_path / "p")
-    assert "gate chrF min 30.00 is failed" in said.output
+    output = harness.smelt("package", tmp_path / "t/artifacts/whole", "--out", tmp_path / "p")
+    assert "gate chrF min 30.00 is failed" in output.output
     assert "gate chrF min 30.00 is failed" in (tmp_path / "p/README.md").read_text().replace("\\", "")
     trial = harness.smelt(
         "run",
@@ -122,8 +122,8 @@ def test_a_package_of_a_step_that_fails_its_gate_says_so(home, tmp_path, monkeyp
         home / "s",
     )
     assert trial.exit_code == 0, trial.output
-    said = harness.smelt("package", tmp_path / "l/artifacts/whole", "--out", tmp_path / "q")
-    assert "A trial on 4 samples" in said.output
+    output = harness.smelt("package", tmp_path / "l/artifacts/whole", "--out", tmp_path / "q")
+    assert "A trial on 4 samples" in output.output
 
 
 def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monkeypatch):
@@ -148,11 +148,11 @@ def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monke
 def test_what_scoring_on_test_says_is_a_warning_of_the_step(home, tmp_path, monkeypatch):
     own = run._PlanRunner._score
 
-    def told(self, name, artifact, on_test=False):
+    def score_with_warning(self, name, artifact, on_test=False):
         found = own(self, name, artifact, on_test)
         return found | {"warnings": [make_message("one was cut")]} if on_test else found
 
-    monkeypatch.setattr(run._PlanRunner, "_score", told)
+    monkeypatch.setattr(run._PlanRunner, "_score", score_with_warning)
     _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
     assert make_message("on test: one was cut") in steps["small"]["warnings"]
 

@@ -71,9 +71,9 @@ def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report
 
 
 def test_plan_speaks_of_a_rise_when_less_is_better(home):
-    said = harness.smelt("plan", home / "recipe.yaml").output
-    assert "perplexity: rise at most 1,000,000 at onnx" in said
-    assert "perplexity, bits_per_byte" in said
+    output = harness.smelt("plan", home / "recipe.yaml").output
+    assert "perplexity: rise at most 1,000,000 at onnx" in output
+    assert "perplexity, bits_per_byte" in output
 
 
 def test_gate_limits_a_rise_when_less_is_better(report):

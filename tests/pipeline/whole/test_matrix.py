@@ -258,9 +258,9 @@ def test_a_family_goes_through_a_stage_and_tensorrts_provider_is_told_its_sizes(
     """Without a GPU the step is made and not scored; its graph agrees with its parent in any case."""
     last = _check(family, stage, "ort-tensorrt", tmp_path)
     folder = tmp_path / "run" / last["artifact"]
-    told = read_provider_options(folder)
-    assert set(told) == set(last["details"]["graphs"]) == {path.stem for path in folder.glob("*.onnx")}
-    for graph in told.values():
+    options = read_provider_options(folder)
+    assert set(options) == set(last["details"]["graphs"]) == {path.stem for path in folder.glob("*.onnx")}
+    for graph in options.values():
         assert (
             "pixel_values"
             if FAMILIES.get(family) and FAMILIES[family].input_kind == "images"

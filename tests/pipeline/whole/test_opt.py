@@ -53,8 +53,8 @@ def test_words_of_another_width_than_the_states_are_refused_with_both_numbers(ho
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_model_without_a_part_that_may_be_left_out_goes_through_all_kinds_of_stages(name, home):
     every_family.write_model(home / "m", "opt", **WITHOUT[name])
-    said = read_json_object(home / "m" / "config.json")
-    assert said | WITHOUT[name] == said
+    content = read_json_object(home / "m" / "config.json")
+    assert content | WITHOUT[name] == content
     (home / "recipe.yaml").write_text(HEAD + STAGES + SCORE)
     steps = smelt.run(home / "recipe.yaml", out=home / "run").report["steps"]
     assert [step["status"] for step in steps] == ["done"] * len(steps), [s["error"] for s in steps]

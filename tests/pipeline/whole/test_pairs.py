@@ -69,7 +69,7 @@ def test_each_stage_each_family_and_each_scheme_has_its_line():
 
 
 def test_what_is_lost_on_the_way_is_seen(bench, monkeypatch):
-    """A later stage that forgets what lies beside the weights, or what a layer keeps, does not pass."""
+    """A later stage that forgets what is next to the weights, or what a layer keeps, does not pass."""
     from smelt.models import checkpoint
 
     model = bench("marian")

@@ -43,6 +43,6 @@ def test_an_export_prints_no_warnings(task, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/artifacts/onnx").exists()
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     for word in ("UserWarning", "FutureWarning", "DeprecationWarning", "TracerWarning", "nn_module_stack"):
-        assert word not in said, said
+        assert word not in output, output

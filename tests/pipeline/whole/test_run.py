@@ -53,8 +53,8 @@ def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_st
     assert all(s["quality"]["bleu"]["n"] == 8 for s in report["steps"])
     assert report["steps"][1]["parameters"] < report["steps"][0]["parameters"]
     assert report["steps"][3]["size_bytes"] < report["steps"][2]["size_bytes"] / 2
-    told = report["steps"][3]["settings"]
-    assert (told["granularity"], "group_size" in told) == ("channel", False)
+    settings = report["steps"][3]["settings"]
+    assert (settings["granularity"], "group_size" in settings) == ("channel", False)
     for name in ("report.md", "report.html", "log.txt", "recipe.yaml", "artifacts/quantize/manifest.json"):
         assert (tmp_path / "one" / name).is_file(), name
     started = time.monotonic()

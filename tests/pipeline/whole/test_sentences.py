@@ -41,8 +41,8 @@ def words(result):
     return " ".join(result.output.split())
 
 
-def home(folder, recipe=CHAIN, scores=True, paired=True, **said):
-    embedders.write_embedder(folder / "m", **said)
+def home(folder, recipe=CHAIN, scores=True, paired=True, **options):
+    embedders.write_embedder(folder / "m", **options)
     embedders.write_rows(folder / "data.jsonl", scores=scores, paired=paired)
     (folder / "recipe.yaml").write_text(recipe)
     return folder
@@ -119,8 +119,8 @@ def test_predict_prints_the_vector_of_a_text_and_the_cosine_of_a_pair(chain):
     lines = harness.smelt("predict", artifact, first, f"{first}\t{second}").output.splitlines()
     assert np.abs(np.array(json.loads(lines[0])) - a).max() < 2e-6
     assert float(lines[1]) == pytest.approx(a @ b, abs=1e-4)
-    said = harness.smelt("predict", artifact, "--json", first, f"{first}\t{second}")
-    records = [json.loads(line) for line in said.output.splitlines()]
+    output = harness.smelt("predict", artifact, "--json", first, f"{first}\t{second}")
+    records = [json.loads(line) for line in output.output.splitlines()]
     assert list(records[0]) == ["text", "embedding"]
     assert list(records[1]) == ["text", "text_b", "similarity"]
     assert records[1]["similarity"] == pytest.approx(a @ b, abs=1e-6)
@@ -306,8 +306,8 @@ def test_rows_are_all_of_one_kind(tmp_path):
 
 def test_a_prompt_that_stands_before_every_text_has_to_be_said(tmp_path):
     folder = home(tmp_path, SHORT)
-    said = {"prompts": {"q": "a red "}, "default_prompt_name": "q"}
-    (folder / "m" / "config_sentence_transformers.json").write_text(json.dumps(said))
+    options = {"prompts": {"q": "a red "}, "default_prompt_name": "q"}
+    (folder / "m" / "config_sentence_transformers.json").write_text(json.dumps(options))
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
     assert (error.code, "'a red '" in str(error)) == ("missing-prompt", True)
     recipe = SHORT.replace("test: data.jsonl", 'test: data.jsonl, prefix: "a red "')
@@ -319,7 +319,7 @@ def test_a_prompt_that_stands_before_every_text_has_to_be_said(tmp_path):
 
 
 def test_texts_are_lowercased_where_the_model_says_so(tmp_path):
-    """RoBERTa's tokenizer tells capitals apart."""
+    """RoBERTa's tokenizer distinguishes capitals."""
     folder = home(tmp_path, SHORT, family="roberta", lower=True)
     assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
     for name in ("model", "onnx"):
@@ -332,12 +332,12 @@ def test_agreement_with_a_baseline_that_is_left_out_is_not_judged_and_kept_score
     recipe = SHORT.replace("  - onnx: {}", "  - onnx: {}\n    name: whole\n    from: model")
     recipe += "baseline: quantize\ngates: {agreement: {min: 10, at: [whole, quantize]}}\n"
     folder = home(tmp_path, recipe)
-    said = ("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet")
-    part = harness.smelt(*said, "--until", "whole")
+    command = ("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet")
+    part = harness.smelt(*command, "--until", "whole")
     assert part.exit_code == 0, part.output
     assert [step["gates"] for step in steps_of(folder).values()] == [[], []]
-    assert harness.smelt(*said).exit_code == 0
+    assert harness.smelt(*command).exit_code == 0
     whole = steps_of(folder)["quantize"]["quality"]
-    assert harness.smelt(*said, "--until", "whole").exit_code == 0
+    assert harness.smelt(*command, "--until", "whole").exit_code == 0
     assert steps_of(folder)["quantize"]["quality"] == whole
     assert "agreement" in whole

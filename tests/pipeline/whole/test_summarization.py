@@ -53,7 +53,7 @@ def test_every_step_is_scored_by_rouge(home):
     assert steps[-1]["gates"][0]["passed"] is True
     sizes = [s["parameters"] for s in steps]
     assert sizes[0] == sizes[1] > sizes[2] > sizes[3] > sizes[4]
-    # of the last torch step: beside weights as few as these a graph's nodes weigh the most
+    # of the last torch step: with so few weights a graph's nodes weigh the most
     assert steps[-2]["size_bytes"] < steps[0]["size_bytes"]
     assert steps[0]["details"]["prefix"] == seq2seq.PREFIX
 
@@ -75,7 +75,7 @@ def test_predict_puts_the_prefix_before_the_words(home):
     from smelt.runtimes.registry import open_runner
 
     folder = home / "run" / "artifacts" / "onnx"
-    said = harness.smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
+    output = harness.smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
     text = (folder / "text.json").read_text()
     assert json.loads(text) == {"prefix": seq2seq.PREFIX}
     with open_runner(read_artifact(folder), 1) as runner:
@@ -84,8 +84,8 @@ def test_predict_puts_the_prefix_before_the_words(home):
             by_hand = generate_texts(runner, [seq2seq.PREFIX + tiny.SENTENCES[0]], GenerationSettings())
         finally:
             (folder / "text.json").write_text(text)
-    assert said == by_hand[0].strip()
-    assert said
+    assert output == by_hand[0].strip()
+    assert output
 
 
 def test_what_is_timed_is_read_behind_the_prefix(home):

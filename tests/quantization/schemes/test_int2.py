@@ -28,8 +28,8 @@ def test_layer_equals_matmul_nbits(group, symmetric, level):
 def test_every_layout_leaves_as_what_torch_computes_and_a_session_spreads_codes_once(tmp_path):
     """With whole activations as 4 bits, for which there is a fast kernel, with rounded ones as 2 bits."""
     layers = [schemes.random_affine("int2", *layout) for layout in LAYOUTS]
-    said = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
-    assert {(a["accuracy_level"], a["bits"]) for a in said} == {(0, 4), (4, 2)}
+    attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
+    assert {(a["accuracy_level"], a["bits"]) for a in attributes} == {(0, 4), (4, 2)}
 
 
 def test_symmetric_codes_by_hand():

@@ -22,8 +22,8 @@ def test_onnx_runtime_has_no_three_bit_product():
 
 def test_every_layout_leaves_as_four_bits_which_a_session_makes_once(tmp_path):
     layers = [schemes.random_affine("int3", *layout) for layout in LAYOUTS]
-    said = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
-    assert {a["bits"] for a in said} == {4}
+    attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
+    assert {a["bits"] for a in attributes} == {4}
 
 
 def test_a_graph_holds_three_bits_a_weight():

@@ -109,8 +109,10 @@ def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
         quantize_module(nn.Linear(300, 24), "kmeans4", {"group_size": size, "accuracy_level": level})
         for size, level in itertools.product((128, 256), (0, 4))
     ]
-    said = schemes.fused_matmul_attributes([layer.eval() for layer in layers], tmp_path / "optimized.onnx")
-    assert sorted((a["bits"], a["block_size"], a["accuracy_level"]) for a in said) == [
+    attributes = schemes.fused_matmul_attributes(
+        [layer.eval() for layer in layers], tmp_path / "optimized.onnx"
+    )
+    assert sorted((a["bits"], a["block_size"], a["accuracy_level"]) for a in attributes) == [
         (8, 128, 0), (8, 128, 4), (8, 256, 0), (8, 256, 4)
     ]  # fmt: skip
 
@@ -119,9 +121,11 @@ def test_a_graph_holds_four_bits_a_weight_and_the_codebooks():
     layer = quantize_module(nn.Linear(1024, 512), "kmeans4").eval()
     made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
     stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
-    told = 512 * (1024 // 2 + 4 * 16 + 4 * 2)
-    assert sum(len(t.raw_data) for t in stored) == told
-    assert told < len(made.SerializeToString()) < 1.05 * told  # tables of spreading among it
+    expected_bytes = 512 * (1024 // 2 + 4 * 16 + 4 * 2)
+    assert sum(len(t.raw_data) for t in stored) == expected_bytes
+    assert (
+        expected_bytes < len(made.SerializeToString()) < 1.05 * expected_bytes
+    )  # tables of spreading among it
 
 
 def test_what_fills_up_the_last_group_is_no_weight_of_zero():

@@ -66,14 +66,14 @@ def test_every_layout_leaves_as_eight_bits_which_a_session_makes_once(tmp_path):
         quantize_module(nn.Linear(300, 24), "pow2", {"group_size": size, "accuracy_level": level}).eval()
         for size, level in itertools.product(SIZES, (0, 4))
     ]
-    said = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
-    assert {a["bits"] for a in said} == {8}
+    attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
+    assert {a["bits"] for a in attributes} == {8}
 
 
 def test_a_graph_holds_four_bits_a_weight():
     layer = quantize_module(nn.Linear(1024, 512), "pow2").eval()
     made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
     stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
-    told = 512 * (1024 // 2 + 16 * 2)
-    assert sum(len(t.raw_data) for t in stored) == told
-    assert told < len(made.SerializeToString()) < 1.05 * told
+    expected_bytes = 512 * (1024 // 2 + 16 * 2)
+    assert sum(len(t.raw_data) for t in stored) == expected_bytes
+    assert expected_bytes < len(made.SerializeToString()) < 1.05 * expected_bytes

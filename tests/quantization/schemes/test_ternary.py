@@ -24,8 +24,8 @@ def random_layer(inputs=100, outputs=24, group=32, granularity="group", level=4)
 
 def test_every_layout_leaves_as_what_torch_computes_and_a_session_spreads_codes_once(tmp_path):
     layers = [random_layer(group=g, granularity=by, level=level) for g, by, level in LAYOUTS]
-    said = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
-    assert {(a["accuracy_level"], a["bits"]) for a in said} == {(0, 4), (4, 2)}
+    attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
+    assert {(a["accuracy_level"], a["bits"]) for a in attributes} == {(0, 4), (4, 2)}
 
 
 @pytest.mark.parametrize("granularity", ["group", "channel"])

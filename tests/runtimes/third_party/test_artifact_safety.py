@@ -25,10 +25,10 @@ def _own_records(tmp_path, monkeypatch):
 def _swapped(folder, model):
     """Put another graph into an artifact, as somebody would who also writes its manifest."""
     third_party_graphs.save_model(model, folder / "model.onnx")
-    said = json.loads((folder / "manifest.json").read_text())
+    content = json.loads((folder / "manifest.json").read_text())
     path = folder / "model.onnx"
-    said["files"]["model.onnx"] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
-    (folder / "manifest.json").write_text(json.dumps(said))
+    content["files"]["model.onnx"] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(content))
     return read_artifact(folder)
 
 

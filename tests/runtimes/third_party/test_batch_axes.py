@@ -50,7 +50,7 @@ def test_the_batch_is_where_its_name_is(inputs: Any, outputs: Any, expected: Any
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said", "given"),
+    ("inputs", "expected", "given"),
     [
         ({"x": (None, None, 4), "state": (2, None, 8)}, "{state: 1}", {"state": 1}),
         ({"x": (4, 16), "state": (2, 4, 16)}, "{x: 0, state: 1}", {"x": 0, "state": 1}),
@@ -58,11 +58,11 @@ def test_the_batch_is_where_its_name_is(inputs: Any, outputs: Any, expected: Any
         ({"x": ("T", "B", 8), "state": ("L", "B", 16)}, "{x: 1, state: 1}", {"x": 1, "state": 1}),
     ],
 )
-def test_first_axes_that_disagree_are_asked_for(inputs: Any, said: str, given: Any) -> None:
+def test_first_axes_that_disagree_are_asked_for(inputs: Any, expected: str, given: Any) -> None:
     found = signature(inputs).with_batch_axes({})
-    told = list(found.ambiguous_axes({}))
-    assert len(told) == 1
-    assert said in told[0]
+    problems = list(found.ambiguous_axes({}))
+    assert len(problems) == 1
+    assert expected in problems[0]
     named = found.with_batch_axes(given)
     assert list(named.ambiguous_axes(given)) == []
     assert axes(named) == {**axes(found), **given}

@@ -20,7 +20,7 @@ MADE = GraphSignature(
 
 
 @pytest.mark.parametrize(
-    ("shapes", "said"),
+    ("shapes", "expected"),
     [
         ({"x": ArrayHeader("float64", (5, 3)), "scale": ArrayHeader("float64", ())}, None),
         ({"x": ArrayHeader("int64", (5, 3)), "scale": ArrayHeader("float32", ())}, "array.astype('float32')"),
@@ -35,9 +35,9 @@ MADE = GraphSignature(
         ({"x": ArrayHeader("float32", (5, 3)), "scael": ArrayHeader("float32", ())}, "Did you mean 'scael'?"),
     ],
 )
-def test_what_does_not_fit_is_said(shapes: dict[str, ArrayHeader], said: str | None) -> None:
+def test_what_does_not_fit_is_said(shapes: dict[str, ArrayHeader], expected: str | None) -> None:
     found = list(MADE.shape_problems(shapes))
-    assert (found == []) if said is None else (len(found) == 1 and said in found[0])
+    assert (found == []) if expected is None else (len(found) == 1 and expected in found[0])
 
 
 def test_a_fixed_batch_takes_any_number_of_rows() -> None:

@@ -2,7 +2,7 @@
 
 The key of a stored artifact holds its stage's `version`. A stage that computes something else under the same
 version would be served old results, so `tests/house/test_golden.py` compares what the stages make of tiny
-models with golden.json. As a script this writes golden.json anew (`make golden`), and refuses where results
+models with golden.json. As a script this writes golden.json again (`make golden`), and refuses where results
 changed and the version did not.
 
 Weights come from integers, so that they are the same everywhere. Sums are not: processors add in different

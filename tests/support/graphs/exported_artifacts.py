@@ -72,12 +72,12 @@ def _run(home: Path, kind: str) -> None:
     else:
         data = tiny.write_pairs(home / "data.jsonl", 6)
     score = "" if task == images.TASK else ", generation: {max_new_tokens: 4}"
-    said = {
+    options = {
         "task": task,
         "data": data.name,
         "more": EXTRA_DATA_SETTINGS.get(kind, ""),
         "settings": EXPORT_SETTINGS.get(kind, ""),
     }
-    said["score"] = score
-    (home / "recipe.yaml").write_text(RECIPE.format(**said))
+    options["score"] = score
+    (home / "recipe.yaml").write_text(RECIPE.format(**options))
     smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)

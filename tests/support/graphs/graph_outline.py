@@ -55,8 +55,8 @@ def _node_lines(graph: Any, places: dict[str, int], shapes: dict[str, str]) -> I
         yield f"{node.domain}::{node.op_type} {inputs} {attributes} {outputs}"
         for a in node.attribute:
             if a.type == onnx.AttributeProto.GRAPH:
-                told = [places.setdefault(v.name, len(places)) for v in a.g.input]
-                yield f"{a.name} of {told}"
+                numbers = [places.setdefault(v.name, len(places)) for v in a.g.input]
+                yield f"{a.name} of {numbers}"
                 yield from _node_lines(a.g, places, shapes)
                 yield f"gives {[places[v.name] for v in a.g.output]}"
 

@@ -182,10 +182,10 @@ class GraphWriter:
         word = {"f": "value_float", "i": "value_int"}.get(value.dtype.kind, "")
         plain = value.dtype in (np.float32, np.int64) and value.ndim < 2 and value.size
         if self.opset >= 12 and plain and self.chance():
-            said = {word + "s" * value.ndim: value.tolist()}
+            options = {word + "s" * value.ndim: value.tolist()}
         else:
-            said = {"value": numpy_helper.from_array(value, self.one_of(("", name)))}
-        self.nodes.append(helper.make_node("Constant", [], [name], "", **said))
+            options = {"value": numpy_helper.from_array(value, self.one_of(("", name)))}
+        self.nodes.append(helper.make_node("Constant", [], [name], "", **options))
         return name
 
     def matrix(self, *sizes: int, fan_in: int | None = None) -> str:

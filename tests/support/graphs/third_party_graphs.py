@@ -93,7 +93,7 @@ def run_directly(path: Path, feeds: Any) -> dict[str, Any]:
 
 
 def save_model(model: Any, path: Path, outside: str | None = None) -> Path:
-    """Write a model; with `outside`, its weights go into that file beside it."""
+    """Write a model; with `outside`, its weights go into that file next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if outside is None:
         path.write_bytes(model.SerializeToString())
@@ -157,13 +157,13 @@ def model_with_tensor(dims: Sequence[int], content: bytes) -> Any:
     return made
 
 
-def model_with_external_data(location: str, **said: str) -> Any:
+def model_with_external_data(location: str, **options: str) -> Any:
     """Return a model whose weight of 32 bytes is said to lie in the file `location`."""
     made = model_with_tensor([8], b"")
     tensor = made.graph.initializer[0]
     tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
-    for key, text in {"location": location, **said}.items():
+    for key, text in {"location": location, **options}.items():
         tensor.external_data.add(key=key, value=text)
     return made
 

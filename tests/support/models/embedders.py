@@ -15,10 +15,10 @@ TASK = "sentence-similarity"
 FAMILIES = ("bert", "distilbert", "roberta", "mpnet", "modernbert")
 
 
-def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **said: Any) -> Path:
+def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **options: Any) -> Path:
     """Write a bare encoder of `family` with its tokenizer into `folder`; return it.
 
-    rules: it says how it makes vectors; `said`: pooling, normalize, max_length, lower of that. Other words
+    rules: it says how it makes vectors; `options`: pooling, normalize, max_length, lower of that. Other words
     are of its config.
     """
     from transformers import AutoModel
@@ -27,12 +27,12 @@ def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **sai
     from smelt.models.silence_transformers import silence_transformers
     from smelt.models.text_rules import SentenceRules
 
-    own = {name: said.pop(name) for name in list(said) if name in SentenceRules.model_fields}
+    own = {name: options.pop(name) for name in list(options) if name in SentenceRules.model_fields}
     whole = folder.with_name(f"{folder.name}-whole")
     if family in classifiers.MAKERS:
-        classifiers.MAKERS[family](whole, **said)
+        classifiers.MAKERS[family](whole, **options)
     else:
-        every_family.write_model(whole, family, **said)
+        every_family.write_model(whole, family, **options)
     with silence_transformers():
         model = AutoModel.from_pretrained(whole)
         shutil.copytree(whole, folder, dirs_exist_ok=True)

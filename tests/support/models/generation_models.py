@@ -60,7 +60,7 @@ def _model_classes() -> dict[str, tuple[Any, Any]]:
 SEQ2SEQ, CAUSAL = ("marian", "bart", "t5"), ("gpt2", "opt", "llama", "qwen2", "mistral")
 
 
-# What the recipe asks for, and what the model's generation config says beside it.
+# What the recipe asks for, and what the model's generation config has in addition.
 GREEDY_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"max_new_tokens": 1}, {}),
@@ -99,7 +99,7 @@ BEAM_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def random_settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return random wishes, and what a generation config says beside them, as in GREEDY and BEAMS."""
+    """Return random settings, and those of a generation config with them, as in GREEDY and BEAMS."""
 
     def tokens(most: int) -> list[int]:
         return draw.sample(range(1, VOCABULARY), draw.randint(1, most))
@@ -237,7 +237,7 @@ def compare_tokens(
         torch_model: the model.
         batch: what to begin with.
         settings: settings of a recipe's generation.
-        config: what the model's generation config says beside it.
+        config: what the model's generation config has in addition.
     """
     from smelt.generation.config import GenerationSettings, resolve_generation
 

@@ -63,7 +63,7 @@ def make_image(number: int, size: tuple[int, int] = (IMAGE_SIZE, IMAGE_SIZE), mo
 
 
 def write_rows(path: Path, count: int = 8, columns: Sequence[str] = ("image", "label")) -> Path:
-    """Write `count` images beside `path`, and rows of JSON that name them; return `path`."""
+    """Write `count` images next to `path`, and rows of JSON that name them; return `path`."""
     folder = path.parent / f"{path.stem}-images"
     folder.mkdir(parents=True, exist_ok=True)
     lines = []

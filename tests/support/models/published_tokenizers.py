@@ -16,8 +16,8 @@ Texts = Sequence[str]
 
 def _write_config(folder: Path, family: str, kind: str, **settings: Any) -> Path:
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
-    said = {"tokenizer_class": kind, "model_max_length": 64, **settings}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    options = {"tokenizer_class": kind, "model_max_length": 64, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
     return folder
 
 

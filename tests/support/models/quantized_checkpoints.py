@@ -41,7 +41,7 @@ def write_gptq(
     group: int = 32,
     symmetric: bool = True,
     form: str | None = "gptq",
-    **said: Any,
+    **options: Any,
 ) -> tuple[Path, dict[str, Any]]:
     """Write `source` with its blocks' layers in GPTQ's layout; return the folder and the values by layer.
 
@@ -51,7 +51,7 @@ def write_gptq(
         group: inputs that share a scale; -1 for a whole row.
         symmetric: whether all zero points are 8.
         form: checkpoint_format; None leaves it out, as the first tools did.
-        said: more of quantization_config, and what is to be another.
+        options: more of quantization_config, and what is to be another.
     """
     import numpy as np
 
@@ -72,10 +72,10 @@ def write_gptq(
 
     config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": symmetric}
     config |= {} if form is None else {"checkpoint_format": form}
-    return _write_checkpoint(source, folder, group, symmetric, config | said, packed)
+    return _write_checkpoint(source, folder, group, symmetric, config | options, packed)
 
 
-def write_awq(source: Path, folder: Path, group: int = 32, **said: Any) -> tuple[Path, dict[str, Any]]:
+def write_awq(source: Path, folder: Path, group: int = 32, **options: Any) -> tuple[Path, dict[str, Any]]:
     """Write `source` with its blocks' layers in AWQ's GEMM layout, with zero points; as `gptq`."""
     import numpy as np
 
@@ -92,7 +92,7 @@ def write_awq(source: Path, folder: Path, group: int = 32, **said: Any) -> tuple
         return {"qweight": qweight, "qzeros": qzeros, "scales": scales.T}
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-    return _write_checkpoint(source, folder, group, False, config | said, packed)
+    return _write_checkpoint(source, folder, group, False, config | options, packed)
 
 
 def _write_checkpoint(

@@ -41,7 +41,7 @@ def can_follow(first: Technique, second: Technique) -> bool:
     """Say whether `second` can go on from what `first` leaves.
 
     What changes float weights needs some, what says how codes train needs those, and what takes units away
-    needs layers that do not hold theirs. Adapters have no place beside halves of layers.
+    needs layers that do not hold theirs. Adapters cannot be combined with halves of layers.
     """
     if (holds := getattr(load_stage(first.stage), "unit_pruning_error", None)) and (
         getattr(load_stage(second.stage), "prunes_units", False) or "learned_masks" in second.settings

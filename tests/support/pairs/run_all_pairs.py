@@ -40,27 +40,27 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for place in ("first", "second"):
         parser.add_argument(f"--{place}", action="append", choices=list(TECHNIQUES))
     parser.add_argument("--rebuild", action="store_true")
-    said = parser.parse_args(arguments)
-    if odd := sorted(set(said.models) - MODELS.keys()):
+    options = parser.parse_args(arguments)
+    if odd := sorted(set(options.models) - MODELS.keys()):
         parser.error(f"no model '{odd[0]}'; known: {', '.join(MODELS)}")
-    said.models = said.models or list(MODELS)
-    return said
+    options.models = options.models or list(MODELS)
+    return options
 
 
 def main(arguments: list[str]) -> int:
     """Work through the pairs; return 1 where one broke."""
-    said = parse_arguments(arguments)
+    options = parse_arguments(arguments)
     LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
-    if said.rebuild:
+    if options.rebuild:
         LOG_FILE.unlink(missing_ok=True)
     known = _read_log()
     possible = set(all_pairs())
     broken = 0
-    for model in said.models:
+    for model in options.models:
         cells = [
             (model, first, second)
-            for first in said.first or TECHNIQUES
-            for second in said.second or TECHNIQUES
+            for first in options.first or TECHNIQUES
+            for second in options.second or TECHNIQUES
             if known.get((model, first, second), {}).get("broke", True)
         ]
         if cells:
@@ -92,33 +92,33 @@ def _try_pair(bench: PairRunner, cell: PairCase, possible: bool) -> dict[str, An
     """Try a pair; return its line of the log."""
     _, first, second = cell
     began = time.process_time()
-    said: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     try:
         against = [str(found).replace(f"{bench.folder}/", "") for found in plan_errors(bench, first, second)]
         if against:
-            said["refused"] = "\n".join(against)
-            assert not possible, f"the plan refuses what the stages take: {said['refused']}"
+            record["refused"] = "\n".join(against)
+            assert not possible, f"the plan refuses what the stages take: {record['refused']}"
         else:
             assert possible, "the plan takes what the stages refuse"
-            _run_pair(bench, cell, said)
+            _run_pair(bench, cell, record)
     except Exception as error:
-        said["broke"] = f"{type(error).__name__}: {error}"[:600]
-        said["traceback"] = traceback.format_exc()[-3000:]
-    return {**said, "seconds": round(time.process_time() - began, 3)}
+        record["broke"] = f"{type(error).__name__}: {error}"[:600]
+        record["traceback"] = traceback.format_exc()[-3000:]
+    return {**record, "seconds": round(time.process_time() - began, 3)}
 
 
-def _run_pair(bench: PairRunner, cell: PairCase, said: dict[str, Any]) -> None:
+def _run_pair(bench: PairRunner, cell: PairCase, record: dict[str, Any]) -> None:
     _, first, second = cell
     foretold = bench.plan_warnings(first, second)
-    said["graph"] = is_exported(cell, EXPORT_INTERVAL) and second != "bnb-int8" and first != "bnb-int8"
+    record["graph"] = is_exported(cell, EXPORT_INTERVAL) and second != "bnb-int8" and first != "bnb-int8"
     try:
-        made = bench.run(first, second, export=said["graph"])
+        made = bench.run(first, second, export=record["graph"])
     except InputError as error:
         if not foretold:
             raise
-        said["foretold"] = [*foretold, str(error)]
+        record["foretold"] = [*foretold, str(error)]
         return
-    said["warned"] = foretold
+    record["warned"] = foretold
     bench.remove(*made[1:])
 
 

@@ -76,8 +76,8 @@ class ForkServer:
             before: Python that the run's process executes first.
             output: the file to which it prints, errors included; without one, nobody reads what it prints.
         """
-        told = [*map(str, arguments)]
-        request = {"arguments": told, "before": before, "output": str(output or os.devnull)}
+        command = [*map(str, arguments)]
+        request = {"arguments": command, "before": before, "output": str(output or os.devnull)}
         self._child = int(self._ask(request | {"errors": output is not None}))
         return self._child
 

@@ -140,15 +140,15 @@ def _mutate_value(draw: random.Random, value: Any) -> Any:
 
 
 def _update_manifest(path: Path) -> None:
-    """Have the manifest beside `path`, where there is one, list its bytes, as whoever changed it would."""
+    """Have the manifest next to `path`, where there is one, list its bytes, as whoever changed it would."""
     from smelt.core.files import sha256_of
 
     manifest = path.parent / "manifest.json"
     if manifest.is_file():
-        said = json.loads(manifest.read_text())
-        if path.name in said["files"]:
-            said["files"][path.name] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
-            manifest.write_text(json.dumps(said))
+        content = json.loads(manifest.read_text())
+        if path.name in content["files"]:
+            content["files"][path.name] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
+            manifest.write_text(json.dumps(content))
 
 
 def _run_command(words: tuple[str, ...], work: Path) -> str | None:

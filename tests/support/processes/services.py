@@ -49,8 +49,8 @@ class Service:
         """Return status and outputs, or the error, of inputs that are sent as JSON."""
         body = json.dumps({"inputs": inputs}, ensure_ascii=False)
         status, _, found = self.request("POST", "/predict", body, {"Content-Type": "application/json"})
-        said = json.loads(found)
-        return status, said["outputs"] if status == 200 else said["error"]
+        content = json.loads(found)
+        return status, content["outputs"] if status == 200 else content["error"]
 
     def metric(self, name: str) -> float:
         """Return a metric that has no labels."""
@@ -116,40 +116,40 @@ class Dockerfile:
 
 def read_dockerfile(path: Path) -> Dockerfile:
     """Read the Dockerfile `path`; another instruction than those of packages is an error."""
-    said = Dockerfile()
+    dockerfile = Dockerfile()
     for line in path.read_text(encoding="utf-8").splitlines():
         word, rest = line.split(" ", 1)
-        said.order.append(word)
+        dockerfile.order.append(word)
         match word:
             case "FROM":
-                said.base = rest
+                dockerfile.base = rest
             case "WORKDIR":
-                said.workdir = rest
+                dockerfile.workdir = rest
             case "USER":
-                said.user = rest
+                dockerfile.user = rest
             case "EXPOSE":
-                said.ports.append(int(rest))
+                dockerfile.ports.append(int(rest))
             case "COPY":
-                said.copies.append(rest.split())
+                dockerfile.copies.append(rest.split())
             case "ENV":
-                said.environment |= dict(one.split("=", 1) for one in shlex.split(rest))
+                dockerfile.environment |= dict(one.split("=", 1) for one in shlex.split(rest))
             case "RUN":
-                said.commands.append(rest)
+                dockerfile.commands.append(rest)
             case "HEALTHCHECK":
-                said.check = json.loads(rest[rest.index(" CMD ") + 5 :])
+                dockerfile.check = json.loads(rest[rest.index(" CMD ") + 5 :])
             case "CMD":
-                said.start = json.loads(rest)
+                dockerfile.start = json.loads(rest)
             case _:
                 raise ValueError(f"{path}: {line}")
-    return said
+    return dockerfile
 
 
 def copy_package(package: Path, root: Path) -> tuple[Path, Dockerfile]:
     """Copy what the Dockerfile of `package` copies, to where it says below `root`; return the work folder."""
-    said = read_dockerfile(package / "Dockerfile")
-    folder = root / said.workdir.lstrip("/")
+    dockerfile = read_dockerfile(package / "Dockerfile")
+    folder = root / dockerfile.workdir.lstrip("/")
     folder.mkdir(parents=True)
-    for *sources, target in said.copies:
+    for *sources, target in dockerfile.copies:
         for source in sources:
             if (package / source).is_dir():
                 shutil.copytree(package / source, folder / target, dirs_exist_ok=True)
@@ -159,14 +159,14 @@ def copy_package(package: Path, root: Path) -> tuple[Path, Dockerfile]:
     blocked.mkdir()
     code = f"import sys\nsys.modules.update(dict.fromkeys({MISSING_PACKAGES!r}))\n"
     (blocked / "sitecustomize.py").write_text(code)
-    return folder, said
+    return folder, dockerfile
 
 
 @contextmanager
 def container(package: Path, root: Path, **environment: str) -> Iterator[tuple[Service, Dockerfile, Path]]:
     """Run a package as its Dockerfile says, with `-e NAME=VALUE`, and at any port that is free."""
-    folder, said = copy_package(package, root)
-    assert said.start[0] == "python"
-    variables = {**said.environment, "PORT": "0", "PYTHONPATH": str(root / "absent"), **environment}
-    with run_service(*said.start[1:], folder=folder, environment=variables) as found:
-        yield found, said, folder
+    folder, dockerfile = copy_package(package, root)
+    assert dockerfile.start[0] == "python"
+    variables = {**dockerfile.environment, "PORT": "0", "PYTHONPATH": str(root / "absent"), **environment}
+    with run_service(*dockerfile.start[1:], folder=folder, environment=variables) as found:
+        yield found, dockerfile, folder

@@ -66,19 +66,19 @@ def find_faults(
     ends, left = [], list(stages)
     faults: list[str] = []
     while left:
-        said, signalled = _run_forked(
+        lines, signalled = _run_forked(
             lambda tell, some=left: _run_stages(graph, folder, some, True, tell), folder
         )
-        for stage, end, fault in said:
+        for stage, end, fault in lines:
             ends.append(f"{stage}: {end}")
             faults += [f"{stage}: {fault}"] if fault else []
-        left = left[len(said) :]
+        left = left[len(lines) :]
         if left and left[0] in stages and signalled:
             [stage, *left] = left
-            said, signalled = _run_forked(
+            lines, signalled = _run_forked(
                 lambda tell, one=stage: _run_stages(graph, folder, [one], False, tell), folder
             )
-            end, fault = said[0][1:] if said else ("crashed", f"ended by signal {signalled}")
+            end, fault = lines[0][1:] if lines else ("crashed", f"ended by signal {signalled}")
             ends.append(f"{stage}: {end}")
             faults += [f"{stage}: {fault}"] if fault else []
         elif not signalled and left:
@@ -88,8 +88,8 @@ def find_faults(
 
 def _run_forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> tuple[list[Any], int]:
     """Return what `work` told in a forked process with limits, and the signal that ended it."""
-    told = folder.with_suffix(".jsonl")
-    told.write_text("")
+    reported = folder.with_suffix(".jsonl")
+    reported.write_text("")
     child = os.fork()
     if not child:
         try:
@@ -97,7 +97,7 @@ def _run_forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS)
-            with told.open("a") as file, open(os.devnull, "w") as nowhere:
+            with reported.open("a") as file, open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
 
@@ -112,7 +112,7 @@ def _run_forked(work: Callable[[Callable[[Any], None]], None], folder: Path) -> 
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
-    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    lines = [json.loads(line) for line in reported.read_text().splitlines()]
     return lines, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
@@ -261,8 +261,8 @@ def unsupported_reason(graph: RandomGraph, folder: Path) -> str | None:
             return
         tell(None)
 
-    said, signalled = _run_forked(look, folder)
-    return f"signal {signalled}" if not said else said[0]
+    lines, signalled = _run_forked(look, folder)
+    return f"signal {signalled}" if not lines else lines[0]
 
 
 def main(draws: int, home: Path, number: int | None = None) -> int:

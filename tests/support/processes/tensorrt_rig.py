@@ -65,7 +65,7 @@ def environment() -> dict[str, str]:
     if isinstance(found, NoRigError):
         raise found
     libraries = [str(found), str(found / "site" / LIBRARIES), os.environ.get("LD_LIBRARY_PATH", "")]
-    # one thread each: tests run beside others
+    # one thread each: tests run in parallel with others
     return os.environ | {
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
         "PYTHONPATH": str(found / "python"),
@@ -122,7 +122,7 @@ def install(site: Path) -> None:
 
 
 def assemble(folder: Path, compiler: str) -> None:
-    """Make, beside `folder`/site: the links, the plugin stub, and python/ with `tensorrt`.
+    """Make, next to `folder`/site: the links, the plugin stub, and python/ with `tensorrt`.
 
     All links are relative, so that the folder may be moved.
 

@@ -2,7 +2,7 @@
 
 `optimum()` returns the environment of a process in which Optimum and transformers 4 are imported, on the
 torch, onnx and onnxruntime that are here (15 MB to fetch), `genai()` that of one
-with onnxruntime-genai on the same onnxruntime. `gptqmodel()` runs a script beside GPTQModel, on the torch and
+with onnxruntime-genai on the same onnxruntime. `gptqmodel()` runs a script with GPTQModel, on the torch and
 transformers that are here (10 MB to fetch). `hqq()` is the search for zero points of HQQ's package (0.1 MB to
 fetch). `node()` returns a folder in which Node imports
 @huggingface/transformers (120 MB to fetch). All skip the test with the reason where that cannot be done.
@@ -49,14 +49,14 @@ _SECONDS = 600
 
 
 def run_in_optimum(script: str, request: dict[str, Any]) -> Any:
-    """Run `script` of tests/support/processes beside Optimum; return its answer to `request`."""
+    """Run `script` of tests/support/processes with Optimum; return its answer to `request`."""
     site = _require("optimum", _fetch_optimum, "-".join(OPTIMUM_PACKAGES[:3]))
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return _run_request([sys.executable, str(Path(__file__).with_name(script))], request, environment)
 
 
 def run_in_gptqmodel(script: str, request: dict[str, Any]) -> Any:
-    """Run `script` of tests/support/processes beside GPTQModel; return its answer to `request`."""
+    """Run `script` of tests/support/processes with GPTQModel; return its answer to `request`."""
     site = _require("gptqmodel", _fetch_gptqmodel, GPTQMODEL_PACKAGE)
     paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -92,7 +92,7 @@ def _load_module(path: Path) -> Any:
 
 
 def run_in_node(script: str, request: dict[str, Any]) -> Any:
-    """Run `script` of tests/support/processes in Node beside transformers.js; return its answer."""
+    """Run `script` of tests/support/processes in Node with transformers.js; return its answer."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("there is no node and npm here")
     home = _require("node", _fetch_node, TRANSFORMERS_JS_PACKAGE.replace("/", "-"))
@@ -149,7 +149,7 @@ def _fetch_triton(folder: Path) -> str | None:
 
 
 def _fetch_gptqmodel(folder: Path) -> str | None:
-    """Put the package's own source beside what it imports."""
+    """Put the package's own source next to what it imports."""
     return _fetch_source(GPTQMODEL_PACKAGE, folder) or _fetch(_GPTQMODEL_DEPENDENCIES, folder)
 
 

@@ -67,11 +67,11 @@ class Module:
     def _deserialize(self, plan: bytes, logger: Any) -> Any:
         self.calls.append(("deserialize_cuda_engine",))
         try:
-            said = json.loads(plan)
+            content = json.loads(plan)
         except ValueError:
             logger.log(self.ILogger.ERROR, "Serialization assertion magicTagRead == kMAGIC_TAG failed")
             return None
-        return Engine(self, said["onnx"], said["shapes"], logger)
+        return Engine(self, content["onnx"], content["shapes"], logger)
 
 
 class Refitter:

@@ -67,7 +67,7 @@ class TritonStandIn(ModuleType):
         super().__init__("triton_python_backend_utils")
         self.repository, self.broken = repository, broken
         self.batches: list[int] = []
-        self.TritonError = lambda said: SimpleNamespace(message=lambda: said)
+        self.TritonError = lambda text: SimpleNamespace(message=lambda: text)
 
     def Tensor(self, name: str, values: Any) -> Any:  # noqa: N802 -- Triton's name
         return SimpleNamespace(name=name, as_numpy=lambda: values)

@@ -119,9 +119,9 @@ class InferenceServer(ThreadingHTTPServer):
     def mark_idle(self, request: Any, since: float) -> bool:
         """Record since when a connection is idle; return False if it was closed meanwhile."""
         with self.lock:
-            if there := request in self.waiting:
+            if waiting := request in self.waiting:
                 self.waiting[request] = since
-            return there
+            return waiting
 
     def drop_connection(self, request: Any) -> None:
         """Remove a connection from the count."""
@@ -304,8 +304,8 @@ class RequestHandler(BaseHTTPRequestHandler):
         wanted = ("application/json", "image/*") if model.task == IMAGES else ("application/json",)
         image = kind.startswith("image/") and model.task == IMAGES
         if (kind != wanted[0] and not image) or coding != "identity":
-            said = kind if coding == "identity" else f"{kind}, Content-Encoding: {coding}"
-            raise HttpError(415, f"send Content-Type: {' or '.join(wanted)}; got {said}")
+            received = kind if coding == "identity" else f"{kind}, Content-Encoding: {coding}"
+            raise HttpError(415, f"send Content-Type: {' or '.join(wanted)}; got {received}")
         body = self.body()
         if image:
             return [self.read("the body", model.image, body)]
@@ -330,11 +330,11 @@ class RequestHandler(BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers:
             self.close_connection = True
             raise HttpError(411, "send the body with Content-Length, not in chunks")
-        said = set(self.headers.get_all("Content-Length") or ["0"])
-        if len(said) > 1 or not re.fullmatch(r"[0-9]{1,15}", next(iter(said))):
+        lengths = set(self.headers.get_all("Content-Length") or ["0"])
+        if len(lengths) > 1 or not re.fullmatch(r"[0-9]{1,15}", next(iter(lengths))):
             self.close_connection = True
             raise HttpError(400, "Content-Length is not a number")
-        return int(said.pop())
+        return int(lengths.pop())
 
     def body(self) -> bytes:
         """Read the body."""

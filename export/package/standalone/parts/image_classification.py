@@ -26,9 +26,9 @@ class ImageClassifier:
     cut = 0  # images are not truncated
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
-        said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
-        self.labels, self.problem, self.images = said["labels"], said["problem"], said["images"]
-        self.graph = open_graph(Path(folder) / "model.onnx", threads or said["threads"])
+        config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.labels, self.problem, self.images = config["labels"], config["problem"], config["images"]
+        self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
 
     def __call__(self, images: Iterable[Any], batch_size: int = 32) -> list[tuple[Any, Any]]:
         """Return label and probabilities, a dict by label, for each image, in their order.

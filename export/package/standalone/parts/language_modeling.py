@@ -18,9 +18,9 @@ class Writer:
     """Writer(folder)(texts) -> texts with continuations. Thread-safe; `threads` is per call."""
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
-        said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
-        self.tokenizer, self.generation = Tokenizer(Path(folder), said["tokenizer"]), said["generation"]
-        self.graph = open_graph(Path(folder) / self.generation["graph"], threads or said["threads"])
+        config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.tokenizer, self.generation = Tokenizer(Path(folder), config["tokenizer"]), config["generation"]
+        self.graph = open_graph(Path(folder) / self.generation["graph"], threads or config["threads"])
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[str]:
         """Return each text with the generated continuation, in their order."""
@@ -30,7 +30,7 @@ class Writer:
         for (new, *_), same in groupby(order, lambda i: self.limits(len(rows[i]))):
             alike = list(same)
             for places, ids, mask in length_batches(
-                [rows[i] for i in alike], self.tokenizer.said["pad"], batch_size, True
+                [rows[i] for i in alike], self.tokenizer.settings["pad"], batch_size, True
             ):
                 prompt = ids.shape[1]
                 feeds = {"input_ids": ids, "attention_mask": mask} | generation_inputs(
@@ -46,9 +46,13 @@ class Writer:
 
     def limits(self, prompt: int) -> tuple[int, int, bool]:
         """Return the most and fewest new tokens after `prompt` tokens, and whether the first is forced."""
-        said = self.generation
-        most = min(self.requested_new_tokens(prompt), max(1, (said["positions"] or 10**9) + 1 - prompt))
-        return most, max(0, (said["min_length"] or 0) - prompt), bool(said["forced_bos"]) and prompt == 1
+        settings = self.generation
+        most = min(self.requested_new_tokens(prompt), max(1, (settings["positions"] or 10**9) + 1 - prompt))
+        return (
+            most,
+            max(0, (settings["min_length"] or 0) - prompt),
+            bool(settings["forced_bos"]) and prompt == 1,
+        )
 
     def requested_new_tokens(self, prompt: int) -> int:
         """Return the requested number of new tokens after `prompt` tokens."""
@@ -57,8 +61,8 @@ class Writer:
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of `text` after the start token; a long text is truncated at its start."""
-        begin, limit = self.tokenizer.said["bos"], self.generation["limit"]
-        ids = self.tokenizer.encode(text) or [self.tokenizer.said["eos"] if begin is None else begin]
+        begin, limit = self.tokenizer.settings["bos"], self.generation["limit"]
+        ids = self.tokenizer.encode(text) or [self.tokenizer.settings["eos"] if begin is None else begin]
         most = (
             len(ids) if limit is None else max(1, limit // 2, limit + 1 - self.requested_new_tokens(len(ids)))
         )

@@ -44,7 +44,7 @@ class PackagedModel:
         """Return the model's input for one of the `inputs` of a request.
 
         Raises:
-            ValueError: it is not valid; the message says what is expected.
+            ValueError: it is not valid; the message contains what is expected.
         """
         if self.task == IMAGES:
             if not isinstance(value, str):

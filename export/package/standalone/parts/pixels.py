@@ -22,10 +22,10 @@ IMAGE_FORMATS = (
 MAX_FILE_BYTES, MAX_PIXELS, MAX_SIDE = 64 * 2**20, 100_000_000, 65536
 
 
-def preprocess_image(source: str | Path | bytes, said: dict[str, Any]) -> Any:
+def preprocess_image(source: str | Path | bytes, settings: dict[str, Any]) -> Any:
     """Return the pixels, float32 [3, h, w], of an image: a path, or the bytes of a file.
 
-    said: the preprocessing, as in infer.json.
+    settings: the preprocessing, as in infer.json.
 
     Raises:
         ValueError: it is not an image, or too large; the message gives the reason.
@@ -39,7 +39,7 @@ def preprocess_image(source: str | Path | bytes, said: dict[str, Any]) -> Any:
             if image.width * image.height > MAX_PIXELS:
                 most = f"at most {MAX_PIXELS / 1e6:.0f} megapixels are allowed"
                 raise ValueError(f"the image has {image.width} x {image.height} pixels; {most}")
-            return resize_image(upright_rgb(image), said)
+            return resize_image(upright_rgb(image), settings)
     except UnidentifiedImageError:
         raise ValueError(f"{name}not an image of a supported format ({', '.join(IMAGE_FORMATS)})") from None
     except Exception as error:  # Pillow's decoders raise errors of any class
@@ -63,20 +63,20 @@ def upright_rgb(image: Any) -> Any:
     return Image.fromarray(values.astype(np.uint8)).convert("RGB")
 
 
-def resize_image(image: Any, said: dict[str, Any]) -> Any:
+def resize_image(image: Any, settings: dict[str, Any]) -> Any:
     """Return the pixels of an image in RGB: resized, cropped, rescaled, normalized."""
-    size = said["size"]
-    if edge := said["edge"]:  # of the shorter side
+    size = settings["size"]
+    if edge := settings["edge"]:  # of the shorter side
         other = min(int(edge * max(image.size) / min(image.size)), MAX_SIDE)
         size = (other, edge) if image.width <= image.height else (edge, other)
     if size:
-        image = image.resize((size[1], size[0]), resample=said["resample"])
+        image = image.resize((size[1], size[0]), resample=settings["resample"])
     values: Any = np.moveaxis(np.asarray(image), -1, 0)
-    values = center_crop(values, said["crop"]) if said["crop"] else values
-    values = values.astype(np.float64) * said["scale"] if said["scale"] is not None else values
+    values = center_crop(values, settings["crop"]) if settings["crop"] else values
+    values = values.astype(np.float64) * settings["scale"] if settings["scale"] is not None else values
     found = values.astype(np.float32)
-    if said["mean"]:
-        mean, std = (np.array(said[name], dtype=np.float32).reshape(3, 1, 1) for name in ("mean", "std"))
+    if settings["mean"]:
+        mean, std = (np.array(settings[name], dtype=np.float32).reshape(3, 1, 1) for name in ("mean", "std"))
         found = (found - mean) / std
     return np.ascontiguousarray(found)
 

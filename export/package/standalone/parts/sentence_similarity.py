@@ -23,15 +23,15 @@ class Embedder:
     """Embedder(folder)(texts) -> vectors. Thread-safe; `threads` is per call."""
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
-        said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
-        self.tokenizer, self.width = Tokenizer(Path(folder), said["tokenizer"]), said["width"]
-        self.graph = open_graph(Path(folder) / "model.onnx", threads or said["threads"])
+        config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.tokenizer, self.width = Tokenizer(Path(folder), config["tokenizer"]), config["width"]
+        self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> Any:
         """Return the vectors of the texts in their order, float32 [n, D]."""
         rows = [self.tokenizer.encode(text) for text in texts]
         vectors = np.zeros((len(rows), self.width), dtype=np.float32)
-        for places, ids, mask in length_batches(rows, self.tokenizer.said["pad"], batch_size):
+        for places, ids, mask in length_batches(rows, self.tokenizer.settings["pad"], batch_size):
             feeds = {"input_ids": ids, "attention_mask": mask}
             vectors[places] = finite_outputs(self.graph.run(["sentence_embedding"], feeds)[0])
         return vectors

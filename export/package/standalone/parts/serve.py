@@ -54,7 +54,7 @@ def parse_seconds(word: str) -> float:
 
 def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     """Return the options: of the command line, else of the environment, else the defaults."""
-    said = json.loads((MODEL_FOLDER / "infer.json").read_text(encoding="utf-8"))
+    config = json.loads((MODEL_FOLDER / "infer.json").read_text(encoding="utf-8"))
     parser = argparse.ArgumentParser(prog="serve.py", description=__doc__)
 
     def add(name: str, default: Any, kind: Any, about: str) -> None:
@@ -63,7 +63,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
 
     add("host", "127.0.0.1", str, "address to listen on; 0.0.0.0: all, as in the container")
     add("port", 8000, int_option(0, 65535), "0: any free port")
-    add("threads", said.get("threads") or 1, int_option(1), "threads per call of the model")
+    add("threads", config.get("threads") or 1, int_option(1), "threads per call of the model")
     add("workers", 0, int_option(0), "concurrent calls; 0: as many as fit the cores")
     add("max-batch", 16, int_option(1), "maximum inputs per call; 1: no batching")
     add("max-wait", 0, parse_seconds, "seconds that an input waits for others, even if the model is free")
@@ -75,7 +75,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     about = "check whether the running service is ready; exit with 0 or 1"
     parser.add_argument("--health", action="store_true", help=about)
     found = parser.parse_args(words)
-    found.task = said["task"]
+    found.task = config["task"]
     found.workers = found.workers or max(1, available_cores() // found.threads)
     return found
 

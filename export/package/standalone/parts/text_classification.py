@@ -28,17 +28,24 @@ class Classifier:
     """
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
-        said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
-        self.labels, self.problem, self.said, self.cut = said["labels"], said["problem"], said["tokenizer"], 0
+        config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.labels, self.problem, self.tokenizer_settings, self.cut = (
+            config["labels"],
+            config["problem"],
+            config["tokenizer"],
+            0,
+        )
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-        self.graph = open_graph(Path(folder) / "model.onnx", threads or said["threads"])
-        self.inputs = {one.name for one in self.graph.get_inputs()}
+        self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
+        self.inputs = {value.name for value in self.graph.get_inputs()}
 
     def __call__(self, texts: Iterable[str | tuple[str, str]], batch_size: int = 32) -> list[tuple[Any, Any]]:
         """Return label and probabilities, a dict by label, for each text or pair, in their order."""
         encoded = [self.encode(text) for text in texts]
         answers: list[tuple[Any, Any]] = [("", {})] * len(encoded)
-        for places, ids, mask in length_batches([row for row, _ in encoded], self.said["pad"], batch_size):
+        for places, ids, mask in length_batches(
+            [row for row, _ in encoded], self.tokenizer_settings["pad"], batch_size
+        ):
             types = np.zeros_like(ids)
             for at, i in enumerate(places):
                 types[at, : len(encoded[i][1])] = encoded[i][1]
@@ -51,10 +58,10 @@ class Classifier:
     def encode(self, text: str | tuple[str, str]) -> tuple[list[int], list[int]]:
         """Return ids and token types; in a pair that is too long the longer text is truncated first."""
         first, second = (text, None) if isinstance(text, str) else text
-        first = self.said["prefix"] + first
-        found = self.tokenizer.encode(first.lower() if self.said["lower"] else first, second)
-        types = found.type_ids if self.said["types"] else []
-        limit, owners = self.said["limit"], found.sequence_ids
+        first = self.tokenizer_settings["prefix"] + first
+        found = self.tokenizer.encode(first.lower() if self.tokenizer_settings["lower"] else first, second)
+        types = found.type_ids if self.tokenizer_settings["types"] else []
+        limit, owners = self.tokenizer_settings["limit"], found.sequence_ids
         if limit is None or len(owners) <= limit:
             return list(found.ids), list(types)
         self.cut += 1
@@ -66,7 +73,11 @@ class Classifier:
         counts = (long, short) if len(places[0]) > len(places[1]) else (short, long)
         drop: set[int] = set()
         for part, count in zip(places, counts, strict=True):
-            drop |= set(part[: len(part) - count] if self.said["truncation_side"] == "left" else part[count:])
+            drop |= set(
+                part[: len(part) - count]
+                if self.tokenizer_settings["truncation_side"] == "left"
+                else part[count:]
+            )
         kept = [at for at in range(len(owners)) if at not in drop]
         return [found.ids[at] for at in kept], [types[at] for at in kept if types]
 

@@ -11,22 +11,22 @@ import tokenizers
 class Tokenizer:
     """Encode and decode texts with the settings of infer.json; `cut` counts truncated texts."""
 
-    def __init__(self, folder: Path, said: dict[str, Any]) -> None:
-        self.said, self.cut = said, 0
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.settings, self.cut = settings, 0
         self.inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        if said["limit"] is not None:
-            self.inner.enable_truncation(said["limit"], direction=said["truncation_side"])
+        if settings["limit"] is not None:
+            self.inner.enable_truncation(settings["limit"], direction=settings["truncation_side"])
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` with the model's prefix and special tokens."""
-        text = self.said["prefix"] + text
-        found = self.inner.encode(text.lower() if self.said["lower"] else text)
+        text = self.settings["prefix"] + text
+        found = self.inner.encode(text.lower() if self.settings["lower"] else text)
         self.cut += bool(found.overflowing)
         return list(found.ids)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids` without special tokens."""
         text: str = self.inner.decode(ids, skip_special_tokens=True)
-        for found, wanted in self.said["replace"]:  # spaces before punctuation
+        for found, wanted in self.settings["replace"]:  # spaces before punctuation
             text = text.replace(found, wanted)
         return text

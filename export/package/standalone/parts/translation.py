@@ -17,16 +17,16 @@ class Translator:
     """Translator(folder)(texts) -> texts. Thread-safe; `threads` is per call."""
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
-        said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
-        self.tokenizer, self.generation = Tokenizer(Path(folder), said["tokenizer"]), said["generation"]
-        self.graph = open_graph(Path(folder) / self.generation["graph"], threads or said["threads"])
+        config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.tokenizer, self.generation = Tokenizer(Path(folder), config["tokenizer"]), config["generation"]
+        self.graph = open_graph(Path(folder) / self.generation["graph"], threads or config["threads"])
         self.search = generation_inputs(self.generation, 1, self.generation["max_new_tokens"])
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[str]:
         """Return the output text of each text, in their order."""
         rows = [self.tokenizer.encode(text) for text in texts]
         answers = [""] * len(rows)
-        for places, ids, mask in length_batches(rows, self.tokenizer.said["pad"], batch_size):
+        for places, ids, mask in length_batches(rows, self.tokenizer.settings["pad"], batch_size):
             feeds = {"input_ids": ids, "attention_mask": mask} | self.search
             for i, row in zip(places, self.graph.run(["sequences"], feeds)[0], strict=True):
                 answers[i] = self.tokenizer.decode(new_tokens(row, 1, self.generation["eos"]))

@@ -101,8 +101,8 @@ def test_a_tokenizer_that_no_operator_equals_leaves_numbers(
     with smelt.load(source) as model:
         encoded = model._runner.text.tokenizer.encode_batch(tiny.SENTENCES[:1], 32).ids[0]
         expected = model.predict(tiny.SENTENCES[:1])[0].probabilities
-    said = program(tmp_path / "p", *map(str, encoded))
-    logits = np.array(said.split(), dtype=np.float64)
+    output = program(tmp_path / "p", *map(str, encoded))
+    logits = np.array(output.split(), dtype=np.float64)
     odds = np.exp(logits - logits.max())
     assert odds / odds.sum() == pytest.approx(list(expected.values()), abs=1e-4)
 
@@ -136,8 +136,8 @@ def test_without_extensions_there_are_numbers_and_how_to_install_them(
     )
     assert any("pip install 'smelt[strings]'" in note for note in how.notes)
     assert how.run == "python answer.py 5 6 7"
-    said = program(tmp_path / "p", "5", "6", "7")
-    assert len(said.split()) > 1
+    output = program(tmp_path / "p", "5", "6", "7")
+    assert len(output.split()) > 1
     assert "arguments are required: token" in program(tmp_path / "p", code=2)
     assert "invalid int value: 'two'" in program(tmp_path / "p", "two", code=2)
     alone = tmp_path / "alone"
@@ -187,8 +187,8 @@ def test_node_says_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         [*program, "5", "6", "7", "0"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     for wrong in ([], ["two"]):
-        said = subprocess.run([*program, *wrong], capture_output=True, text=True, check=False)
-        assert (said.returncode, said.stderr[:27]) == (2, "usage: node answer.mjs TOKE")
+        completed = subprocess.run([*program, *wrong], capture_output=True, text=True, check=False)
+        assert (completed.returncode, completed.stderr[:27]) == (2, "usage: node answer.mjs TOKE")
     session = onnxruntime.InferenceSession(str(tmp_path / "p" / "model.onnx"))
     ids = np.array([[5, 6, 7, 0]])
     expected = session.run(["sequences"], {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0][0]

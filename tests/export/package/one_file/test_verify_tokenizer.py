@@ -111,8 +111,8 @@ def test_bert_s_letters_of_any_script_are_prepared_as_by_its_tokenizer(
     write_tokenizer_info(tmp_path, TokenizerInfo(reader="tokenizers", longest=40, pad=0, types=True))
     config = {"model_type": "bert", "vocab_size": len(words), "id2label": {"0": "a", "1": "b"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    told = compared(tmp_path, make_text_plan(tmp_path, None, len(words)), None)
-    assert not {"한국어 문장", "привет, мир", "γειά σου"} & set(told)
+    differing = compared(tmp_path, make_text_plan(tmp_path, None, len(words)), None)
+    assert not {"한국어 문장", "привет, мир", "γειά σου"} & set(differing)
 
 
 def test_bytes_that_are_no_letters_become_the_sign_for_it() -> None:

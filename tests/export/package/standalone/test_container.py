@@ -33,16 +33,18 @@ def smelt_says(kind, call):
 
 def test_it_is_a_service_of_a_user_without_rights_that_listens_on_all_addresses():
     package = standalone_package("translator")
-    said = read_dockerfile(package / "Dockerfile")
-    assert re.fullmatch(r"python:3\.\d+-slim", said.base)
-    assert said.ports == [int(said.environment["PORT"])] == [8000]
-    assert said.environment["HOST"] == "0.0.0.0"
-    assert said.start == ["python", "serve.py"]
-    assert said.check[:2] == said.start
-    assert int(said.user) > 0  # a number: Kubernetes has to see that it is not root
-    assert any(f"--uid {said.user} " in command for command in said.commands)
-    assert said.order.index("USER") > max(at for at, word in enumerate(said.order) if word in ("RUN", "COPY"))
-    assert all((package / source).exists() for *sources, _ in said.copies for source in sources)
+    dockerfile = read_dockerfile(package / "Dockerfile")
+    assert re.fullmatch(r"python:3\.\d+-slim", dockerfile.base)
+    assert dockerfile.ports == [int(dockerfile.environment["PORT"])] == [8000]
+    assert dockerfile.environment["HOST"] == "0.0.0.0"
+    assert dockerfile.start == ["python", "serve.py"]
+    assert dockerfile.check[:2] == dockerfile.start
+    assert int(dockerfile.user) > 0  # a number: Kubernetes has to see that it is not root
+    assert any(f"--uid {dockerfile.user} " in command for command in dockerfile.commands)
+    assert dockerfile.order.index("USER") > max(
+        at for at, word in enumerate(dockerfile.order) if word in ("RUN", "COPY")
+    )
+    assert all((package / source).exists() for *sources, _ in dockerfile.copies for source in sources)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +66,12 @@ def test_many_callers_at_once_get_what_smelt_says(translator):
 
 
 def test_its_health_check_is_that_of_the_dockerfile(translator):
-    service, said, folder = translator
+    service, dockerfile, folder = translator
     for port, code in ((service.port, 0), (1, 1)):
-        environment = {**said.environment, "PORT": str(port), "PATH": os.environ["PATH"]}
-        done = subprocess.run([sys.executable, *said.check[1:]], cwd=folder, env=environment, check=False)
+        environment = {**dockerfile.environment, "PORT": str(port), "PATH": os.environ["PATH"]}
+        done = subprocess.run(
+            [sys.executable, *dockerfile.check[1:]], cwd=folder, env=environment, check=False
+        )
         assert done.returncode == code
 
 

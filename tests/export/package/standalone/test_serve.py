@@ -1,4 +1,4 @@
-"""serve.py answers what HTTP may bring, beside an infer.py that does what its texts say."""
+"""serve.py answers what HTTP may bring, with an infer.py that does what its texts say."""
 
 import http.client
 import json
@@ -133,12 +133,12 @@ def waiting(service, folder, *texts):
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_request_is_said_by_its_status(service, method, path, headers, body, status):
-    found, told, answer = service.request(method, path, body, headers)
+    found, headers_received, answer = service.request(method, path, body, headers)
     assert found == status
-    assert told["Content-Type"] == "application/json"
+    assert headers_received["Content-Type"] == "application/json"
     assert json.loads(answer).keys() == {"error"}
     assert b"Traceback" not in answer
-    assert ("Allow" in told) is (status == 405)
+    assert ("Allow" in headers_received) is (status == 405)
     assert service.predict("a man") == (200, ["a man|1"])
 
 
@@ -171,7 +171,7 @@ def test_what_no_http_is_gets_an_answer_in_words(service):
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
 def test_no_body_is_the_next_request_whatever_stands_among_the_headers(service, line, end):
     body = "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    told = [
+    request_lines = [
         "POST /nothing HTTP/1.1",
         "Host: x",
         line.format(len(body)),
@@ -180,7 +180,7 @@ def test_no_body_is_the_next_request_whatever_stands_among_the_headers(service, 
         body,
     ]
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as sender:
-        sender.sendall(end.join(told).encode())
+        sender.sendall(end.join(request_lines).encode())
         sender.shutdown(socket.SHUT_WR)
         answer = b""
         with suppress(ConnectionError):  # what was not read of it
@@ -217,12 +217,12 @@ def test_a_connection_serves_many_requests_also_behind_a_refused_one(service):
     connection.close()
 
 
-@pytest.mark.parametrize(("length", "told"), [(17, b"HTTP/1.1 100 "), (100_001, b"HTTP/1.1 413 ")])
-def test_a_body_that_is_announced_is_called_for_only_where_it_is_read(service, length, told):
+@pytest.mark.parametrize(("length", "expected"), [(17, b"HTTP/1.1 100 "), (100_001, b"HTTP/1.1 413 ")])
+def test_a_body_that_is_announced_is_called_for_only_where_it_is_read(service, length, expected):
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as line:
         head = f"Content-Type: application/json\r\nContent-Length: {length}\r\nExpect: 100-continue"
         line.sendall(f"POST /predict HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
-        assert line.recv(4096).startswith(told)
+        assert line.recv(4096).startswith(expected)
         if length == 17:
             line.sendall(b'{"inputs": ["a"]}')
             assert line.recv(4096).startswith(b"HTTP/1.1 200 ")

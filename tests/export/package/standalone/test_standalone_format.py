@@ -151,8 +151,8 @@ def test_the_command_line_of_images_prints_what_smelt_predict_prints(tmp_path):
     assert command(folder, name) == (expected, "")
     assert command(folder, lines=f"{name}\n".encode()) == (expected, "")
     for wrong in (str(tmp_path / "b.png"), str(tmp_path / "none.png"), str(tmp_path)):
-        found, said = command(folder, name, wrong, code=2)
-        assert (found, "Traceback" in said) == ([], False)
+        found, errors = command(folder, name, wrong, code=2)
+        assert (found, "Traceback" in errors) == ([], False)
 
 
 @pytest.mark.parametrize("kind", ["classifier", "embedder"])
@@ -240,17 +240,17 @@ def test_the_command_line_prints_what_smelt_predict_prints(kind):
     expected = harness.smelt(
         "predict", exported_artifacts.exported_artifact(kind), *texts, *more, code=0
     ).stdout.splitlines()
-    found, said = command(folder, *texts)
+    found, errors = command(folder, *texts)
     assert found == expected
-    assert said == "warning: texts longer than the model takes, which were cut: 1\n"
+    assert errors == "warning: texts longer than the model takes, which were cut: 1\n"
     lines = ("\ufeff" + "\r\n".join(texts[:2]) + "\n").encode()
     assert command(folder, lines=lines) == (expected_of_lines(kind, texts[:2], more), "")
 
 
 @pytest.mark.parametrize("kind", ["translator", "classifier"])
 def test_help_is_no_text(kind):
-    found, said = command(standalone_package(kind), "--help")
-    assert (found[0], said) == ("usage: infer.py [-h] [text ...]", "")
+    found, errors = command(standalone_package(kind), "--help")
+    assert (found[0], errors) == ("usage: infer.py [-h] [text ...]", "")
     assert any("standard input" in line for line in found)
 
 
@@ -258,24 +258,24 @@ def test_words_with_a_dash_are_texts_behind_two_dashes_and_unknown_options_are_n
     folder = standalone_package("translator")
     assert command(folder, "--", "--help") == (expected_of_lines("translator", ["--help"], LESS), "")
     assert command(folder, "-5 dogs run") == (expected_of_lines("translator", ["-5 dogs run"], LESS), "")
-    found, said = command(folder, "--num-beams", "4", code=2)
-    assert (found, said.splitlines()[-1]) == ([], "infer.py: error: unrecognized arguments: --num-beams")
+    found, errors = command(folder, "--num-beams", "4", code=2)
+    assert (found, errors.splitlines()[-1]) == ([], "infer.py: error: unrecognized arguments: --num-beams")
 
 
 @pytest.mark.parametrize(
-    ("words", "lines", "said"),
+    ("words", "lines", "expected"),
     [
         ((), b"two dogs\r\na \xff man\n", r"'a \udcff man'"),
         ((b"two dogs", b"a \xff man"), None, r"'a \udcff man'"),
     ],
 )
-def test_bytes_that_are_no_text_are_told_without_a_traceback(words, lines, said):
-    found, told = command(standalone_package("translator"), *words, lines=lines, code=2)
-    last = told.splitlines()[-1]
+def test_bytes_that_are_no_text_are_told_without_a_traceback(words, lines, expected):
+    found, errors = command(standalone_package("translator"), *words, lines=lines, code=2)
+    last = errors.splitlines()[-1]
     assert found == []
     assert last.startswith("infer.py: error: ")
     assert "UTF-8" in last
-    assert last.endswith(f": {said}")
+    assert last.endswith(f": {expected}")
 
 
 def expected_of_lines(kind, texts, more):
@@ -356,8 +356,8 @@ def test_threads_are_those_of_the_caller_else_those_that_the_artifact_names(
 
     folder = tmp_path / "p"
     shutil.copytree(classifier, folder)
-    said = json.loads((folder / "infer.json").read_text())
-    (folder / "infer.json").write_text(json.dumps(said | {"threads": 3}))
+    content = json.loads((folder / "infer.json").read_text())
+    (folder / "infer.json").write_text(json.dumps(content | {"threads": 3}))
     seen = []
     real = onnxruntime.InferenceSession
 

@@ -15,14 +15,14 @@ SCALARS = {9: "string", 3: "int64", 5: "int32", 4: "uint64"}  # FieldDescriptor.
 INSIDE = {"ParametersEntry": "ModelConfig", "Kind": "ModelInstanceGroup"}
 
 
-def said() -> str:
+def example_config() -> str:
     inputs = [TritonTensor("input_ids", "TYPE_INT64", (-1,)), TritonTensor('a "b"', "TYPE_STRING", (1, 2))]
     outputs = [TritonTensor("logits", "TYPE_FP32", (3,))]
     return model_config("graph", "onnxruntime", inputs, outputs, 16, 500, {"k": "v"}, "KIND_GPU")
 
 
 def test_each_field_is_read_as_it_was_meant() -> None:
-    found = parse_model_config(said())
+    found = parse_model_config(example_config())
     assert (found.name, found.backend, found.max_batch_size) == ("graph", "onnxruntime", 16)
     assert [(one.name, one.data_type, list(one.dims)) for one in found.input] == [
         ("input_ids", 9, [-1]),
@@ -66,6 +66,6 @@ def test_the_schema_of_the_tests_is_that_of_triton_s_client() -> None:
 @pytest.mark.peers
 def test_triton_s_client_reads_what_is_written_as_the_tests_do() -> None:
     kind = third_party_tools.triton_schema().ModelConfig
-    assert kind.FromString(parse_model_config(said()).SerializeToString()) == text_format.Parse(
-        said(), kind()
+    assert kind.FromString(parse_model_config(example_config()).SerializeToString()) == text_format.Parse(
+        example_config(), kind()
     )

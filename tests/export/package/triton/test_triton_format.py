@@ -129,9 +129,9 @@ def test_an_engine_of_a_classifier_is_served_by_tensorrt(tmp_path: Path) -> None
     (tmp_path / "p").mkdir()
     TritonFormat().write(engine, PackageOrigin(), tmp_path / "p")
     graph = tmp_path / "p" / "model_repository" / "graph"
-    said = parse_model_config((graph / "config.pbtxt").read_text())
-    assert (said.backend, said.max_batch_size, said.instance_group[0].kind) == ("tensorrt", 24, 1)
-    assert [one.name for one in said.input] == ["input_ids", "attention_mask", "token_type_ids"]
+    config = parse_model_config((graph / "config.pbtxt").read_text())
+    assert (config.backend, config.max_batch_size, config.instance_group[0].kind) == ("tensorrt", 24, 1)
+    assert [one.name for one in config.input] == ["input_ids", "attention_mask", "token_type_ids"]
     assert (graph / "1" / "model.plan").read_bytes() == b"engine"
 
 

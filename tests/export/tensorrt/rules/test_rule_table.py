@@ -298,12 +298,12 @@ def found(model: Any, folder: Path) -> list[Any]:
 def test_rule_names_the_place_the_reason_and_what_to_do(name: str, tmp_path: Path) -> None:
     rule, values, model = (CASES.get(name) or SILENT[name])[:3]
     problems = found(model, tmp_path)
-    told = [problem for problem in problems if problem.rule == rule]
-    named = [all(value in problem.text for value in values) for problem in told]
+    matching = [problem for problem in problems if problem.rule == rule]
+    named = [all(value in problem.text for value in values) for problem in matching]
     assert any(named), [problem.text for problem in problems]
-    assert {problem.as_message().code for problem in told} == {f"tensorrt-{rule}"}
-    assert all(problem.graph == "model.onnx" and problem.location for problem in told)
-    assert all(problem.hint for problem in told) or rule == "mask"
+    assert {problem.as_message().code for problem in matching} == {f"tensorrt-{rule}"}
+    assert all(problem.graph == "model.onnx" and problem.location for problem in matching)
+    assert all(problem.hint for problem in matching) or rule == "mask"
 
 
 @pytest.mark.parametrize("name", FINE)

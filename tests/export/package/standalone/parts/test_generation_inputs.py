@@ -50,8 +50,8 @@ CASES = {
 def test_what_is_fed_does_what_smelt_feeds(case, prompt):
     decoding = GenerationConfig(**({"eos": [2], "pad": 1, "start": 0 if prompt == 1 else None} | CASES[case]))
     expected = generation_feeds(decoding, prompt, VOCABULARY)
-    said = standalone_format.search_settings(decoding, VOCABULARY)
-    got = generation_inputs(said, prompt, decoding.max_total_length(prompt) - prompt)
+    settings = standalone_format.search_settings(decoding, VOCABULARY)
+    got = generation_inputs(settings, prompt, decoding.max_total_length(prompt) - prompt)
     assert {name for name in got if name in expected} == set(expected)
     for name in set(expected) - {"step_rules", "rule_biases", "forced_tokens"}:
         assert got[name].dtype == expected[name].dtype, name
@@ -64,10 +64,10 @@ def test_what_is_fed_does_what_smelt_feeds(case, prompt):
 
 
 def test_an_encoder_decoder_knows_its_longest_output():
-    said = standalone_format.search_settings(
+    settings = standalone_format.search_settings(
         GenerationConfig(max_new_tokens=50, positions=8, start=0, eos=[2]), VOCABULARY
     )
-    assert said["max_new_tokens"] == 8
+    assert settings["max_new_tokens"] == 8
     assert standalone_format.search_settings(GenerationConfig(start=0), VOCABULARY)["max_new_tokens"] == 128
     assert (
         standalone_format.search_settings(GenerationConfig(max_length=9), VOCABULARY)["max_new_tokens"]

@@ -52,10 +52,10 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("said", PROCESSORS)
+@pytest.mark.parametrize("kind", PROCESSORS)
 @pytest.mark.parametrize("file", FILES)
-def test_pixels_are_those_of_smelt(said, file, tmp_path):
-    processor = parse_processor(PROCESSORS[said], Path("preprocessor_config.json"))
+def test_pixels_are_those_of_smelt(kind, file, tmp_path):
+    processor = parse_processor(PROCESSORS[kind], Path("preprocessor_config.json"))
     (tmp_path / "a").write_bytes(FILES[file])
     expected = pixels_in_smelt(str(tmp_path / "a"), processor, "row 1")
     for source in (FILES[file], tmp_path / "a"):

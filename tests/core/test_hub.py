@@ -10,6 +10,8 @@ from huggingface_hub import constants
 from smelt.core import hub
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def online(monkeypatch):

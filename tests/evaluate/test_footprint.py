@@ -15,6 +15,8 @@ from smelt.core.errors import InputError
 from smelt.evaluate.footprint import artifact_parameters, artifact_size, onnx_parameters
 from smelt.quantization.schemes.registry import quantized_operators
 
+pytestmark = pytest.mark.quick
+
 
 def artifact(path: Path, kind: str, **details: Any) -> Artifact:
     files = {p.name: FileRecord(sha256="0", size_bytes=p.stat().st_size) for p in path.iterdir()}

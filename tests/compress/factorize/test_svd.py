@@ -6,6 +6,8 @@ from torch import nn
 
 from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer, weighted_singular_values
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def layer():

@@ -17,6 +17,8 @@ from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width
 
+pytestmark = pytest.mark.quick
+
 
 def _batches(model):
     ids = torch.randint(5, 20, (3, 9), generator=torch.Generator().manual_seed(0))

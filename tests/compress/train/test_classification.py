@@ -15,6 +15,8 @@ from smelt.compress.train.losses import (
 )
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def case():

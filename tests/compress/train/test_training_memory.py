@@ -20,6 +20,8 @@ from smelt.compress.train.training_state import require_training_memory
 from smelt.core.errors import RunError
 from smelt.models.checkpoint import load_model
 
+pytestmark = pytest.mark.quick
+
 ROWS = [EncodedSample([2, 5, 3], None, 1), EncodedSample([2, 6, 3], None, 0)]
 
 

@@ -17,6 +17,8 @@ from smelt.evaluate.latency.summary import (
     mean_speedup,
 )
 
+pytestmark = pytest.mark.quick
+
 ONE = ComputeResources(threads=1, processors=2)
 TWO = ComputeResources(threads=2, processors=2)
 

@@ -6,6 +6,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.export.package.registry import DEFAULT_FORMAT, PACKAGE_FORMATS, find_package_format
 
+pytestmark = pytest.mark.quick
+
 
 def test_forms_are_found_by_their_names():
     assert find_package_format(DEFAULT_FORMAT).name == DEFAULT_FORMAT

@@ -39,9 +39,7 @@ def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
     written = [ProposedStep("distill", "{epochs: 2, sequence_level: {num_beams: 5, original_ratio: 0.5}}")]
     seconds = (4 * 8 + 5 * 2) * seen.parameters * 1000 * kept * tokens / 1e6
     said = training_time_text(seen, data, written)
-    assert all(
-        number in said for number in ("4 epochs", "800 samples", init_stages._duration_text(seconds))
-    )
+    assert all(number in said for number in ("4 epochs", "800 samples", init_stages._duration_text(seconds)))
     # one that says no epochs takes the default
     assert "3 epochs" in training_time_text(seen, data, [ProposedStep("finetune")])
 

@@ -55,7 +55,7 @@ stages:
   - onnx: {target: ort-cpu}
 score: {latency: false}
 """
-FAMILIES = ["bert", "marian", "t5", "gpt2", "llama", "modernbert"]
+FAMILIES = ["bert", "marian", "gpt2"]  # one of each kind; gpt2 stores its weights transposed
 
 
 def coded(out, family="bert", source=None, **settings):

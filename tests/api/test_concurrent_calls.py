@@ -10,6 +10,8 @@ from expected_errors import raises_code
 import smelt
 from smelt.api.load import ActiveCalls, TruncationCounter
 
+pytestmark = pytest.mark.quick
+
 
 def test_closing_waits_for_the_calls_that_are_on_their_way():
     calls, inside, out, closed = ActiveCalls("closed"), threading.Event(), threading.Event(), []

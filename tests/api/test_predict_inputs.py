@@ -11,6 +11,8 @@ from smelt.api.predict import as_examples, read_examples, strip_lines
 from smelt.core.errors import InputError
 from smelt.data.splits import Example
 
+pytestmark = pytest.mark.quick
+
 CLASSIFIER, TRANSLATOR = "text-classification", "translation"
 
 

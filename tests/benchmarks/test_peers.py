@@ -9,6 +9,8 @@ from peer_systems.systems import ENVIRONMENTS, systems_of
 from peer_systems.table import Result, draw_tables, fastest_text, median_and_range, ratios, reference_of
 from peer_systems.workloads import WORKS, Case, batches, cases_of, quality
 
+pytestmark = pytest.mark.quick
+
 
 def result(name: str, precision: str, cpu: list[float], ours: bool = False, **more: object) -> Result:
     """One system; of smelt's the fast one takes 1, 2, 4 s in three rounds, the slow one 2, 3, 5 s."""

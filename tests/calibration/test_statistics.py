@@ -149,6 +149,7 @@ def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model,
             both["both"].centred_second_moment()
 
 
+@pytest.mark.quick
 def test_a_sum_of_many_small_values_keeps_them(tmp_path):
     """In float32 the last thousand tokens would change nothing compared with 10^8."""
     found = empty_statistics(1, second=True)

@@ -97,6 +97,7 @@ def test_report_draws_the_pages_again(classifier):
     assert (classifier / "run" / "report.html").stat().st_size > 5000
 
 
+@pytest.mark.quick
 def test_stages_lists_all_and_explains_one():
     listed = harness.smelt("stages").output
     for word in ("finetune", "distill", "prune", "factorize", "quantize", "onnx", "tensorrt"):

@@ -13,6 +13,8 @@ from smelt.core.stage import Settings, StepName
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, load_stage
 from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight, default_options, supported_targets
 
+pytestmark = pytest.mark.quick
+
 
 class _Inner(Settings):
     """An inner mapping."""

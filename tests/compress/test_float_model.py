@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import tiny
 from expected_errors import raises_code
 from safetensors import safe_open
@@ -9,6 +10,8 @@ from safetensors import safe_open
 from smelt.compress.model_input import count_stored_parameters, load_float_model
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
+
+pytestmark = pytest.mark.quick
 
 FACTS = {"key": "0" * 64, "format": "torch", "task": "translation", "stage": "model", "settings": {}}
 MANIFEST = Manifest(**FACTS, seed=0, parent=None, versions={})

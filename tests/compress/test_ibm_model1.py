@@ -8,6 +8,8 @@ import pytest
 from smelt.compress import shortlist
 from smelt.compress.shortlist import count_word_pairs, fit_ibm_model1, top_targets
 
+pytestmark = pytest.mark.quick
+
 SOURCES, TARGETS = 5, 6
 # the house, the book, a book: Koehn 2010, Statistical Machine Translation, figure 4.4
 ROWS = [([0, 1], [0, 1]), ([0, 2], [0, 2]), ([3, 2], [3, 2]), ([4, 4, 1], [5]), ([1], [1, 1, 4])]

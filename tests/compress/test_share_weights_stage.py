@@ -82,6 +82,7 @@ def test_only_what_is_named_is_shared():
     assert len(set(norms)) == 3
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("layers", "settings", "wanted"), [
     (6, {}, [[0, 1], [2, 3], [4, 5]]),
     (7, {"group_size": 3}, [[0, 1, 2], [3, 4, 5], [6]]),

@@ -31,12 +31,6 @@ STAGES = {
         PruneSettings.model_validate({"targets": ["width"], "keep_ratio": 0.75, "calibration_samples": 4}),
     ),
     "factorize embeddings": (Factorize(), FactorizeSettings(targets="embeddings", rank=12)),
-    "prune within a budget": (
-        Prune(),
-        PruneSettings.model_validate(
-            {"budget": {"parameters": 0.8}, "importance": "random", "calibration_samples": 4}
-        ),
-    ),
     "factorize": (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
     "sparsify": (Sparsify(), SparsifySettings(calibration_samples=4)),
     "share-weights": (ShareWeights(), ShareWeightsSettings()),
@@ -56,14 +50,10 @@ STAGES = {
         ("depth of parts", "marian"),
         ("prune", "bert"),
         ("prune width", "pegasus"),
-        ("prune width", "opt"),
         ("factorize", "gpt2"),
         ("share-weights", "mistral"),
         ("share with differences", "t5"),
-        ("prune within a budget", "phi3"),
         ("factorize embeddings", "marian"),
-        ("factorize embeddings", "gemma"),
-        ("factorize embeddings", "modernbert"),
         ("sparsify", "qwen3"),
         ("shortlist", "t5"),
     ],

@@ -16,6 +16,8 @@ from babel.units import format_unit
 
 import smelt.configs.quickstart.phrases as generator
 
+pytestmark = pytest.mark.quick
+
 FOLDER = Path(generator.__file__).parent
 SHIPPED = {"train": 12_000, "validation": 300, "test": 500}
 SHIPPED_SEED = 1

@@ -11,6 +11,8 @@ from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord, Manifest, read_
 from smelt.core.errors import InputError
 from smelt.core.store.store import Store
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def made(tmp_path):

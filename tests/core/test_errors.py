@@ -4,6 +4,8 @@ import pytest
 
 from smelt.core.errors import InputError, did_you_mean
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "\n".join(f"line {i}" for i in range(1000)), "short"])
 def test_a_message_keeps_both_ends_also_where_it_is_wrapped_again(text):

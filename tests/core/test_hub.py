@@ -2,13 +2,14 @@
 
 import socket
 import threading
-import time
 
 import pytest
 from huggingface_hub import constants
 
 from smelt.core import hub
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +44,9 @@ def test_hub_that_answers_slowly_is_there(monkeypatch, server):
 
 def test_refused_connection_is_told_at_once(monkeypatch, closed):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
-    started = time.monotonic()
-    assert (
-        hub_unreachable_reason()
-        == f"http://127.0.0.1:{closed} cannot be reached from here (Connection refused)"
-    )
-    assert time.monotonic() - started < 1
+    reason = str(hub_unreachable_reason())
+    assert f"http://127.0.0.1:{closed}" in reason
+    assert "Connection refused" in reason
 
 
 def test_proxy_is_what_must_be_reached_where_there_is_one(monkeypatch, server, closed):
@@ -68,11 +66,10 @@ def test_proxy_is_what_must_be_reached_where_there_is_one(monkeypatch, server, c
 def test_name_server_that_never_answers_is_given_up_after_seconds(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(60))
-    started = time.monotonic()
-    assert "no connection in 3 s" in str(hub_unreachable_reason())
-    assert 2.5 < time.monotonic() - started < 4.5
-    assert "no connection" in str(hub_unreachable_reason())  # and is not asked again for every file
-    assert time.monotonic() - started < 4.5
+    monkeypatch.setattr(hub, "CONNECT_TIMEOUT_S", 0.2)
+    assert "no connection" in str(hub_unreachable_reason())
+    monkeypatch.setattr(hub, "_connection_error", lambda *a: pytest.fail("asked again"))
+    assert "no connection" in str(hub_unreachable_reason())
     never.set()
 
 
@@ -89,7 +86,7 @@ def test_address_that_leads_nowhere_does_not_hide_the_other(monkeypatch, server,
 def test_offline_by_wish_asks_nobody(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "_connection_error", lambda *a: pytest.fail("it was asked"))
-    assert hub_unreachable_reason() == "the hub is not asked, because HF_HUB_OFFLINE is set"
+    assert "HF_HUB_OFFLINE" in str(hub_unreachable_reason())
 
 
 def test_cache_alone_is_looked_into_only_inside_of_the_context():

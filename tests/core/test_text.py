@@ -4,6 +4,8 @@ import pytest
 
 from smelt.core.text import escape_controls, find_lone_surrogate, with_article, with_count
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("text", "shown"),

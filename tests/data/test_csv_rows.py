@@ -10,6 +10,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.data.csv_rows import MAX_FIELD_CHARACTERS, detect_delimiter, read_csv_rows
 
+pytestmark = pytest.mark.quick
+
 
 def _file(folder, text, name="a.csv"):
     path = folder / name

@@ -1,6 +1,10 @@
 """Rows that say the same are told by the same fingerprint."""
 
+import pytest
+
 from smelt.data.splits import Example, Split
+
+pytestmark = pytest.mark.quick
 
 FINGERPRINT = "507148ab1fbcc6ebbd8276f3ad72fbde24e14a2bc35382f9589b01d1dc1a286c"
 

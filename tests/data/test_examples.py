@@ -11,6 +11,8 @@ from smelt.data.csv_rows import read_file_rows
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example
 
+pytestmark = pytest.mark.quick
+
 ROW = {"source": "a cat", "target": "eine Katze"}
 
 

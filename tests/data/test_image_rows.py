@@ -14,6 +14,8 @@ from smelt.data.images import read_image_bytes
 from smelt.data.split_division import divide_split
 from smelt.data.splits import Columns
 
+pytestmark = pytest.mark.quick
+
 
 def test_rows_of_a_file_name_images_beside_it(tmp_path):
     split = images.read_rows(images.write_rows(tmp_path / "train.jsonl", 4))

@@ -10,6 +10,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.data.json_rows import read_json_rows
 
+pytestmark = pytest.mark.quick
+
 ROWS = [{"text": 'a ] } " \\ ü', "label": 1}, {"text": "b", "label": -2.5, "more": {"x": [1, [2]]}}]
 
 

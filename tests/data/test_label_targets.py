@@ -15,6 +15,8 @@ from smelt.data.labels import (
 )
 from smelt.data.splits import Example
 
+pytestmark = pytest.mark.quick
+
 
 def rows(*labels):
     return [Example("a", label=label) for label in labels]

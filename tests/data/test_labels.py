@@ -15,6 +15,8 @@ from smelt.data.labels import (
     similar_labels,
 )
 
+pytestmark = pytest.mark.quick
+
 TWO = {"id2label": {"0": "bad", "1": "good"}}
 
 

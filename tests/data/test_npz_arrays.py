@@ -12,6 +12,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.data.npz_arrays import read_npz, read_npz_headers, write_npz
 
+pytestmark = pytest.mark.quick
+
 
 def write(path: Path, **values: Any) -> Path:
     np.savez(path, **values)

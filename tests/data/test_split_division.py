@@ -17,6 +17,8 @@ from smelt.data.npz_arrays import SampleArrays
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import Example, Split, Windows, split_from_arrays
 
+pytestmark = pytest.mark.quick
+
 SHARES = {"test": 0.1, "validation": 0.2}
 
 

@@ -10,6 +10,8 @@ from safetensors.numpy import save_file
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord
 from smelt.evaluate.environment import float_dtype
 
+pytestmark = pytest.mark.quick
+
 
 def _artifact(folder, tensors=None, **changes):
     made = tiny.as_artifact(folder, **changes.pop("details", {}))

@@ -2,6 +2,8 @@ import pytest
 
 from smelt.evaluate.frontier import front_axes, is_step_at_chance, pareto_front
 
+pytestmark = pytest.mark.quick
+
 
 def step(name, quality=None, speed=None, higher=True, batch=1, **more):
     row = {"batch_size": batch, "p50_ms": 1.0, "speedup": speed, "stable": more.pop("stable", True)}

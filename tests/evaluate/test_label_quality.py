@@ -19,6 +19,8 @@ from smelt.evaluate.label_quality import (
 )
 from smelt.evaluate.significance import Statistics, compare_steps, wilson_interval
 
+pytestmark = pytest.mark.quick
+
 rng = np.random.default_rng(4)
 GOLD = rng.random((60, 5)) < 0.3
 GUESS = GOLD ^ (rng.random((60, 5)) < 0.15)

@@ -5,6 +5,7 @@ from smelt.export import autotune
 from smelt.export.autotune import fewest_threads, measure_threads, thread_counts
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("times", "count"),
     [

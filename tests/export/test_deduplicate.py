@@ -8,6 +8,8 @@ from onnx import TensorProto, helper, numpy_helper
 from smelt.export.graph_files import deduplicate_matrices
 from smelt.runtimes.onnx_session import open_onnx_session
 
+pytestmark = pytest.mark.quick
+
 
 def graph(second, output="y"):
     """Return a model of y = x a b, with a given `b`; a is 20 x 20."""

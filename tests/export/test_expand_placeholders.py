@@ -6,6 +6,8 @@ from onnx import TensorProto, helper, numpy_helper
 from smelt.export.simplify_graph import expand_placeholders, expand_placeholders_in_file
 from smelt.quantization.emit import LOAD_TIME_DOMAIN
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_constant_that_two_products_read_is_widened_once():
     value = helper.make_tensor_value_info

@@ -28,6 +28,8 @@ from smelt.models.length_limits import NO_LIMIT
 from smelt.models.open_tokenizer import open_tokenizer
 from smelt.models.tokenizer import RustTokenizer, read_tokenizer_info
 
+pytestmark = pytest.mark.quick
+
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PLAIN = [*tiny.SENTENCES, *(line for line in causal.TEXT.splitlines() if line)]
 TEXTS = [*PLAIN, *(text for text in EDGE_CASE_TEXTS if len(text) < 100)]

@@ -8,6 +8,8 @@ from transformers.generation import logits_process as reference
 from smelt.generation.config import GenerationConfig
 from smelt.generation.logits_processors import LogitsProcessors
 
+pytestmark = pytest.mark.quick
+
 EOS = [1, 5]
 RULES = [
     ({"repetition_penalty": 1.7}, [reference.RepetitionPenaltyLogitsProcessor(1.7)]),

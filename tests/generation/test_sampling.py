@@ -17,6 +17,8 @@ from smelt.generation.config import GenerationSettings
 from smelt.generation.logits_processors import filter_logits, sample_tokens
 from smelt.generation.search import generate
 
+pytestmark = pytest.mark.quick
+
 
 def warped(scores, temperature, top_k, top_p):
     warpers = LogitsProcessorList()

@@ -5,6 +5,8 @@ from expected_errors import raises_setting_codes
 
 from smelt.generation.config import GenerationSettings
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("wishes", "code", "name"),

@@ -19,6 +19,8 @@ from smelt.generation.shortlist import (
     write_shortlist,
 )
 
+pytestmark = pytest.mark.quick
+
 CONFIG = {"vocab_size": 4, "decoder_vocab_size": 6}
 TABLE_OF = np.array([[0, 0], [1, 4], [2, 2], [5, 1]])
 LIST = make_shortlist(TABLE_OF, np.array([3, 0, 3]), 6)

@@ -7,12 +7,15 @@ module, as a table of lazy imports has them: moving an import into a function hi
 import ast
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
@@ -21,6 +24,7 @@ PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"
 NAMED = re.compile(r"(smelt(?:\.\w+)+)(?::\w+)?")
 
 
+@cache
 def sources() -> dict[str, str]:
     """The text of every module of smelt by its dotted name."""
     found = {}
@@ -32,15 +36,18 @@ def sources() -> dict[str, str]:
     return found
 
 
-def named(text: str) -> Iterator[tuple[str, ...]]:
+@cache
+def named(text: str) -> list[tuple[str, ...]]:
     """What a module imports or names, each with what it may be instead: (a.b, a) for `from a import b`."""
+    found: list[tuple[str, ...]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name,) for alias in node.names)
+            found += [(alias.name,) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((f"{node.module}.{alias.name}", node.module) for alias in node.names)
+            found += [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
         elif isinstance(node, ast.Constant) and (whole := NAMED.fullmatch(str(node.value))):
-            yield (whole[1],)
+            found.append((whole[1],))
+    return found
 
 
 def imports(modules: Mapping[str, str]) -> dict[str, set[str]]:

@@ -7,6 +7,8 @@ import pytest
 
 from smelt.models.families.registry import FAMILIES
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "smelt" / "models" / "families"
 SOURCES = sorted(

@@ -52,9 +52,6 @@ def test_golden_values_are_there_for_the_pinned_libraries_and_for_no_forgotten_c
     ("name", "settings"),
     [
         ("finetune bert", {"lr_schedule": "linear"}),
-        ("finetune bert", {"weight_decay": 0.3}),
-        ("finetune marian", {"label_smoothing": 0.0}),
-        ("distill bert, half of its layers", {"temperature": 1.0}),
         ("prune bert", {"importance": "magnitude"}),
         ("quantize bert, int4", {"symmetric": True}),
     ],

@@ -1,15 +1,12 @@
-"""What importing smelt costs: the command line answers at once, and nothing optional is needed."""
+"""Importing smelt loads no large library, and nothing optional is needed."""
 
 import ast
 import json
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
@@ -18,8 +15,6 @@ PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"
 HEAVY = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnxsim", "tensorrt", "openvino"]
 HEAVY += ["datasets", "sklearn", "sacrebleu", "pandas", "scipy", "accelerate"]
 EXTRAS = ["tensorrt", "tensorrt_bindings", "openvino", "bitsandbytes", "tensorboard", "wandb", "swanlab"]
-HELP_BOUND_SECONDS = 1.0
-"""The promise is 0.3 s; the bound leaves room for a busy machine."""
 
 
 def modules() -> dict[str, Path]:
@@ -69,24 +64,11 @@ def loaded_after(names: list[str]) -> list[str]:
     )
 
 
-def test_importing_smelt_loads_nothing_heavy() -> None:
-    assert loaded_after(["smelt"]) == []
-
-
-def test_importing_the_command_line_loads_nothing_heavy() -> None:
-    assert loaded_after(["smelt.cli.main"]) == []
-
-
-def test_importing_core_loads_nothing_heavy() -> None:
-    names = [name for name in modules() if name.startswith("smelt.core")]
-    assert len(names) > 4
-    assert loaded_after(names) == []
-
-
-def test_importing_the_stages_loads_nothing_heavy() -> None:
-    names = stage_modules()
-    assert len(names) >= 7, names
-    assert loaded_after(names) == []
+def test_importing_smelt_its_command_line_core_and_stages_loads_nothing_heavy() -> None:
+    core = [name for name in modules() if name.startswith("smelt.core")]
+    assert len(core) > 4
+    assert len(stage_modules()) >= 7
+    assert loaded_after(["smelt", "smelt.cli.main", *core, *stage_modules()]) == []
 
 
 def test_importing_what_runs_an_onnx_artifact_loads_its_runtime_alone() -> None:
@@ -133,20 +115,6 @@ def test_help_names_the_commands() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("init", "run", "plan", "stages", "eval", "predict", "bench", "report", "store", "doctor"):
         assert f"\n  {command} " in done.stdout, done.stdout
-
-
-def test_help_answers_at_once() -> None:
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        assert run_smelt("--help").returncode == 0
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < HELP_BOUND_SECONDS, seconds
-
-
-@pytest.mark.parametrize("name", ["smelt", "smelt.core", "smelt.runtimes", "smelt.compress", "smelt.export"])
-def test_package_has_a_docstring(name: str) -> None:
-    assert ast.get_docstring(ast.parse(modules()[name].read_text(encoding="utf-8")))
 
 
 MEASURING = (

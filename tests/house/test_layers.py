@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 BASE = {"core", "data", "models", "quantization", "calibration", "training", "runtimes", "generation"}
 USERS = {"compress", "export", "evaluate"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ import pytest
 from tools.list_messages import PACKAGES, PAGES, ROOT, messages_in, pages
 
 TESTS = ROOT / "tests"
+pages_of_source = cache(pages)
 
 
 @pytest.mark.parametrize("name", [f"{package}.txt" for package in PACKAGES])
 def test_the_page_of_a_package_has_its_messages_as_they_are(name: str) -> None:
     """Run `make messages` after a change of words, and read the difference."""
-    assert pages()[name] == (PAGES / name).read_text(encoding="utf-8")
+    assert pages_of_source()[name] == (PAGES / name).read_text(encoding="utf-8")
 
 
 def test_every_message_has_a_code() -> None:

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("smelt", "compress", "export", "evaluate")
 APART = {"house", "support", "benchmarks", "configs", "."}

@@ -17,6 +17,8 @@ from smelt.quantization.schemes.registry import (
 )
 from tools import settings_tables
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("smelt", "compress", "export", "evaluate")
 HOME = ROOT / "smelt" / "quantization" / "schemes"

@@ -1,7 +1,6 @@
-"""The tests themselves: a quick part in each room, failures in few lines, one way to do what all tests do."""
+"""The tests' own machinery: order, the quick part, short failures, the harness, matrices, shared folders."""
 
 import ast
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,57 +8,23 @@ import harness
 import matrix
 import pytest
 import pytest_smelt
-import quick
 import shared_folders
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if "support" not in path.parts]
 
 
-def functions(path: Path) -> set[str]:
-    return {
-        n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)
-    }
-
-
-def test_each_room_of_tests_has_a_quick_part() -> None:
-    rooms = {path.parent.relative_to(TESTS).as_posix() for path in FILES}
-    assert set(quick.QUICK_TESTS) == rooms
-    assert all(quick.QUICK_TESTS.values())
-
-
-def test_what_stands_in_the_quick_part_exists() -> None:
-    missing = []
-    for room, entries in quick.QUICK_TESTS.items():
-        for entry in entries.split():
-            file, _, name = entry.partition("::")
-            path = TESTS / room / f"{file}.py"
-            if not path.is_file() or (name and name not in functions(path)):
-                missing.append(f"{room}/{entry}")
-    assert missing == []
-
-
 def test_the_longest_files_exist_and_begin_first(pytestconfig: pytest.Config) -> None:
     assert [file for file in pytest_smelt.SLOWEST_FILES if not (TESTS / file).is_file()] == []
     first, second = (f"tests/{file}" for file in pytest_smelt.SLOWEST_FILES[:2])
     names = ["tests/a.py::a", f"{second}::b", f"{first}::a", "tests/b.py::a", "tests/b.py::b", f"{second}::a"]
-    items = [
-        SimpleNamespace(nodeid=name, path=TESTS, name="a", keywords={}, add_marker=lambda mark: None)
-        for name in names
-    ]
-    pytest_smelt.pytest_collection_modifyitems(items, pytestconfig)
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    pytest_smelt.pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == [names[i] for i in (2, 1, 5, 3, 4, 0)]
     assert not getattr(pytestconfig.option, "loadscopereorder", False)
-
-
-def test_a_file_with_some_of_its_tests_in_the_quick_part_has_no_others_there() -> None:
-    path = TESTS / "compress" / "prune" / "test_stage.py"
-    assert quick.is_quick(path, ROOT)
-    assert quick.is_quick(path, ROOT, "test_counts_that_stay")
-    assert not quick.is_quick(path, ROOT, "test_taylor_works_on_the_device_that_is_given")
-    assert quick.is_quick(TESTS / "core" / "test_text.py", ROOT, "test_any[1-a]")
-    assert not quick.is_quick(TESTS / "core" / "store" / "test_text.py", ROOT)
 
 
 def called(text: str) -> set[str]:
@@ -74,12 +39,6 @@ def test_contexts_and_command_lines_are_made_by_the_harness() -> None:
     found = {path.relative_to(TESTS).as_posix(): called(path.read_text(encoding="utf-8")) for path in FILES}
     others = {name: made & {"Context", "CliRunner"} for name, made in found.items()}
     assert {name: made for name, made in others.items() if made} == {}, "use tests/support/harness.py"
-
-
-def test_the_rooms_of_support_can_be_imported_from() -> None:
-    rooms = {p.relative_to(ROOT).as_posix() for p in (TESTS / "support").iterdir() if any(p.glob("*.py"))}
-    given = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(given["tool"]["pytest"]["ini_options"]["pythonpath"]) == rooms | {"tests/support"}
 
 
 def test_the_command_line_may_not_end_as_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,25 +70,6 @@ def test_a_long_failure_is_told_in_few_lines_with_both_ends() -> None:
     assert len(lines) < 40
     assert lines[0] == "RuntimeError: export failed"
     assert {"E   RuntimeError: export failed", "E   row 299", "E   ... 287 lines ..."} <= set(lines)
-
-
-def test_frames_of_other_packages_are_left_out_of_a_long_failure() -> None:
-    import json
-
-    with pytest.raises(json.JSONDecodeError) as caught:
-        json.loads("[" * 3)
-    text = pytest_smelt.shorten_failure(caught, ROOT)
-    assert "test_suite.py" in text
-    assert "json/decoder.py" not in text
-    assert pytest_smelt.is_project_file(TESTS / "core" / "test_text.py", ROOT)
-    assert not pytest_smelt.is_project_file(ROOT / ".venv" / "lib" / "site-packages" / "torch" / "x.py", ROOT)
-
-
-def test_of_long_output_the_end_is_shown() -> None:
-    text = "\n".join(map(str, range(100)))
-    assert pytest_smelt.last_lines(text).splitlines()[0] == "(80 lines more)"
-    assert pytest_smelt.last_lines(text).endswith("\n98\n99")
-    assert pytest_smelt.last_lines("a\nb") == "a\nb"
 
 
 def test_files_outside_of_the_quick_part_are_not_imported_for_it() -> None:

@@ -1,5 +1,6 @@
 """GPT-2's Conv1D as linear layers: the same numbers, transformers' layout in the file."""
 
+import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -8,6 +9,8 @@ from transformers.pytorch_utils import Conv1D
 from smelt.models.conv1d import replace_conv1d, transpose_conv1d_tensors
 from smelt.models.layers import LowRankLinear
 from smelt.models.structure import replace_module
+
+pytestmark = pytest.mark.quick
 
 IDS = torch.arange(1, 9)[None]
 

@@ -1,9 +1,12 @@
 """The empty model that weights are read into: nothing is drawn for it."""
 
+import pytest
 import tiny
 import torch
 
 from smelt.models.checkpoint import load_model
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_model_that_is_read_draws_no_weights(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from PIL import Image
 from smelt.core.errors import InputError
 from smelt.models.image_processor import PROCESSOR_FILE, default_processor_config, read_processor
 
+pytestmark = pytest.mark.quick
+
 KINDS = {
     "vit": ("ViTImageProcessor", {"size": {"height": 20, "width": 24}}),
     "vit, bicubic": ("ViTImageProcessor", {"size": {"height": 9, "width": 9}, "resample": 3}),

@@ -14,6 +14,8 @@ from smelt.models.length_limits import NO_LIMIT, max_input_length, position_limi
 from smelt.runtimes.predict_texts import encode_texts, generate_texts, pad_batch
 from smelt.runtimes.registry import open_runner
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("config", "table", "limit"),

@@ -6,6 +6,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.models.quantization_config import QuantizationConfig, parse_quantization_config
 
+pytestmark = pytest.mark.quick
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32} | {
     "packing_format": "auto_round:auto_gptq"

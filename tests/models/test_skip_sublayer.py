@@ -133,6 +133,7 @@ def test_a_block_that_stands_twice_loses_the_part_in_both_places(tmp_path):
     assert [block.feed_forward is None for block in blocks_of(again)] == [True, False]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("edit", "code", "cause"),
     [

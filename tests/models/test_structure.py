@@ -7,6 +7,8 @@ from smelt.models.edits import apply_edits
 from smelt.models.layers import LowRankLinear
 from smelt.models.structure import module_names, replace_layer
 
+pytestmark = pytest.mark.quick
+
 
 def model():
     """Return `a` and `b`, one layer, `c`, another, and `d`, a part of its own that holds the first too."""

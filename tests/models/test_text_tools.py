@@ -12,6 +12,8 @@ from smelt.models import text_tools
 from smelt.models.length_limits import NO_LIMIT
 from smelt.models.text_tools import TextTools
 
+pytestmark = pytest.mark.quick
+
 CONFIG = {"model_type": "marian", "max_position_embeddings": 48, "decoder_start_token_id": 3}
 
 

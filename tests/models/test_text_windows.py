@@ -15,6 +15,8 @@ from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_windows import cut_windows, join_texts, window_length
 from smelt.runtimes.registry import open_folder
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):

@@ -6,6 +6,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.models.tokenizer import TOKENIZER_INFO_FILE, read_tokenizer_info
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"reader": "magic"}', '{"reader": "tokenizers", "more": 1}'])
 def test_a_damaged_file_is_refused(tmp_path, text):

@@ -115,6 +115,7 @@ def test_many_unknown_tensors_are_counted(models, tmp_path):
     assert all(part in str(caught.value) for part in ("my.0, my.1, my.2, my.3, my.4", " 3 "))
 
 
+@pytest.mark.quick
 def test_what_one_family_holds_for_nothing_another_may_need():
     for family, name in SEEN:
         for other in MAKERS.keys() - {family}:

@@ -13,6 +13,8 @@ from smelt.models.text_rules import TextRules, read_text_rules
 from smelt.models.write_text_rules import write_text_rules
 from smelt.runtimes.predict_texts import encode_texts
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):

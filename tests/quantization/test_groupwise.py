@@ -3,6 +3,8 @@ import torch
 
 from smelt.quantization.groupwise import fake_quantize_blocks, num_groups, split_into_groups
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_last_group_is_filled_up_with_zeros():
     weight = torch.arange(10.0).reshape(2, 5)

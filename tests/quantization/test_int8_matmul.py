@@ -15,6 +15,8 @@ from smelt.quantization.int8_matmul import (
     is_int8_matmul_exact,
 )
 
+pytestmark = pytest.mark.quick
+
 CODES = torch.Generator().manual_seed(0)
 CASES = {
     "both signs": torch.linspace(-3.7, 2.2, 97),

@@ -15,6 +15,8 @@ from smelt.quantization.packing import (
     unpack_nibbles_float,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def test_two_codes_lie_in_a_byte_the_first_in_the_low_half():
     codes = torch.tensor([[1, 2, 15, 0, 7]], dtype=torch.uint8)

@@ -17,6 +17,8 @@ from smelt.quantization.layers import (
 )
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
+pytestmark = pytest.mark.quick
+
 
 def test_edits_make_room_on_the_meta_device_and_share_codes():
     with torch.device("meta"):

@@ -1,6 +1,9 @@
 import numpy as np
+import pytest
 
 from smelt.runtimes.runner import predictions_from_logits
+
+pytestmark = pytest.mark.quick
 
 
 def test_predictions_are_softmax_sigmoid_or_the_number():

@@ -190,6 +190,7 @@ def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, mo
     assert [(one.setting, one.line) for one in caught.value.found] == [("device", 5)]
 
 
+@pytest.mark.quick
 def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "version", lambda name: "2.13.0+cpu")

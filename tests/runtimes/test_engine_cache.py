@@ -7,6 +7,8 @@ import pytest
 from smelt.runtimes import ort_tensorrt_options
 from smelt.runtimes.ort_tensorrt_options import ENGINE_KEY_FILE, engine_cache_folder
 
+pytestmark = pytest.mark.quick
+
 FOR = {"graph_sha256": "a", "options": {"x": "1"}, "gpus": [["NVIDIA L4", "8.9"]]}
 
 

@@ -12,6 +12,8 @@ from smelt.models.length_limits import max_input_length, position_limit
 from smelt.runtimes.predict_texts import class_logits, encode_texts
 from smelt.runtimes.registry import open_runner
 
+pytestmark = pytest.mark.quick
+
 FIRST, SECOND = tiny.SENTENCES[:5], tiny.SENTENCES[5:]
 
 

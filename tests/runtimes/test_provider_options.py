@@ -17,6 +17,8 @@ from smelt.runtimes.ort_tensorrt_options import (
     write_provider_options,
 )
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {"input_ids": (4, 32), "past_key_values.0.key": (4, 2, 0, 16), "odd:name": (1,)}
 TOLD = ProviderOptions("a" * 64, {"trt_profile_max_shapes": format_shapes(SHAPES), "trt_fp16_enable": "True"})
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quick
 import shared_folders
 from _pytest.logging import LogCaptureHandler
 
@@ -92,20 +91,14 @@ def remove_shared_folder() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
-    """Leave files alone that `-m quick` would only import."""
-    if config.getoption("markexpr") != "quick" or collection_path.is_dir():
+    """For `-m quick`, ignore files without a quick test: importing them would take longer than the tests."""
+    if config.getoption("markexpr") != "quick" or collection_path.suffix != ".py":
         return None
-    return True if not quick.is_quick(collection_path, config.rootpath) else None
+    return True if "mark.quick" not in collection_path.read_text(encoding="utf-8") else None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[Any], config: Any) -> None:
-    """Mark the tests of the quick part, before `-m` looks for them."""
-    for item in items:
-        if quick.is_quick(item.path, config.rootpath, item.name) and not {"slow", "peers"} & set(
-            item.keywords
-        ):
-            item.add_marker("quick")
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Begin with the slowest files, then those with most tests."""
     place_of = {f"tests/{file}": place for place, file in enumerate(SLOWEST_FILES)}
     held = Counter(file_of(item) for item in items)
     items.sort(key=lambda item: (place_of.get(file_of(item), len(SLOWEST_FILES)), -held[file_of(item)]))

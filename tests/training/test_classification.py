@@ -15,6 +15,8 @@ from smelt.training.losses import (
     token_loss,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def case():

@@ -11,6 +11,8 @@ from smelt.training.losses import multi_label_loss, token_loss
 from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
 
+pytestmark = pytest.mark.quick
+
 # Sources and targets of very different lengths: a share of the ones is no share of the others.
 ROWS = [
     EncodedSample([3, 4], None, [5, 6, 7, 8, 9, 2]),

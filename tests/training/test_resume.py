@@ -194,6 +194,7 @@ def test_another_plan_is_no_continuation(tmp_path, rows, die):
     assert lines == []
 
 
+@pytest.mark.quick
 def test_the_time_between_checkpoints_is_no_part_of_what_a_step_is():
     settings = [
         FinetuneSettings.model_validate({"checkpoint_interval_minutes": m}).model_dump(mode="json")

@@ -7,6 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smelt.training.losses import token_loss
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def case():

@@ -20,6 +20,8 @@ from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
 from smelt.training.training_state import require_training_memory
 
+pytestmark = pytest.mark.quick
+
 ROWS = [EncodedSample([2, 5, 3], None, 1), EncodedSample([2, 6, 3], None, 0)]
 
 

@@ -1,9 +1,12 @@
 """The distance of scores against TinyBERT's own formula."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 from smelt.compress.distill.inner_losses import attention_loss
+
+pytestmark = pytest.mark.quick
 
 
 def scores():

@@ -250,6 +250,7 @@ def test_labels_of_classes_are_no_part_of_the_key_and_words_are(tmp_path):
     assert keys[0] != keys[2]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("losses", [{"logits": 0, "labels": 1}, {"logits": 1, "hidden_states": 1}])
 def test_what_would_save_nothing_is_refused(tmp_path, losses):
     settings = DistillSettings.model_validate({"losses": losses, "cache_logits": {}})

@@ -14,6 +14,8 @@ from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("kind", sorted(TEXT_FAMILIES))
 def test_the_stacks_of_each_family_are_those_that_settings_know(kind):

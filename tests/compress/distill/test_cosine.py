@@ -1,9 +1,12 @@
 """DistilBERT's loss on angles against torch's own, as its distiller.py calls it."""
 
+import pytest
 import torch
 from torch import nn
 
 from smelt.compress.distill.inner_losses import cosine_loss
+
+pytestmark = pytest.mark.quick
 
 
 def test_is_torchs_cosine_embedding_loss_on_the_tokens_that_are_there():

@@ -1,9 +1,12 @@
 """The distance of states against torch's mean squared error on the tokens that are there."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 from smelt.compress.distill.inner_losses import hidden_state_loss
+
+pytestmark = pytest.mark.quick
 
 
 def test_is_the_mean_squared_error_of_the_tokens_that_are_there():

@@ -6,6 +6,8 @@ import pytest
 
 from smelt.compress.distill.settings import check_layer_map, resolve_layer_map, stack_map
 
+pytestmark = pytest.mark.quick
+
 BERT = {"model_type": "bert", "num_hidden_layers": 3}
 MARIAN = {"model_type": "marian", "encoder_layers": 4, "decoder_layers": 2}
 

@@ -5,6 +5,8 @@ import torch
 
 from smelt.compress.distill.inner_losses import relation_loss
 
+pytestmark = pytest.mark.quick
+
 
 def by_hand(student, teacher, lengths, heads, causal):
     """KL(teacher || student) of softmax(a_i . a_j / sqrt(d)) for each text, head and token alone."""

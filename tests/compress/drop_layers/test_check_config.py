@@ -5,6 +5,8 @@ from pydantic import ValidationError
 
 from smelt.compress.drop_layers.settings import DropLayersSettings, check_layer_counts, kept_layers
 
+pytestmark = pytest.mark.quick
+
 MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
 BERT = {"model_type": "bert", "num_hidden_layers": 12}
 T5 = {"model_type": "t5", "num_layers": 4}

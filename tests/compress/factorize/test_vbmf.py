@@ -7,6 +7,8 @@ import pytest
 
 from smelt.compress.factorize.convolutions import free_energy, vbmf
 
+pytestmark = pytest.mark.quick
+
 
 def drawn(rows, columns, rank, noise, seed=0):
     draw = np.random.default_rng(seed)

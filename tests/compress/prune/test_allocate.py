@@ -10,6 +10,8 @@ from smelt.compress.prune.budget import allocate_units
 from smelt.compress.prune.costs import UnitCosts
 from smelt.core.errors import InputError
 
+pytestmark = pytest.mark.quick
+
 
 def costs_of(costs, fixed=0.0):
     of = {name: torch.as_tensor(cost, dtype=torch.float64) for name, cost in costs.items()}

@@ -17,6 +17,8 @@ from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width
 from smelt.training.extension import label_objective
 
+pytestmark = pytest.mark.quick
+
 
 def _batches(model):
     ids = torch.randint(5, 20, (3, 9), generator=torch.Generator().manual_seed(0))

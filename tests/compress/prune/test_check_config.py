@@ -8,6 +8,8 @@ from smelt.compress.prune.settings import check_units, fixed_heads_warnings
 from smelt.core.errors import InputError
 from smelt.models.families.registry import FAMILIES
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("kind", sorted(TEXT_FAMILIES))
 def test_only_heads_that_cannot_go_are_refused_when_nothing_else_is_to_go(kind):

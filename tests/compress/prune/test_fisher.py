@@ -48,6 +48,7 @@ def test_score_is_the_mean_squared_slope_of_the_loss_in_the_units_scale(build):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.quick
 def test_rows_in_one_batch_give_less():
     """The square of a mean is at most the mean of squares, which is why rows are taken one by one."""
     model = bert_model()

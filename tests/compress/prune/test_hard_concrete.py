@@ -7,6 +7,8 @@ import torch
 
 from smelt.compress.prune.masked_parts import open_probability, sample_mask
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_mask_is_the_hard_concrete_of_its_draw(monkeypatch):
     """Louizos et al. 2018, equations 10 and 11, with numbers."""

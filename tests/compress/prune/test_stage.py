@@ -158,6 +158,7 @@ def test_a_quarter_of_the_neurons_goes_and_heads_where_they_are_spoken_of():
     assert PruneSettings(keep_ratio={"ffn": 0.5}, importance="magnitude").targets == ["ffn"]
 
 
+@pytest.mark.quick
 def test_counts_that_stay():
     assert count_kept_heads(4, PruneSettings(keep_ratio=0.1)) == 1
     assert count_kept_heads(8, PruneSettings(keep_ratio={"heads": 0.75, "ffn": 0.5})) == 6

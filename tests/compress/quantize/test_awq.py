@@ -154,8 +154,9 @@ def test_gptq_goes_on_from_the_scales_that_awq_found(tmp_path):
     assert message_codes(one.warnings).count("few-calibration-tokens") == 1  # though both methods warn
 
 
-@pytest.mark.parametrize("family", ["bart", "phi3"])
-@pytest.mark.parametrize("settings", [{"clip": "awq"}, {"method": "awq-gptq"}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "settings"), [("bart", {"method": "awq-gptq"}), ("phi3", {"clip": "awq"})], ids=str
+)
 def test_what_it_leaves_is_saved_and_leaves_for_onnx(settings, family, tmp_path):
     """bart: factors before queries, keys and values together; phi3: packed products, folded without any."""
     _, ctx = made(family, tmp_path / "awq", **settings)

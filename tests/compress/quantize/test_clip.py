@@ -10,6 +10,8 @@ from smelt.compress.quantize.awq import mse_grid, percentile_grid
 from smelt.compress.quantize.plan_layers import round_on_grid, scheme_grid
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
 
+pytestmark = pytest.mark.quick
+
 HEAVY = torch.distributions.StudentT(3.0)
 
 

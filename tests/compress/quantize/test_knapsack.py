@@ -8,6 +8,8 @@ import pytest
 from smelt.compress.quantize import mixed_precision
 from smelt.compress.quantize.mixed_precision import best_within, pareto_choices
 
+pytestmark = pytest.mark.quick
+
 
 def drawn(seed, units=6):
     draw = random.Random(seed)

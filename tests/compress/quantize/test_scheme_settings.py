@@ -5,6 +5,8 @@ import pytest
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.quantization.schemes.registry import schemes_by_option
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("name", schemes_by_option())
 def test_an_option_is_a_setting_that_names_its_schemes(name):

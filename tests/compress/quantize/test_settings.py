@@ -6,6 +6,8 @@ from expected_errors import raises_setting_codes
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.quantization.schemes.registry import SCHEMES
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_options_of_a_scheme_are_what_its_layers_take(scheme):

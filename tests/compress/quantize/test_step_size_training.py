@@ -34,13 +34,12 @@ ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTE
 STATIC = {"scheme": "int8-static", "calibration_samples": 4, "sensitivity_samples": 0}
 CELLS = [
     ("bert", STATIC),
-    ("marian", STATIC),
     ("marian", {"scheme": "int8-dynamic"}),
-    ("t5", {"scheme": "int8-groupwise", "group_size": 32}),
+    ("bert", {"scheme": "int8-groupwise", "group_size": 32}),
     ("gpt2", {"scheme": "int4", "symmetric": False}),
     ("llama", {"scheme": "int3", "group_size": 32}),
     ("modernbert", {"scheme": "int2", "group_size": 32}),
-    ("bart", {"scheme": "ternary", "group_size": 32}),
+    ("bert", {"scheme": "ternary", "group_size": 32}),
     ("gpt2", {"scheme": "ternary", "granularity": "channel"}),
 ]
 

@@ -8,6 +8,8 @@ import torch
 from smelt.compress.quantize.plan_layers import quantize_into
 from smelt.compress.quantize.step_sizes import ActivationStepSize, StepSizes
 
+pytestmark = pytest.mark.quick
+
 # scheme -> (options, Q_N, Q_P); inputs of a row that share a step: 32, or all of them
 ENDS = {
     "int8-dynamic": ({}, 127, 127),

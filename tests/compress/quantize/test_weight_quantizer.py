@@ -13,6 +13,8 @@ from smelt.compress.quantize.plan_layers import (
 from smelt.core.errors import InputError
 from smelt.quantization.int8_matmul import fake_quantize_dynamic
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)
 def test_fake_weights_are_the_codes_values_and_their_gradient_passes_straight(scheme, options):

@@ -7,6 +7,8 @@ from expected_errors import raises_code
 from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
 from smelt.core.errors import SettingError
 
+pytestmark = pytest.mark.quick
+
 SCORES = torch.tensor([[8.0, 1.0, 2.0, 7.0], [5.0, 6.0, 3.0, 4.0]])
 
 

@@ -9,6 +9,8 @@ from smelt.compress.sparsify import methods
 from smelt.compress.sparsify.methods import SparseGpt, Wanda
 from smelt.compress.sparsify.settings import SparsityPattern
 
+pytestmark = pytest.mark.quick
+
 
 def made(method, weight, x, pattern):
     found = empty_statistics(x.shape[1], second=True)

@@ -8,6 +8,8 @@ from smelt.calibration.statistics import empty_statistics
 from smelt.compress.sparsify.methods import MagnitudeSparsity, RandomSparsity, Wanda
 from smelt.compress.sparsify.settings import SparsityPattern
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def given():

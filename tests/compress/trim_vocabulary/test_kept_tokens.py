@@ -13,6 +13,8 @@ from smelt.compress.trim_vocabulary.select_tokens import (
 )
 from smelt.core.errors import InputError
 
+pytestmark = pytest.mark.quick
+
 
 def _folders(tmp_path, **kept):
     for name, one in kept.items():

@@ -61,6 +61,7 @@ def test_verify_names_the_file_that_changed_or_is_gone(tmp_path):
     assert "model.safetensors" in str(caught.value)
 
 
+@pytest.mark.quick
 def test_the_first_of_two_writers_wins(tmp_path):
     store = Store(tmp_path)
     _write(store, "first")
@@ -213,6 +214,7 @@ def test_what_is_no_part_of_a_model_never_enters_the_store(tmp_path):
     assert list((tmp_path / "artifacts").iterdir()) == []
 
 
+@pytest.mark.quick
 def test_remove_forgets(tmp_path):
     store = Store(tmp_path)
     _write(store)

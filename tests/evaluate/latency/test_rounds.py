@@ -17,6 +17,8 @@ from smelt.evaluate.latency.summary import (
     mean_speedup,
 )
 
+pytestmark = pytest.mark.quick
+
 ONE = ComputeResources(threads=1, processors=2)
 TWO = ComputeResources(threads=2, processors=2)
 
@@ -87,7 +89,7 @@ def test_nothing_is_claimed_when_the_baseline_alone_was_disturbed():
 def test_nothing_is_claimed_when_calm_rounds_disagree():
     verdict = judge_rounds(pairs([1.0, 2.0, 3.0, 1.5, 2.5]), ONE, ONE, 5)
     assert (verdict.stable, verdict.is_sufficient) == (False, False)
-    assert verdict.reason == "the rounds disagree: from 1.00× to 3.00×"
+    assert all(ratio in verdict.reason for ratio in ("1.00×", "3.00×"))
 
 
 def test_a_baseline_alone_is_judged_by_what_disturbed_it():

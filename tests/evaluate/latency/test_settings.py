@@ -3,6 +3,8 @@ from expected_errors import raises_setting_codes
 
 from smelt.evaluate.latency import LatencySettings
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("wrong", "code"),

@@ -14,6 +14,8 @@ from smelt.evaluate.latency.summary import (
 )
 from smelt.evaluate.report.schema import LatencyReport
 
+pytestmark = pytest.mark.quick
+
 ONE = ComputeResources(threads=1, processors=2)
 CALM = MachineLoad(100.0, 99.0, 0.0, 0.1, 0.0, 0.2)
 

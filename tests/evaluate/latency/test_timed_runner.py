@@ -6,6 +6,8 @@ import pytest
 from smelt.data.batch import Batch
 from smelt.evaluate.latency.worker import TimedRunner
 
+pytestmark = pytest.mark.quick
+
 BATCH = Batch(np.ones((1, 3), np.int64), np.ones((1, 3), np.int64))
 
 

@@ -1,11 +1,14 @@
 from types import SimpleNamespace
 
 import causal
+import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.evaluate.latency.settings import prompt_texts, truncate_prompts
 from smelt.models.text_tools import TextTools
+
+pytestmark = pytest.mark.quick
 
 
 def test_prompts_are_stretches_of_the_text_when_rows_are_short():

@@ -1,4 +1,3 @@
-import time
 from pathlib import Path
 
 from expected_errors import raises_code
@@ -30,11 +29,9 @@ def test_worker_that_dies_is_an_error_that_names_the_signal() -> None:
 
 def test_worker_that_is_silent_beyond_the_limit_is_given_up() -> None:
     with WorkerProcess(threads=1, time_limit=0.001) as worker:
-        begin = time.monotonic()
         with raises_code("timing-timed-out", RunError) as caught:
             worker.ask(op="memory")
         assert all(value in str(caught.value) for value in ("'memory'", "0.001 s"))
-        assert time.monotonic() - begin < 5
 
 
 def test_the_code_of_an_error_comes_with_it_from_the_process(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from smelt.evaluate.report.schema import (
     validate_report,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def report():

@@ -9,6 +9,8 @@ from sample_report import HtmlOutline, make_message, ten_step_report
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.view import significant_digits
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def report():

@@ -7,6 +7,8 @@ from sample_report import HtmlOutline, ten_step_report
 
 from smelt.evaluate.report.render import render_html, render_markdown
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def report():

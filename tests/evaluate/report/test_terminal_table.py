@@ -5,6 +5,8 @@ from sample_report import make_message, ten_step_report
 
 from smelt.evaluate.report.render import render_markdown, render_table
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def report():

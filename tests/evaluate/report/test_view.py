@@ -18,6 +18,8 @@ from smelt.evaluate.report.view import (
     tree_rows,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def report():

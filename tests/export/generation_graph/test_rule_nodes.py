@@ -21,6 +21,8 @@ from smelt.export.generation_graph.graph_builder import (
     value_info,
 )
 
+pytestmark = pytest.mark.quick
+
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 VOCABULARY = 7
 NOTHING = np.zeros((1, VOCABULARY), np.float32)

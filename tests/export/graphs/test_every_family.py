@@ -72,6 +72,7 @@ def _same_classes(model, tokenizer, source, graphs):
     assert np.ptp(expected, axis=0).max() > 0.01
 
 
+@pytest.mark.quick
 def test_a_config_that_no_graph_computes_is_refused_before_it_is_traced(tmp_path):
     model, _ = load_model(every_family.write_model(tmp_path / "model", "modernbert"))
     model.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"

@@ -15,6 +15,8 @@ from smelt.core.errors import InputError, RunError
 from smelt.export.package import write_package as module
 from smelt.export.package.write_package import atomic_folder, require_empty_destination
 
+pytestmark = pytest.mark.quick
+
 
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)

@@ -11,6 +11,8 @@ from smelt.core.errors import InputError
 from smelt.export.package.package_format import SupportedArtifacts
 from smelt.export.package.write_package import require_supported, unsupported_format
 
+pytestmark = pytest.mark.quick
+
 
 class Made:
     """A form that takes what it is told, of models that have no `bad` file."""

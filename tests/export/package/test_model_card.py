@@ -1,10 +1,13 @@
 """The front matter of a model card, as huggingface_hub reads it."""
 
 import huggingface_hub
+import pytest
 import yaml
 
 from smelt.export.package.huggingface import card_front_matter
 from smelt.export.package.package_format import OriginScore, PackageOrigin
+
+pytestmark = pytest.mark.quick
 
 ORIGIN = PackageOrigin(
     run="translate",

@@ -6,6 +6,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.export.package.registry import PACKAGE_FORMATS, find_package_format
 
+pytestmark = pytest.mark.quick
+
 
 def test_forms_are_found_by_their_names():
     assert all(name == form.name == find_package_format(name).name for name, form in PACKAGE_FORMATS.items())

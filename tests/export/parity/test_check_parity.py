@@ -211,8 +211,15 @@ def real(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", ["drop_padding_mask", "bias_of_zeros", "change_one_scale", "swap_heads"])
-@pytest.mark.parametrize("graph", [ENCODER, DECODER])
+@pytest.mark.parametrize(
+    ("graph", "mutation"),
+    [
+        (DECODER, "drop_padding_mask"),
+        (ENCODER, "bias_of_zeros"),
+        (DECODER, "change_one_scale"),
+        (ENCODER, "swap_heads"),
+    ],
+)
 def test_a_mistake_in_a_trained_int8_model_is_found(real, graph, mutation, tmp_path):
     subject = mutated(real, graph, mutation, tmp_path / "x")
     with pytest.raises(ParityError) as caught:

@@ -13,6 +13,8 @@ from smelt.data.splits import Example, Split
 from smelt.export.parity.parity_samples import PARITY_LENGTH, PARITY_ROWS, causal_batch, parity_batch
 from smelt.models.checkpoint import load_tokenizer
 
+pytestmark = pytest.mark.quick
+
 WORDS = [w for s in tiny.SENTENCES for w in s.split()]
 
 

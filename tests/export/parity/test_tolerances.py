@@ -5,6 +5,8 @@ from expected_errors import raises_code
 from smelt.core.errors import ParityError
 from smelt.export.parity.torch_reference import check_output
 
+pytestmark = pytest.mark.quick
+
 EXPECTED = np.array([[1.0, -1.0], [1.0, -1.0]])
 
 

@@ -56,6 +56,7 @@ def scales_in(folder):
     }
 
 
+@pytest.mark.quick
 def test_a_channel_that_was_always_0_gets_the_largest_scale():
     scales = cache_scales(np.array([[127.0, 0.0], [254.0, 1e-38]], np.float32))
     assert scales.dtype == np.float32

@@ -12,6 +12,8 @@ from smelt.export.parity.dequantized_copy import widen_to_float32
 from smelt.export.precision.convert_to_half import convert_to_half, values_of_type
 from smelt.export.tensorrt.preflight import preflight
 
+pytestmark = pytest.mark.quick
+
 KINDS = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 NUMBERS = np.random.default_rng(0)
 

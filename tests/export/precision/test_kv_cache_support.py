@@ -25,6 +25,7 @@ def test_other_targets_are_refused(target):
         OnnxSettings(target=target, kv_cache="int8")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("width", "rotary", "fits"), [(8, False, True), (8, True, False), (48, True, True)])
 def test_widths_of_heads_are_the_operator_s(width, rotary, fits):
     why = unsupported_head_dim(width, rotary)

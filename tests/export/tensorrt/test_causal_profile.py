@@ -13,6 +13,8 @@ from smelt.export.tensorrt.preflight import check_profile
 from smelt.export.tensorrt.profile_ranges import max_output_tokens, profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("prompt", "new", "limit"), [(32, 16, 64), (64, 128, 64), (1, 1, 2), (512, 128, 10**6)]

@@ -3,6 +3,8 @@ import pytest
 from smelt.core.messages import warning
 from smelt.export.tensorrt.messages import ParserError, explain_log, explain_parser_error, explain_warning
 
+pytestmark = pytest.mark.quick
+
 # What TensorRT 11.4 said to graphs that were made to fail.
 SEEN = [
     (

@@ -11,6 +11,8 @@ from smelt.core.errors import RunError
 from smelt.export.tensorrt.build_engine import SizeRange, input_range, past_range, profile_shapes
 from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
 
+pytestmark = pytest.mark.quick
+
 FLOAT, HALF, INT8, UINT8, INT32 = (
     TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import find
 
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx
 
-DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "30"))
+DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "10"))
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from smelt.export.precision.convert_to_half import convert_to_half
 from smelt.export.third_party.fp16 import Fp16, Fp16Settings, float32_nodes
 from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
 
+pytestmark = pytest.mark.quick
+
 
 def run(folder: Path, model: Any, **settings: Any) -> Any:
     source = graphs.make_artifact(folder / "src", model)

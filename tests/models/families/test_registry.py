@@ -16,6 +16,8 @@ from smelt.models.families.model_blocks import blocks_of, model_attentions
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK, family_of, find_family
 from smelt.models.weight_files import weight_tensors
 
+pytestmark = pytest.mark.quick
+
 MAKERS = {
     "marian": tiny.write_marian,
     "t5": seq2seq.write_t5,

@@ -8,6 +8,8 @@ import pytest
 
 from smelt.pipeline.execute.display import Display
 
+pytestmark = pytest.mark.quick
+
 
 def test_lines_go_to_the_stream_and_with_their_time_to_the_log(tmp_path):
     stream = io.StringIO()

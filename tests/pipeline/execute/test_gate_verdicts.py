@@ -13,6 +13,8 @@ from smelt.pipeline.execute.gate_verdicts import (
 )
 from smelt.pipeline.plan.plan import PlannedGate
 
+pytestmark = pytest.mark.quick
+
 DRAW = np.random.default_rng(0)
 GOLD = DRAW.integers(0, 2, size=400)
 BASE = np.where(DRAW.random(400) < 0.9, GOLD, 1 - GOLD)

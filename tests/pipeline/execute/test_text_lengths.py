@@ -1,5 +1,6 @@
 """Which rows are too long, by the count of the same tokenizer that cuts them."""
 
+import pytest
 import tiny
 from expected_errors import raises_code
 
@@ -8,6 +9,8 @@ from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_tokenizer
 from smelt.pipeline.execute.latency_scores import require_texts_fit
 from smelt.runtimes.predict_texts import encode_texts
+
+pytestmark = pytest.mark.quick
 
 
 def test_pairs_count_together_and_every_split_is_named(tmp_path):

@@ -15,6 +15,8 @@ from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.validate_graph import subprocess_main
 
+pytestmark = pytest.mark.quick
+
 
 class Silent:
     """A display of nothing."""

@@ -358,6 +358,7 @@ def test_a_report_under_way_says_that_the_run_is_not_at_its_end(home, tmp_path, 
     assert seen == ["interrupted"]
 
 
+@pytest.mark.quick
 def test_trace_is_kept_only_of_what_nobody_foresaw():
     from smelt.core.errors import InputError, RunError
 

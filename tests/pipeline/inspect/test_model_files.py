@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from smelt.core.messages import message_codes
 from smelt.pipeline.inspect.model_files import check_file_consistency, damaged_tensor_problem
 
+pytestmark = pytest.mark.quick
+
 KINDS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16, torch.int32]
 KINDS += [torch.float32, torch.int64, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
 

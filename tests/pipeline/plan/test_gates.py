@@ -13,7 +13,7 @@ from smelt.core.messages import message_codes
 from smelt.pipeline.plan.gates import choose_judging_split
 
 pytest_plugins = ["stage_stand_ins"]
-pytestmark = pytest.mark.usefixtures("stand_ins")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_gates_are_on_the_last_step_of_each_branch_that_can_run(folder: Path) -> None:

@@ -12,7 +12,7 @@ from expected_errors import message_locations
 from stage_stand_ins import RECIPE_HEAD, plan_mistakes, plan_stages
 
 pytest_plugins = ["stage_stand_ins"]
-pytestmark = pytest.mark.usefixtures("stand_ins")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_a_tokenizer_that_cannot_split_the_references_is_refused(folder: Path) -> None:

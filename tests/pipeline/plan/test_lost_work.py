@@ -5,6 +5,8 @@ import pytest
 from smelt.pipeline.plan.step_draft import lost_results
 from smelt.pipeline.recipe.stages import load_stage
 
+pytestmark = pytest.mark.quick
+
 
 def lost_results_of(*steps):
     """What is said of the steps of one branch, in order; each a word, or a word and its settings."""

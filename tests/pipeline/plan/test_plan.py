@@ -20,7 +20,7 @@ from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe import stages as stage_table
 
 pytest_plugins = ["stage_stand_ins"]
-pytestmark = pytest.mark.usefixtures("stand_ins")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_steps_form_a_tree_with_unique_names(folder: Path) -> None:

@@ -12,7 +12,7 @@ from stage_stand_ins import RECIPE_HEAD, plan_mistakes, plan_stages
 from smelt.core.messages import message_codes
 
 pytest_plugins = ["stage_stand_ins"]
-pytestmark = pytest.mark.usefixtures("stand_ins")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_names_that_only_an_unreadable_step_may_have_are_not_blamed(folder: Path) -> None:

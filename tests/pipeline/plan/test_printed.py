@@ -11,7 +11,7 @@ from stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_stages
 from smelt.pipeline.plan.load_plan import load_plan
 
 pytest_plugins = ["stage_stand_ins"]
-pytestmark = pytest.mark.usefixtures("stand_ins")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_describe_plan_shows_the_tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

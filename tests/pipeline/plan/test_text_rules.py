@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
 from expected_errors import raises_code
 from parsed_recipes import parse_recipe
 
 from smelt.core.errors import InputError
 from smelt.models.text_rules import TextRules
 from smelt.pipeline.plan.task_checks import resolve_text_rules
+
+pytestmark = pytest.mark.quick
 
 T5 = {
     "summarization": {"prefix": "summarize: ", "num_beams": 4},

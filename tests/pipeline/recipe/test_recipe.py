@@ -26,6 +26,8 @@ from smelt.pipeline.recipe.recipe import (
     find_recipe,
 )
 
+pytestmark = pytest.mark.quick
+
 FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 GOOD = """\
 model: m

@@ -15,6 +15,8 @@ from smelt.core.stage import Need, Settings
 from smelt.data.splits import Task
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, all_stages, load_stage
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("word", STAGE_CLASSES)
 def test_every_row_is_a_stage(word: str) -> None:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from smelt.core.errors import InputError
 from smelt.pipeline.recipe.yaml_file import MAX_BYTES, parse_yaml, read_yaml
 
+pytestmark = pytest.mark.quick
+
 
 def test_parse_yaml_knows_the_line_of_every_part() -> None:
     document = parse_yaml("a: 1\nb:\n  - x: 2\n    y: 3\n  - 4\n", "r.yaml")

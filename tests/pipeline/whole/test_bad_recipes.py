@@ -10,6 +10,8 @@ import pytest
 from expected_errors import command_error, message_locations
 from invalid_recipes import RECIPE, RECIPE_HEAD, assert_refused
 
+pytestmark = pytest.mark.quick
+
 pytest_plugins = ["invalid_recipes"]
 
 # Nine lines that stand for a billion words.

@@ -144,11 +144,11 @@ STAGES["chain-divided"] = [*STAGES["share-difference"], *STAGES["finetune"], *ST
 STAGES["chain-qlora"] = [*STAGES["bnb-nf4"], *STAGES["lora"]]
 # each chain with each kind of model for which a graph of it is written otherwise; each stage on each family,
 # without graphs, is in test_pairs.py
-FAST = {("mistral", "chain"), ("mbart", "chain"), ("distilbert", "chain")}
+FAST = {("mistral", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("modernbert-embedder", "chain-binary")}
 FAST |= {(name, "chain-shared") for name in ("t5-gated", "mpnet")}
 FAST |= {("phi3", "sparsify"), ("bart", "chain-sparse")}
-FAST |= {(name, "chain-inside") for name in ("t5-gated", "qwen3", "bert-embedder")}
+FAST |= {(name, "chain-inside") for name in ("qwen3", "bert-embedder")}
 FAST |= {("m2m_100", "chain-listed"), ("t5", "prune-global")}
 FAST |= {
     ("llama", "int8-groupwise"),
@@ -157,15 +157,15 @@ FAST |= {
     ("gemma", "chain-smooth"),
 }
 FAST |= {("mbart", "chain-learned")}
-FAST |= {("bart", "bnb-nf4"), ("t5", "chain-qlora")}
+FAST |= {("gpt2", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
-FAST |= {("bart", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow"), ("opt", "chain")}
+FAST |= {("llama", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow"), ("opt", "chain")}
 FAST |= {
     ("llama", "int3"),
-    ("marian", "kmeans4"),
+    ("gpt2", "kmeans4"),
     ("bert", "pow2"),
-    ("t5-gated", "ternary"),
+    ("gpt2", "ternary"),
     ("gpt2", "mixed"),
     ("bart", "chain-divided"),
 }

@@ -57,10 +57,8 @@ def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_st
     assert (settings["granularity"], "group_size" in settings) == ("channel", False)
     for name in ("report.md", "report.html", "log.txt", "recipe.yaml", "artifacts/quantize/manifest.json"):
         assert (tmp_path / "one" / name).is_file(), name
-    started = time.monotonic()
     second = _run(home, "--out", tmp_path / "two", "--store", tmp_path / "s")
     assert second.exit_code == 0
-    assert time.monotonic() - started < 5
     again = _report(tmp_path / "two")
     assert [s["status"] for s in again["steps"]] == ["cached"] * 4
     assert [s["quality"] for s in again["steps"]] == [s["quality"] for s in report["steps"]]

@@ -27,10 +27,9 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("step", ["onnx", "model"])
-def test_requests_at_once_get_what_they_would_get_alone(step, folder):
+def test_requests_at_once_get_what_they_would_get_alone(folder):
     requests = [[tiny.SENTENCES[i % len(tiny.SENTENCES)]] * (1 + i % 2) for i in range(24)]
-    artifact = exported_artifacts.exported_artifact("translator", step)
+    artifact = exported_artifacts.exported_artifact("translator")
     with smelt.load(artifact, threads=1) as model:
         expected = [(200, model.generate(texts, max_new_tokens=64)) for texts in requests]
     words = ("serve.py", "--port", "0", "--workers", "2")

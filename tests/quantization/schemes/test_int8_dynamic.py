@@ -9,6 +9,8 @@ from torch import nn
 from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
 from smelt.quantization.int8_matmul import dynamic_scale_zero_point
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_equals_dynamic_quantize_matmul(bias):

@@ -18,6 +18,8 @@ from smelt.quantization.schemes.registry import (
     validate_scheme_options,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_default_is_a_scheme_that_codes_everything_and_needs_no_training():
     assert SCHEMES[DEFAULT_SCHEME].supports_embeddings

@@ -10,6 +10,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.runtimes.third_party.convert_optimum import resolve_if_branch
 
+pytestmark = pytest.mark.quick
+
 
 def branch(operator: str, number: float, out: str) -> Any:
     """A graph that computes `x operator number`; its names are those of other branches, and of the If."""

@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 import third_party_graphs as graphs
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtimes.third_party.import_graph import import_graph
+
+pytestmark = pytest.mark.quick
 
 X = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 

@@ -5,6 +5,8 @@ import pytest
 from smelt.runtimes.third_party.optimum_layout import layout_problems, required_graphs
 from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec
 
+pytestmark = pytest.mark.quick
+
 TWO = ("encoder_model", "decoder_model", "decoder_with_past_model")
 
 

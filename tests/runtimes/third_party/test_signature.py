@@ -10,6 +10,8 @@ from smelt.core.errors import InputError
 from smelt.data.npz_arrays import ArrayHeader, SampleArrays, count_array_samples
 from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec, read_signature, write_signature
 
+pytestmark = pytest.mark.quick
+
 MADE = GraphSignature(
     inputs=(
         TensorSpec(name="x", dtype="float32", shape=("N", 3)),

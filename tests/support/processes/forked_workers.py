@@ -3,7 +3,7 @@
     forked_workers.install(monkeypatch)
 
 They run `smelt.evaluate.latency.worker`, are asked through pipes and can be killed and stopped, as those that
-smelt starts. That smelt starts them rightly, tests/evaluate/latency/ and `whole/test_delivered_speed.py` ask.
+smelt starts. That smelt starts them rightly, tests/evaluate/latency/ checks.
 """
 
 from __future__ import annotations

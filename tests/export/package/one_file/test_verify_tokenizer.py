@@ -131,6 +131,7 @@ def test_bytes_that_are_no_letters_become_the_sign_for_it() -> None:
         )
 
 
+@pytest.mark.quick
 def test_texts_by_rule_are_the_same_each_time_and_no_two_alike() -> None:
     texts = synthetic_texts(["one", "two"], 500)
     assert len(set(texts)) == 500

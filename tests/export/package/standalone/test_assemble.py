@@ -8,6 +8,8 @@ import pytest
 
 from smelt.export.package.standalone.standalone_format import PARTS_FOLDER, TASK_SCRIPTS, assemble_script
 
+pytestmark = pytest.mark.quick
+
 MAINS = sorted({part for part, _, _ in TASK_SCRIPTS.values()})
 VARIANTS = [(main, {}) for main in MAINS]
 SERVE = ("serve", {})

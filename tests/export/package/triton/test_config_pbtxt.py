@@ -21,6 +21,7 @@ def example_config() -> str:
     return model_config("graph", "onnxruntime", inputs, outputs, 16, 500, {"k": "v"}, "KIND_GPU")
 
 
+@pytest.mark.quick
 def test_each_field_is_read_as_it_was_meant() -> None:
     found = parse_model_config(example_config())
     assert (found.name, found.backend, found.max_batch_size) == ("graph", "onnxruntime", 16)
@@ -34,6 +35,7 @@ def test_each_field_is_read_as_it_was_meant() -> None:
     assert [(one.key, one.value.string_value) for one in found.parameters] == [("k", "v")]
 
 
+@pytest.mark.quick
 def test_the_schema_of_this_test_refuses_what_it_does_not_know() -> None:
     with pytest.raises(text_format.ParseError):
         parse_model_config('name: "a"\nmax_batch: 3\n')

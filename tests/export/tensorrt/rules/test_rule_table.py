@@ -294,6 +294,7 @@ def found(model: Any, folder: Path) -> list[Any]:
     return preflight(load_graph(path), path)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [*CASES, *SILENT])
 def test_rule_names_the_place_the_reason_and_what_to_do(name: str, tmp_path: Path) -> None:
     rule, values, model = (CASES.get(name) or SILENT[name])[:3]

@@ -9,6 +9,8 @@ from smelt.export.package.standalone.parts.language_modeling import Writer
 from smelt.generation.config import GenerationConfig
 from smelt.generation.graph_generation import generation_feeds, trim_at_eos
 
+pytestmark = pytest.mark.quick
+
 VOCABULARY = 11
 CASES = {
     "plain": {"max_new_tokens": 5},

@@ -35,11 +35,9 @@ from smelt.export.graphs.attention import (
 from smelt.export.graphs.cache_op_registry import cached_op_registry
 from smelt.export.graphs.decoder_only import decoder_only_graph
 from smelt.export.graphs.graph_spec import GraphSpec
-from smelt.export.graphs.rewrite_rules_by_op import rewrite_rules_by_op
 from smelt.export.graphs.seq2seq_graphs import seq2seq_graphs
 from smelt.export.graphs.single_trace import single_trace
 from smelt.export.graphs.skip_unused_metadata import skip_unused_metadata
-from smelt.export.graphs.type_promotion import fast_type_promotion
 from smelt.generation.runners import NUM_LOGITS_INPUT, is_causal
 from smelt.models.edits import fold_batch_norms
 from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
@@ -174,12 +172,12 @@ def export_graph(graph: GraphSpec, target: emit.GraphTarget, opset: int) -> Any:
     _prepare_layers(graph, target)
     try:
         # tracing creates millions of live objects: garbage collection took 22 % of the time
+        # private functions are patched until public ones do the same: without one of the three patches an
+        # export takes 1.8, 2.8 or 1.4 times as long (docs/measurements/speed.md#export)
         with (
             gc_paused(),
             cached_op_registry(),
             single_trace(),
-            fast_type_promotion(),
-            rewrite_rules_by_op(),
             skip_unused_metadata(),
             emit.exporting_to(target),
             torch.no_grad(),

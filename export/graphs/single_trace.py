@@ -22,15 +22,15 @@ _ATEN = torch.ops.aten
 # Operators that the second trace does not change; torch.onnx.export itself removes `_assert_*`.
 _CONVERTIBLE_OP_NAMES = """
     _assert_scalar.default _assert_tensor_metadata.default abs.default add.Tensor amax.default
-    arange.default arange.start cat.default clamp.default cos.default cumsum.default detach.default
-    div.Tensor embedding.default eq.Scalar expand.default floor.default full.default full_like.default
-    ge.Scalar gelu.default gt.Scalar gt.Tensor index.Tensor index_select.default layer_norm.default
-    linalg_vector_norm.default linear.default log.default lt.Scalar matmul.default maximum.default
-    mean.dim mul.Tensor ne.Scalar neg.default new_full.default new_zeros.default ones_like.default
-    permute.default pow.Tensor_Scalar reciprocal.default relu.default select.int silu.default sin.default
-    slice.Tensor softmax.int split_with_sizes.default sqrt.default stack.default sub.Tensor
-    sum.dim_IntList sym_size.int tanh.default transpose.int type_as.default unsqueeze.default view.default
-    where.ScalarSelf where.self
+    arange.default arange.start arange.start_step cat.default clamp.default cos.default cumsum.default
+    detach.default div.Tensor embedding.default eq.Scalar expand.default floor.default full.default
+    full_like.default gather.default ge.Scalar gelu.default gt.Scalar gt.Tensor index.Tensor
+    index_select.default layer_norm.default linalg_vector_norm.default linear.default log.default lt.Scalar
+    matmul.default maximum.default mean.dim mul.Tensor ne.Scalar neg.default new_full.default
+    new_zeros.default ones_like.default pad.default permute.default pow.Tensor_Scalar reciprocal.default
+    relu.default select.int silu.default sin.default slice.Tensor softmax.int split_with_sizes.default
+    sqrt.default stack.default sub.Tensor sum.dim_IntList sym_size.int tanh.default transpose.int
+    type_as.default unsqueeze.default view.default where.ScalarSelf where.self
 """
 _CONVERTIBLE_OPS = {f"aten.{name}" for name in _CONVERTIBLE_OP_NAMES.split()} | {
     "onnx_symbolic._symbolic.default",

@@ -35,6 +35,9 @@ class Each(nn.Module):
         far += torch.full_like(spread, 2.0)
         far = torch.log(far).permute(1, 0)
         last = last.to(torch.int32)
+        codes = nn.functional.pad(torch.arange(0, 14, 2).reshape(1, 7), (0, 1))  # as unpacked weights
+        levels = torch.arange(0, 32, 2).to(torch.float32).reshape(1, 16)
+        far = far + torch.gather(levels, 1, codes).sum(1)
         return joined + bias[:, :, None], table.to(torch.float32), unit * (unit < 1), last, far
 
 

@@ -27,10 +27,10 @@ _CONVERTIBLE_OP_NAMES = """
     full_like.default gather.default ge.Scalar gelu.default gt.Scalar gt.Tensor index.Tensor
     index_select.default layer_norm.default linalg_vector_norm.default linear.default log.default lt.Scalar
     matmul.default maximum.default mean.dim mul.Tensor ne.Scalar neg.default new_full.default
-    new_zeros.default ones_like.default pad.default permute.default pow.Tensor_Scalar reciprocal.default
-    relu.default select.int silu.default sin.default slice.Tensor softmax.int split_with_sizes.default
-    sqrt.default stack.default sub.Tensor sum.dim_IntList sym_size.int tanh.default transpose.int
-    type_as.default unsqueeze.default view.default where.ScalarSelf where.self
+    new_zeros.default ones_like.default pad.default permute.default pow.Scalar pow.Tensor_Scalar
+    reciprocal.default relu.default select.int silu.default sin.default slice.Tensor softmax.int
+    split_with_sizes.default sqrt.default squeeze.dim stack.default sub.Tensor sum.dim_IntList sym_size.int
+    tanh.default transpose.int type_as.default unsqueeze.default view.default where.ScalarSelf where.self
 """
 _CONVERTIBLE_OPS = {f"aten.{name}" for name in _CONVERTIBLE_OP_NAMES.split()} | {
     "onnx_symbolic._symbolic.default",

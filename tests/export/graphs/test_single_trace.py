@@ -37,7 +37,7 @@ class Each(nn.Module):
         last = last.to(torch.int32)
         codes = nn.functional.pad(torch.arange(0, 14, 2).reshape(1, 7), (0, 1))  # as unpacked weights
         levels = torch.arange(0, 32, 2).to(torch.float32).reshape(1, 16)
-        far = far + torch.gather(levels, 1, codes).sum(1)
+        far = far + torch.gather(torch.pow(2.0, levels), 1, codes).sum(1, keepdim=True).squeeze(1)
         return joined + bias[:, :, None], table.to(torch.float32), unit * (unit < 1), last, far
 
 

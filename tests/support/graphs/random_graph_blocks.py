@@ -217,7 +217,7 @@ def loop(w: GraphWriter, value: str, shape: Shape) -> tuple[str, Shape]:
     if each:
         ends.append((inner.node("Identity", [found]), _FLOAT, sizes))
     body = _graph(inner, [(step, _INT64, []), (go, _BOOL, []), (state, _FLOAT, sizes)], ends)
-    trips = w.input("int64", None, "trips", most=4) if w.chance(3) else w.constant(np.int64(2))
+    trips = w.input("int64", None, "trips", max_value=4) if w.chance(3) else w.constant(np.int64(2))
     made = w.node("Loop", [trips, w.constant(np.bool_(True)), value], 2 if each else 1, body=body)
     if not each:
         return made, shape
@@ -425,7 +425,7 @@ def _sequence(w: GraphWriter) -> tuple[str, Shape]:
     shape = w.one_of((4, 3, 1)), w.one_of((8, 4))
     if not w.chance():
         return w.input("float32", shape), shape
-    ids = w.input(w.one_of(("int64", "int32")), shape[:1], "ids", most=10)
+    ids = w.input(w.one_of(("int64", "int32")), shape[:1], "ids", max_value=10)
     return w.node("Gather", [w.matrix(10, shape[1], fan_in=1), ids], axis=0), shape
 
 

@@ -21,8 +21,6 @@ from smelt.compress.train import checkpoints
 from smelt.compress.train.checkpoint_selector import CheckpointSelector
 from smelt.compress.train.checkpoints import CHECKPOINT_FILE
 from smelt.core.store.caches import StepCheckpoints, list_step_checkpoints
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 
 STEPS = 8
 SHORT = {
@@ -44,7 +42,7 @@ class KilledError(BaseException):
 
 @pytest.fixture
 def rows(tmp_path):
-    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    return tiny.read_pairs(tmp_path)
 
 
 @pytest.fixture

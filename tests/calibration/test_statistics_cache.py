@@ -17,8 +17,6 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.core.store.caches import StageCache
 from smelt.core.store.store import Store
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 
 
@@ -102,7 +100,7 @@ def test_what_is_too_large_is_not_kept(tmp_path, passes, shop, monkeypatch, why)
 
 
 def test_a_second_rank_makes_no_second_pass_and_the_same_pairs(tmp_path, passes, shop):
-    rows = read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    rows = tiny.read_pairs(tmp_path)
     source = tiny.write_marian(tmp_path / "m")
 
     def go(name, ratio, **more):

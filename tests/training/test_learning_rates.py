@@ -13,8 +13,6 @@ from smelt.compress.drop_layers.stage import DropLayers
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 from smelt.models.families.registry import FAMILIES
 from smelt.training.learning_rates import (
     default_learning_rate,
@@ -25,7 +23,7 @@ SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "num_evals": 0}
 
 @pytest.fixture
 def rows(tmp_path):
-    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    return tiny.read_pairs(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothi
 
 @pytest.fixture
 def rows(tmp_path):
-    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    return tiny.read_pairs(tmp_path)
 
 
 def test_only_products_change_and_by_no_more_than_the_rank(tmp_path, rows):

@@ -18,8 +18,6 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.store.caches import StepCheckpoints, list_step_checkpoints
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 from smelt.training import checkpoints
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.checkpoints import CHECKPOINT_FILE
@@ -44,7 +42,7 @@ class KilledError(BaseException):
 
 @pytest.fixture
 def rows(tmp_path):
-    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    return tiny.read_pairs(tmp_path)
 
 
 @pytest.fixture

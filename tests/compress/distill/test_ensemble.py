@@ -14,9 +14,8 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.distill.teachers import average_logits, combine_label_logits, make_ensemble
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
-from smelt.data.splits import Columns, Example, Split
+from smelt.data.splits import Example, Split
 
 T = 2.0
 SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "num_evals": 1}
@@ -136,7 +135,7 @@ def test_two_classifiers_teach_one_student_the_labels_of_both(tmp_path):
 
 
 def test_two_translators_teach_and_each_is_run(tmp_path):
-    rows = read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    rows = tiny.read_pairs(tmp_path)
     source, other = tiny.write_marian(tmp_path / "m"), tiny.write_marian(tmp_path / "other", 1)
     losses = {}
     for name, teacher in (

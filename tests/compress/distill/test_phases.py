@@ -8,15 +8,13 @@ from expected_errors import raises_code, raises_setting_codes
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 
 SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
 
 
 @pytest.fixture
 def rows(tmp_path):
-    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    return tiny.read_pairs(tmp_path)
 
 
 def test_inner_losses_come_first_then_the_words(tmp_path, rows):

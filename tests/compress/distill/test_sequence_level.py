@@ -12,8 +12,6 @@ from smelt.compress.distill.sequence_level import closest_by_bleu, count_targets
 from smelt.compress.distill.settings import DistillSettings, SequenceSettings
 from smelt.compress.distill.stage import Distill
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.runtimes.predict_texts import generate_candidates
@@ -22,7 +20,7 @@ from smelt.runtimes.registry import open_runner
 
 @pytest.fixture
 def rows(tmp_path):
-    return read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    return tiny.read_pairs(tmp_path)
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ import tiny
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 from smelt.pipeline.plan.load_plan import load_plan
 
 
@@ -73,7 +71,7 @@ def test_a_plan_holds_what_the_task_decides(tmp_path):
 
 
 def test_a_stage_that_is_called_by_itself_decides_likewise(tmp_path):
-    rows = read_split(str(tiny.write_pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    rows = tiny.read_pairs(tmp_path)
     source, losses = tiny.write_marian(tmp_path / "model"), []
     short = {"max_steps": 3, "batch_size": 4, "precision": "fp32", "num_evals": 0, "learning_rate": 1e-3}
     for name, more in (

@@ -150,7 +150,7 @@ def test_where_no_channel_goes_the_width_stays(tmp_path):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     home = tmp_path_factory.mktemp("rows")
-    return read_split(str(tiny.write_pairs(home / "rows.jsonl")), "translation", Columns(), home)
+    return tiny.read_pairs(home)
 
 
 def test_training_reaches_the_budget_in_a_narrower_model(rows, tmp_path):

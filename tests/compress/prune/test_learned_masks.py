@@ -14,8 +14,6 @@ from smelt.compress.prune.masked_parts import INITIAL_LOG_ALPHA, open_probabilit
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 
 
@@ -119,7 +117,7 @@ def test_weights_may_be_kept_once_the_budget_is_reached_or_at_the_end():
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     home = tmp_path_factory.mktemp("rows")
-    return read_split(str(tiny.write_pairs(home / "rows.jsonl")), "translation", Columns(), home)
+    return tiny.read_pairs(home)
 
 
 def test_training_reaches_the_budget_and_keeps_no_step_from_before(rows, tmp_path):

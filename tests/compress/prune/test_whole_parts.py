@@ -17,8 +17,6 @@ from smelt.compress.prune.learned_settings import LearnedMasksSettings
 from smelt.compress.training_techniques import check_training, provided_by_training
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.skip_sublayer import skip_sublayer
@@ -195,7 +193,7 @@ def test_weights_are_not_kept_while_what_would_be_cut_is_above_the_budget():
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     home = tmp_path_factory.mktemp("rows")
-    return read_split(str(tiny.write_pairs(home / "rows.jsonl")), "translation", Columns(), home)
+    return tiny.read_pairs(home)
 
 
 def test_training_reaches_the_budget_with_parts_that_are_gone(rows, tmp_path):

@@ -17,8 +17,6 @@ from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.models.structure import read_edits
 
@@ -101,7 +99,7 @@ def test_two_of_each_four_go_the_least_of_them_first():
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     home = tmp_path_factory.mktemp("rows")
-    return read_split(str(tiny.write_pairs(home / "rows.jsonl")), "translation", Columns(), home)
+    return tiny.read_pairs(home)
 
 
 @pytest.mark.parametrize("asked", [{"sparsity": 0.7}, {"method": "magnitude", "pattern": "2:4"}])

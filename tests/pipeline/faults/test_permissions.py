@@ -11,10 +11,7 @@ from pathlib import Path
 import fake_workers
 import harness
 import pytest
-import tensorrt_rig
 import tiny
-
-from smelt.pipeline.inspect.machine import has_cuda
 
 RECIPE = """
 model: m
@@ -33,15 +30,6 @@ data: {test: data.jsonl}
 stages:
   - quantize: {}
   - onnx: {}
-score: {quality: [accuracy], latency: false}
-"""
-ENGINE = """
-model: m
-task: text-classification
-data: {validation: data.jsonl, test: data.jsonl}
-stages:
-  - onnx: {target: tensorrt, dtype: fp16}
-  - tensorrt: {optimization_level: 0, max_batch_size: 4, timing_cache: false}
 score: {quality: [accuracy], latency: false}
 """
 READ = """
@@ -64,7 +52,6 @@ def home(tmp_path_factory):
     tiny.write_labelled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "short.yaml").write_text(SHORT)
-    (folder / "engine.yaml").write_text(ENGINE)
     return folder
 
 
@@ -110,20 +97,6 @@ def test_everything_that_a_run_writes_follows_the_umask(home, tmp_path, umask, r
         "vocab.txt",
     }
     assert written <= names
-
-
-@pytest.mark.skipif(has_cuda(), reason="here engines can be run")
-def test_engines_follow_the_umask_too(home, tmp_path):
-    umask = 0o077
-    environment = tensorrt_rig.rig_environment()
-    out = tmp_path / "out"
-    out.mkdir(mode=0o777 & ~umask)
-    command = [sys.executable, "-m", "smelt", *_arguments(home, "engine.yaml", out)]
-    done = subprocess.run(
-        command, env=environment, umask=umask, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "model.plan" in _require_modes(out, umask)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

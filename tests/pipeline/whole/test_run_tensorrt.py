@@ -4,8 +4,11 @@
 """
 
 import json
+import os
+import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +34,7 @@ gates:
   accuracy: {min: 0, at: [graphs, engine]}
   size_bytes: {max: 10000000, at: [engine]}
 """
+UMASK = 0o077
 pytestmark = pytest.mark.skipif(has_cuda(), reason="here engines can be run")
 
 
@@ -46,7 +50,13 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def smelt(home):
     """A function that runs `smelt ARGUMENTS` in the rig: exit code and output of a process of its own."""
-    with ForkServer(tensorrt_rig.rig_environment()) as server:
+    environment = tensorrt_rig.rig_environment()
+    with ExitStack() as stack:
+        before = os.umask(UMASK)
+        try:
+            server = stack.enter_context(ForkServer(environment))
+        finally:
+            os.umask(before)
 
         def run(*arguments):
             server.start(*arguments, output=home / "output.txt")
@@ -79,6 +89,13 @@ def test_engines_are_built_and_kept_with_all_that_a_runner_needs(done):
     assert engine["size_bytes"] == sum(plans.values()) > weights
     assert artifact.manifest.details["tensorrt"].startswith("tensorrt 11.")
     assert artifact.manifest.details["profile"] == {"batch": [1, 1, 4], "input": [1, 8, 16]}
+
+
+def test_engines_follow_the_umask(done):
+    _, folder, _, _ = done
+    files = list((folder / "artifacts" / "engine").resolve().iterdir())
+    assert "model.plan" in {path.name for path in files}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~UMASK}
 
 
 def test_report_says_of_the_engine_that_a_gpu_is_needed(done):

@@ -156,6 +156,14 @@ def write_pairs(path: Path, rows: int = 8) -> Path:
     return path
 
 
+def read_pairs(folder: Path) -> Any:
+    """Write pairs into `folder` (`write_pairs`) and return them as a split."""
+    from smelt.data.examples import read_split
+    from smelt.data.splits import Columns
+
+    return read_split(str(write_pairs(folder / "rows.jsonl")), "translation", Columns(), folder)
+
+
 def write_labelled(path: Path, rows: int = 8) -> Path:
     """Write `rows` classification rows as JSON lines."""
     lines = [{"text": SENTENCES[i % len(SENTENCES)], "label": i % 2} for i in range(rows)]

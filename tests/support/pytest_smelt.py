@@ -42,7 +42,6 @@ SLOWEST_FILES = (
     "house/test_golden.py",
     "pipeline/whole/test_pairs.py",
     "export/package/standalone/test_standalone_format.py",
-    "compress/quantize/test_binarize_inputs.py",
     "export/test_choose_operators.py",
     "export/parity/test_check_parity.py",
     "api/test_loaded_model.py",

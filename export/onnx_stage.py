@@ -157,7 +157,7 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 13
+    version: ClassVar[int] = 14
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

@@ -226,7 +226,6 @@ def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
             _use(model, ["a man", LONG, LONG])
         (warning,) = caught
         assert (warning.message.count, warning.message.limit, model.truncated) == (2, limit, 2)
-        assert all(value in str(warning.message) for value in ("2 of 3 texts ", f"({limit} tokens)"))
         lines, first = inspect.getsourcelines(_use)  # what called predict or generate, and not its caller
         assert os.path.samefile(warning.filename, __file__)
         assert first < warning.lineno < first + len(lines)

@@ -47,7 +47,7 @@ def test_a_folder_with_a_key_for_a_name_gets_a_short_one(run, tmp_path, monkeypa
 def test_a_torch_artifact_names_what_can_be_packaged(run, tmp_path):
     with raises_code("unsupported-format", InputError) as caught:
         smelt.package(run / "artifacts" / "model", out=tmp_path / "p")
-    assert all(value in str(caught.value) for value in ("torch", "onnx", "(artifacts/onnx)"))
+    assert all(value in str(caught.value) for value in ("torch", "artifacts/onnx"))
     assert list(tmp_path.iterdir()) == []
 
 

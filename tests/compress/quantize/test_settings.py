@@ -208,7 +208,7 @@ def test_report_says_what_the_scheme_takes_and_nothing_that_it_does_not_use(give
     reported = settings.to_report()
     assert meant.items() <= reported.items()
     assert not idle & set(reported)
-    again = QuantizeSettings(**reported)  # what is told may be said, and means the same
+    again = QuantizeSettings(**reported)  # reported settings are valid, and mean the same
     assert again.to_report() == reported
     assert [again.scheme_options(name) for name in again.used_schemes()] == [
         settings.scheme_options(name) for name in settings.used_schemes()

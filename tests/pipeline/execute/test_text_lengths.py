@@ -1,5 +1,7 @@
 """Which rows are too long, by the count of the same tokenizer that cuts them."""
 
+import re
+
 import pytest
 import tiny
 from expected_errors import raises_code
@@ -11,6 +13,11 @@ from smelt.pipeline.execute.latency_scores import require_texts_fit
 from smelt.runtimes.predict_texts import encode_texts
 
 pytestmark = pytest.mark.quick
+
+
+def numbers(text):
+    """Return the numbers in a message: of texts, the limit in tokens, and the places of the texts."""
+    return [int(found) for found in re.findall(r"\d+", text)]
 
 
 def test_pairs_count_together_and_every_split_is_named(tmp_path):
@@ -29,8 +36,8 @@ def test_pairs_count_together_and_every_split_is_named(tmp_path):
     with raises_code("texts-too-long", InputError) as caught:
         require_texts_fit(folder, "text-classification", {"train": split, "test": split})
     first, second = (found.message for found in caught.value.found)
-    assert all(value in first for value in ("x.jsonl (train): ", str(cut), "32 tokens", "3, 5."))
-    assert second.startswith("x.jsonl (test): ")
+    assert (numbers(first), "train" in first, "test" in second) == ([cut, 32, 3, 5], True, True)
+    assert numbers(second) == numbers(first)
     require_texts_fit(folder, "text-classification", {"test": Split("x", (rows[0], rows[1], rows[3]))})
 
 
@@ -39,9 +46,9 @@ def test_targets_count_and_running_text_does_not(tmp_path):
     rows = (Example("a man", ("ein mann",)), Example("a man", ("ein mann", "ein mann " * 40)))
     with raises_code("texts-too-long", InputError) as caught:
         require_texts_fit(folder, "translation", {"train": Split("x", rows)})
-    assert all(value in str(caught.value) for value in ("1 ", "2."))
+    assert numbers(str(caught.value)) == [1, 40, 2]
     lined = (rows[0], Example("a man", ("ein mann " * 40,), line=12))
     with raises_code("texts-too-long", InputError) as caught:
         require_texts_fit(folder, "translation", {"train": Split("x", lined)})
-    assert all(value in str(caught.value) for value in ("1 ", "line 12."))
+    assert numbers(str(caught.value)) == [1, 40, 12]
     require_texts_fit(folder, "language-modeling", {"train": Split("x", rows)})

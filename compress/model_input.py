@@ -16,7 +16,7 @@ from smelt.quantization.schemes.registry import SCHEMES
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from smelt.models.structure import Edit
+    from smelt.models.edits import Edit
 
 
 AFTER_QUANTIZE = "behind-quantize"
@@ -85,7 +85,7 @@ def load_float_model(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
         InputError: the model is quantized; its integer weights have no gradient and no spectrum.
     """
     from smelt.models.checkpoint import load_model
-    from smelt.models.structure import read_edits
+    from smelt.models.edits import read_edits
 
     if any(edit.get("op") == "quantize" for edit in read_edits(src.path)):
         raise InputError(

@@ -10,17 +10,16 @@ from pydantic import Field, model_validator
 from smelt.compress.model_input import count_stored_parameters, load_float_model
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, SettingError
-from smelt.core.messages import Message, error_message, warning
+from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.stage import Context, Need, Settings, StoredDtype
-from smelt.core.text import with_article
 from smelt.data.splits import TASKS, Task
 from smelt.models.families.registry import FAMILIES, family_of, no_blocks_reason
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from smelt.models.edits import Edit
     from smelt.models.families.model_blocks import Block
-    from smelt.models.structure import Edit
 
 
 class LowRankDelta(Settings):
@@ -270,7 +269,7 @@ def _share_parts(
     lost: dict[str, float],
 ) -> list[Message]:
     """Share the linear layers of one part of several blocks, all or none; return warnings."""
-    from smelt.models.structure import replace_layer
+    from smelt.models.edits import replace_layer
 
     take = settings.init_from
     code, reason = _unshareable_reason(model, parts, settings)
@@ -306,8 +305,8 @@ def _share_with_delta(
     """Replace the linear layers `names` by a shared matrix and differences; identical ones stay identical."""
     import torch
 
-    from smelt.compress.low_rank_delta import make_shared_layers
-    from smelt.models.structure import replace_layer
+    from smelt.compress.factorize.svd import make_shared_layers
+    from smelt.models.edits import replace_layer
 
     assert settings.low_rank_delta is not None
     rank, iterations = settings.low_rank_delta.rank, settings.low_rank_delta.iterations

@@ -24,8 +24,8 @@ from pydantic import Field
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
+from smelt.core.messages import with_article, with_count
 from smelt.core.stage import Context, Need, Progress, Settings, no_progress
-from smelt.core.text import with_article, with_count
 from smelt.data.splits import TEXT_TO_TEXT_TASKS, Task
 
 if TYPE_CHECKING:

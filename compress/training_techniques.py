@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import Field, model_validator
 
 from smelt.compress.drop_layers.settings import check_part_kinds
-from smelt.compress.prune.learned_settings import LearnedMasksSettings
-from smelt.compress.prune.settings import EMBEDDER_WIDTH_ERROR
-from smelt.compress.quantize.qat_settings import QatSettings
+from smelt.compress.prune.settings import EMBEDDER_WIDTH_ERROR, LearnedMasksSettings
+from smelt.compress.quantize.settings import QatSettings
 from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
@@ -27,7 +26,7 @@ from smelt.training.settings import TrainingSettings
 from smelt.training.train import train
 
 if TYPE_CHECKING:
-    from smelt.models.structure import Edit
+    from smelt.models.edits import Edit
     from smelt.training.extension import Objective, TrainingExtension, TrainingTechnique
 
 

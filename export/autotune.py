@@ -31,8 +31,7 @@ from torch import nn
 
 from smelt.core.stage import Context
 from smelt.data.batch import Batch
-from smelt.export.graphs.attention import PackedLinear, pack_projections
-from smelt.export.graphs.graph_spec import GraphSpec
+from smelt.export.graphs.attention import GraphSpec, PackedLinear, pack_projections
 from smelt.export.onnx_settings import AutotuneSettings
 from smelt.export.parity.torch_reference import TorchReference, rerun_reference
 from smelt.quantization.layers import QuantizedLinear

@@ -12,8 +12,8 @@ from smelt.compress.distill.inner_losses import InnerLosses
 from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKLogits, top_k_loss
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError
+from smelt.core.messages import with_article
 from smelt.core.stage import Context
-from smelt.core.text import with_article
 from smelt.models.sentence_model import is_sentence_model
 from smelt.training.extension import LossTerm, Objective, batch_sentence_vectors, model_logits
 from smelt.training.losses import classification_loss

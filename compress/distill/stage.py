@@ -43,7 +43,7 @@ from smelt.training.settings import (
 
 if TYPE_CHECKING:
     from smelt.compress.distill.logit_cache import CachedTeacher
-    from smelt.models.structure import Edit
+    from smelt.models.edits import Edit
 
 
 class Distill:

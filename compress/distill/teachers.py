@@ -26,8 +26,8 @@ from smelt.compress.trim_vocabulary.select_tokens import map_to_teacher_tokens
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash, sha256_of
+from smelt.core.messages import with_article
 from smelt.core.stage import Context
-from smelt.core.text import with_article
 from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
 from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY
 from smelt.training.losses import model_problem_type

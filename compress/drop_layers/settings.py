@@ -9,9 +9,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from smelt.core.errors import SettingError, did_you_mean
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message, error_message, with_article
 from smelt.core.stage import Settings, StoredDtype
-from smelt.core.text import with_article
 from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import find_family, no_blocks_reason
 

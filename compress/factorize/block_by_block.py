@@ -16,20 +16,20 @@ from torch import nn
 from smelt.calibration.samples import load_calibration_samples
 from smelt.calibration.sequential import RunningBlock, run_blocks
 from smelt.calibration.statistics import InputStatistics, StatisticsCollector, input_width
-from smelt.compress.factorize.layer_metrics import (
+from smelt.compress.factorize.ranks import choose_layer_rank
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.svd import (
     LayerMetrics,
     layers_with_few_tokens,
+    low_rank_layer,
     require_finite_inputs,
     warn_of_few_tokens,
 )
-from smelt.compress.factorize.ranks import choose_layer_rank
-from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.factorize.svd import low_rank_layer
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
+from smelt.models.edits import replace_layer
 from smelt.models.families.model_blocks import Block, blocks_of
 from smelt.models.streamed_model import StreamedModel
-from smelt.models.structure import replace_layer
 
 
 def can_factorize_blockwise(settings: FactorizeSettings) -> bool:

@@ -26,14 +26,13 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.calibration.samples import CalibrationSamples, model_outputs
-from smelt.compress.factorize.layer_metrics import LayerMetrics
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
-from smelt.compress.factorize.svd import low_rank_layer
+from smelt.compress.factorize.svd import LayerMetrics, low_rank_layer
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
+from smelt.models.edits import replace_layer
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.layers import SharedLinear
-from smelt.models.structure import replace_layer
 from smelt.training.losses import IGNORE_INDEX
 from smelt.training.samples import TensorBatch
 

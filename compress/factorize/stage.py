@@ -10,16 +10,15 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.model_input import count_stored_parameters, load_float_model
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message, error_message, with_article
 from smelt.core.stage import Context, Need
-from smelt.core.text import with_article
 from smelt.data.splits import TASKS, Split, Task
 from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from smelt.compress.factorize.layer_metrics import LayerMetrics
+    from smelt.compress.factorize.svd import LayerMetrics
     from smelt.models.streamed_model import StreamedModel
 
 
@@ -149,8 +148,8 @@ class Factorize:
     def _factorize_layers(
         self, model: Any, edits: list[Any], src: Artifact, settings: FactorizeSettings, ctx: Context
     ) -> None:
-        from smelt.compress.factorize.layer_metrics import collect_metrics
         from smelt.compress.factorize.ranks import choose_ranks, rank_limits
+        from smelt.compress.factorize.svd import collect_metrics
 
         chosen = _layers_to_factorize(model, settings, ctx)
         if not chosen:
@@ -254,7 +253,7 @@ def _replace_layers(
 ) -> None:
     """Replace layers by factors of the given `ranks`; report their errors in `ctx.details`."""
     from smelt.compress.factorize.svd import low_rank_layer
-    from smelt.models.structure import replace_layer
+    from smelt.models.edits import replace_layer
 
     errors: dict[str, float] = {}
     for at, (name, rank) in enumerate(ranks.items(), start=1):
@@ -299,8 +298,8 @@ def linear_candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple
     """
     from torch import nn
 
+    from smelt.models.edits import module_names
     from smelt.models.layers import LowRankEmbedding, LowRankLinear
-    from smelt.models.structure import module_names
 
     halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
     halves |= {id(m.up) for m in model.modules() if isinstance(m, LowRankEmbedding)}
@@ -319,8 +318,8 @@ def _is_selected(settings: FactorizeSettings, names: Sequence[str]) -> bool:
 
 def _count_factorized(model: Any, settings: FactorizeSettings) -> int:
     """Return the number of selected layers that an earlier step has factorized."""
+    from smelt.models.edits import module_names
     from smelt.models.layers import LowRankLinear
-    from smelt.models.structure import module_names
 
     found = module_names(model).items()
     return sum(isinstance(m, LowRankLinear) and _is_selected(settings, names) for m, names in found)

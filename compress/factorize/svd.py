@@ -14,16 +14,40 @@ largest; the factors are not affected, because their product is W after an ortho
 up down = U_r U_r^T W, or before one, W L V_r V_r^T L^-1. The first needs only L L^T, not L or its inverse.
 
 Shapes: M = outputs, K = inputs of a layer, r = rank.
+
+The error metric of each layer, calibrated on samples if the method needs them.
+
+Shapes: M = outputs, K = inputs of a layer.
+
+Layers of a group share one matrix, and each adds a low-rank difference of its own.
+
+W_l ~ W_shared + B_l A_l, where B_l A_l is the truncated singular value decomposition of W_l - W_shared
+(Bae et al. 2024, Relaxed Recursive Transformers, arXiv:2410.20672): at full rank the layers are unchanged.
+W_shared is initialized as a layer of the group or their mean. In each further iteration it is the mean of
+W_l - B_l A_l, and the differences are computed again. Both are least squares, so the error never grows.
+Biases are not shared.
+
+Shapes: N = outputs, K = inputs of a layer, r = rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smelt.models.layers import LowRankLinear
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.statistics import InputStatistics, cached_statistics, squared_gradients
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.models.layers import LowRankLinear, SharedLinear
+from smelt.training.extension import label_objective
 
 # Relative to the largest singular value: smaller ones are lost in the squares.
 _MIN_SINGULAR_VALUE = 1e-8
@@ -206,3 +230,183 @@ def whitened_svd_metric(second_moment: Tensor, sums: Tensor, tokens: int, *, bia
     ridge = _RIDGE_RATIO * max(0.0, float(covariance.diagonal().mean())) or 1.0
     covariance.diagonal().add_(ridge)
     return ErrorMetric(gram=covariance, input_mean=mean if bias else None)
+
+
+# Memory for cached singular vectors.
+DECOMPOSITION_CACHE_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class LayerMetrics:
+    """Calibration results of each layer, by name.
+
+    inputs: input statistics; information: mean squared gradients, [M, K]; each if the method needs it.
+    rows: calibration samples; None if the method uses none.
+    """
+
+    settings: FactorizeSettings
+    rows: CalibrationSamples | None = None
+    inputs: Mapping[str, InputStatistics] = field(default_factory=dict)
+    information: Mapping[str, Tensor] = field(default_factory=dict)
+    _known: dict[str, Decomposition] = field(default_factory=dict)
+
+    @property
+    def uncalibrated(self) -> list[str]:
+        """The layers that no sample reaches."""
+        return [name for name, found in self.inputs.items() if not found.tokens]
+
+    def metric_of(self, name: str, layer: nn.Linear) -> ErrorMetric:
+        """Return the metric of the layer `name`."""
+        if name in self.information:
+            return fwsvd_metric(self.information[name].double())
+        if name not in self.inputs:
+            return ErrorMetric()
+        seen = self.inputs[name]
+        if self.settings.method == "asvd":
+            return asvd_metric(seen.magnitudes / seen.tokens, self.settings.alpha)
+        assert seen.second_moment is not None
+        return whitened_svd_metric(seen.second_moment, seen.sums, seen.tokens, bias=layer.bias is not None)
+
+    def decompose(self, name: str, layer: nn.Linear) -> Decomposition:
+        """Return the singular values and vectors of the layer `name`, whose weights must not change.
+
+        They are cached up to a memory limit.
+        """
+        if name in self._known:
+            return self._known[name]
+        found = decompose(layer.weight, self.metric_of(name, layer))
+        held = sum(metric.basis.nbytes for metric in self._known.values())
+        if held + found.basis.nbytes <= DECOMPOSITION_CACHE_BYTES:
+            self._known[name] = found
+        return found
+
+
+@contextmanager
+def collect_metrics(
+    model: Any, layers: Mapping[str, nn.Linear], src: Artifact, settings: FactorizeSettings, ctx: Context
+) -> Iterator[LayerMetrics]:
+    """Yield the metrics after calibrating on samples; second moments on disk are removed with the context.
+
+    Raises:
+        InputError: there are no samples, or the inputs of a layer are not finite.
+    """
+    if not settings.needs_calibration:
+        yield LayerMetrics(settings)
+        return
+    fisher = settings.method == "fwsvd"
+    # gradients need single samples; elsewhere padding is ignored
+    rows = load_calibration_samples(
+        model, src, settings.calibration_samples, ctx, "factorize", labels=fisher, padded=not fisher
+    )
+    ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
+    if fisher:
+        weights = {name: layer.weight for name, layer in layers.items()}
+        information = squared_gradients(model, rows, weights, label_objective(), ctx)
+        yield LayerMetrics(settings, rows, information=information)
+    elif settings.method == "svd":
+        yield LayerMetrics(settings, rows)
+    else:
+        second = settings.method == "whitened-svd"
+        single = {name: [layer] for name, layer in layers.items()}
+        with cached_statistics(model, rows, single, ctx, artifact_key=src.key, second=second) as inputs:
+            require_finite_inputs(inputs, rows)
+            warn_of_few_tokens(layers_with_few_tokens(inputs), rows, ctx)
+            yield LayerMetrics(settings, rows, inputs=inputs)
+
+
+def require_finite_inputs(inputs: Mapping[str, InputStatistics], samples: CalibrationSamples) -> None:
+    """Require finite inputs.
+
+    Raises:
+        InputError: the inputs of a layer are not finite.
+    """
+    for name, seen in inputs.items():
+        if seen.tokens and not bool(seen.squares.isfinite().all()):
+            raise InputError(
+                f"factorize: {name}: the layer's inputs on samples of {samples.origin} are not finite."
+                " The training before this step has probably diverged; lower its learning_rate.",
+                code="non-finite-activations",
+            )
+
+
+def layers_with_few_tokens(inputs: Mapping[str, InputStatistics]) -> dict[str, tuple[int, int]]:
+    """Return the layers with more inputs than calibration tokens: by name (tokens, inputs)."""
+    return {
+        name: (seen.tokens, seen.width)
+        for name, seen in inputs.items()
+        if seen.second_moment is not None and 0 < seen.tokens < seen.width
+    }
+
+
+def warn_of_few_tokens(few: Mapping[str, tuple[int, int]], samples: CalibrationSamples, ctx: Context) -> None:
+    """Warn if layers have more inputs than calibration tokens."""
+    if few:
+        first, (tokens, width) = next(iter(few.items()))
+        ctx.warn(
+            "few-calibration-tokens",
+            f"{samples.origin}: the {samples.num_samples} calibration samples have fewer tokens than"
+            f" {len(few)} layers have inputs ({first}: {tokens} tokens, {width} inputs); the error"
+            " on other texts may be larger. Increase calibration_samples, or add data:"
+            f" {{calibration: FILE}}.",
+        )
+
+
+LowRankPair = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def decompose_shared(
+    weights: Sequence[Tensor], start: Tensor, rank: int, iterations: int
+) -> tuple[Tensor, list[LowRankPair], list[float]]:
+    """Return the shared matrix of `weights`, each [N, K], their factors ([N, r], [r, K]), and the error.
+
+    All float64. The error is the squared error of all weights relative to their squared distance from their
+    mean, after each iteration; 0 if all are equal.
+
+    Args:
+        weights: of the group.
+        start: initial shared matrix.
+        rank: at most N and K.
+        iterations: number of iterations.
+    """
+    exact = torch.stack([weight.detach().double() for weight in weights])
+    variance = float((exact - exact.mean(dim=0)).square().sum())
+    shared, lost = start.detach().double(), []
+    products = torch.zeros_like(exact)
+    for turn in range(iterations):
+        if turn:
+            shared = (exact - products).mean(dim=0)
+        pairs = [low_rank_factors(weight - shared, rank, ErrorMetric())[:2] for weight in exact]
+        products = torch.stack([up @ down for up, down in pairs])
+        off = float((exact - shared - products).square().sum())
+        lost.append(off / variance if variance else 0.0)
+    return shared, pairs, lost
+
+
+def make_shared_layers(
+    layers: Sequence[nn.Linear], start: Tensor, rank: int, iterations: int
+) -> tuple[list[SharedLinear], float]:
+    """Return replacements of `layers` that share a module, in their order and mode, and the error.
+
+    Args:
+        layers: of one size, all with a bias or none.
+        start: initial shared matrix, [N, K].
+        rank: of the differences; limited by the smaller side of a layer.
+        iterations: see `decompose_shared`.
+    """
+    first = layers[0]
+    shared, pairs, lost = decompose_shared(
+        [m.weight for m in layers], start, min(rank, *start.shape), iterations
+    )
+    replacements: list[SharedLinear] = []
+    for layer, (up, down) in zip(layers, pairs, strict=True):
+        new = SharedLinear(first.in_features, first.out_features, len(down), first.bias is not None)
+        new.difference.up.weight.data, new.difference.down.weight.data = up.float(), down.float()
+        if layer.bias is not None:
+            new.difference.up.bias.data = layer.bias.detach().clone()
+        if replacements:
+            new.shared = replacements[0].shared
+        else:
+            new.shared.weight = nn.Parameter(shared.float())
+        replacements.append(new.train(layer.training))
+    return replacements, lost[-1]

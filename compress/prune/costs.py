@@ -26,7 +26,7 @@ from smelt.core.errors import InputError
 from smelt.models.families.model_blocks import Block, blocks_of
 from smelt.models.families.registry import family_of
 from smelt.models.layers import LowRankLinear
-from smelt.models.length_limits import position_limit
+from smelt.models.text_rules import position_limit
 
 UnitGroup = AttentionGroup | FeedForwardGroup
 

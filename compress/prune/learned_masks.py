@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.prune.learned_settings import LearnedMasksSettings
 from smelt.compress.prune.masked_parts import (
     INITIAL_LOG_ALPHA,
     HiddenWidthMask,
@@ -41,10 +40,11 @@ from smelt.compress.prune.masked_parts import (
     sample_mask,
 )
 from smelt.compress.prune.reconstruct import bias_owner, cut_units
+from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.prune.units import FeedForwardGroup, linear_with_inputs, update_config
 from smelt.core.stage import Context
+from smelt.models.edits import Edit
 from smelt.models.skip_sublayer import skip_sublayer
-from smelt.models.structure import Edit
 from smelt.training.extension import (
     LossTerm,
     LossTerms,

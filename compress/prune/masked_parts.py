@@ -21,19 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.drop_layers.layer_parts import LayerPart, layer_parts
+from smelt.compress.drop_layers.drop_parts import LayerPart, layer_parts
 from smelt.compress.drop_layers.settings import check_part_kinds
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
-from smelt.compress.prune.channel_scores import hidden_norms
+from smelt.compress.prune.channels import hidden_norms
 from smelt.compress.prune.costs import UnitGroup
-from smelt.compress.prune.learned_settings import LearnedMasksSettings
+from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.prune.units import (
     find_groups,
     linear_with_inputs,
     linear_with_outputs,
 )
 from smelt.core.errors import InputError
-from smelt.core.text import with_article
+from smelt.core.messages import with_article
+from smelt.models.edits import Edit
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.families.registry import family_of
 from smelt.models.hidden_width import (
@@ -45,7 +46,6 @@ from smelt.models.hidden_width import (
     write_width_to_config,
 )
 from smelt.models.layers import LowRankLinear, SharedLinear
-from smelt.models.structure import Edit
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The settings of `prune`, and their checks against a model's config (no torch)."""
+"""The settings of `prune`, their checks against a model's config, and the settings `learned_masks` (no torch)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError
-from smelt.core.messages import Message, error_message, warning
+from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.stage import Settings, StoredDtype
-from smelt.core.text import with_article
 from smelt.data.splits import SENTENCE_SIMILARITY, Task
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
-from smelt.models.length_limits import position_limit
+from smelt.models.text_rules import position_limit
 
 # Importance by gradients of the loss.
 GRADIENT_IMPORTANCES = ("taylor", "fisher")
@@ -332,3 +331,37 @@ def _fixed_heads_reason(config: Mapping[str, Any]) -> str:
     if not reasons:
         return ""
     return f"the heads of {with_article(config['model_type'])} model cannot be removed: {'; '.join(reasons)}."
+
+
+class LearnedMasksSettings(Settings):
+    """Masks that are learned under a parameter budget; masked units are removed after training."""
+
+    targets: tuple[Literal["heads", "ffn", "width"], ...] = Field(
+        default=("heads", "ffn"),
+        description="units with masks; width: channels of the hidden states; [] if only parts have masks",
+    )
+    parts: tuple[Literal["attention", "cross-attention", "ffn"], ...] = Field(
+        default=(),
+        description="parts of layers with masks, as in `drop-layers`",
+    )
+    keep_ratio: float = Field(
+        default=0.5, gt=0, lt=1, description="kept fraction of the parameters with masks"
+    )
+    warmup: float = Field(
+        default=0.4,
+        gt=0,
+        le=1,
+        description="fraction of the updates until the kept fraction falls to keep_ratio",
+    )
+    learning_rate: float = Field(default=0.1, gt=0, description="peak learning rate of masks and multipliers")
+    multiple_of: int = Field(default=8, ge=1, description="kept neurons or channels are a multiple of this")
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.targets or self.parts):
+            raise SettingError(
+                "targets and parts are both empty, so there is nothing to mask; set targets, such as"
+                " [heads, ffn]",
+                code="missing-setting",
+            )
+        return self

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from smelt.compress.model_input import AFTER_QUANTIZE, record_kept_indices
 from smelt.compress.prune.settings import PruneSettings
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
-from smelt.core.text import with_article
+from smelt.core.messages import Message, warning, with_article
+from smelt.models.edits import Edit, is_masked, mark_masked, replace_layer
 from smelt.models.families.family import Attention, FeedForward, RelativeBias
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.layers import LowRankLinear, SharedLinear
-from smelt.models.structure import Edit, is_masked, mark_masked, replace_layer
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, observe_inputs
 from smelt.calibration.sequential import RunningBlock, run_blocks
 from smelt.compress.model_input import count_stored_parameters
-from smelt.compress.prune.channel_scores import activation_scores, channel_magnitudes, gradient_scores
+from smelt.compress.prune.channels import activation_scores, channel_magnitudes, gradient_scores
 from smelt.compress.prune.importance import score_on_labelled_samples
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner, load_reconstruction_samples
 from smelt.compress.prune.settings import PruneSettings, count_kept_channels, fixed_width_error
@@ -38,11 +38,11 @@ from smelt.compress.quantize.requantize import load_dequantized
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
+from smelt.models.edits import is_masked
 from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.model_blocks import Block, has_norm_at, output_modules
 from smelt.models.families.registry import family_of
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
-from smelt.models.structure import is_masked
 from smelt.runtimes.device import torch_device
 from smelt.training.extension import label_objective
 

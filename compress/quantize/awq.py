@@ -2,8 +2,7 @@
 
 Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration,
 arXiv:2306.00978, and its published code (llm-awq). Rounding W s and multiplying with X / s has a smaller
-error than rounding W if s is large for the important channels. `channel_scales.py` finds the scales and
-applies them. The float model is calibrated once and changed afterwards; its outputs do not change until
+error than rounding W if s is large for the important channels. The scales are searched as in its code. The float model is calibrated once and changed afterwards; its outputs do not change until
 weights are quantized.
 
 With `clip`, ranges are clipped where that reduces the output error of the scaled layers; except for queries
@@ -12,35 +11,310 @@ and keys, whose own errors hardly predict those of attention scores (as in llm-a
 `mse_grid` and `percentile_grid` clip the ranges of groups without input statistics.
 
 Shapes: N = outputs, K = inputs of a linear layer, G = groups, g = inputs of a group.
+
+AWQ's search for channel scales and clipped ranges, and the targets that the scales are applied to.
+
+Lin et al. 2023, AWQ, arXiv:2306.00978, equations 4 and 5, and its published code (llm-awq, auto_scale.py and
+auto_clip.py). For linear layers W with one input X, with m_j the mean of |X_j| and alpha from 0 to 0.95 in
+steps of 0.05:
+
+    s = max(m ^ alpha, 1e-4)        s = s / sqrt(max s * min s)
+    error = |(Q(W s) / s - W) X|^2, summed over the layers
+
+The alpha with the least error is used; alpha 0 is rounding to nearest. For several layers, the published code
+compares the output of the module around them instead (an attention, a gated feed-forward part); for one layer
+the errors are the same. Everything is computed from second moments over all tokens.
+
+The target of the scales is the producer of the layers' input, or a factor before them:
+
+    a norm that only these layers read                   its weight and bias are divided
+    a linear layer that only they read directly          its rows and bias are divided
+    anything else                                        the input is multiplied (`ScaledLinear`)
+
+In all three cases the columns of the layers are multiplied, so the float model computes the same. The columns
+of a matrix that is also an embedding, or belongs to other layers, are not changed. The output layer, the
+largest linear layer, gets no factor of its own.
+
+Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.statistics import InputStatistics, collect_statistics, few_tokens_text
-from smelt.compress.quantize.channel_scales import (
-    LayerToScale,
-    ScaleSearchResult,
-    ScaleTarget,
-    clip_and_quantize,
-    find_scale_targets,
-    search_scales,
-)
 from smelt.compress.quantize.hqq import pool_errors, select_per_group
-from smelt.compress.quantize.plan_layers import PlannedLayer
-from smelt.compress.quantize.smoothquant import DtypeOf
+from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer, round_to_nearest
+from smelt.compress.quantize.smoothquant import DtypeOf, NormGroup, divide_norm, norm_group
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.models.families.model_blocks import model_attentions
-from smelt.models.structure import Edit
+from smelt.models.edits import Edit, module_names, replace_layer
+from smelt.models.families.model_blocks import SharedInput, model_attentions, norm_consumers, shared_inputs
+from smelt.models.layers import LowRankLinear, ScaledLinear
+from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme
+
+ALPHA_STEPS = 20
+_MIN_SCALE = 1e-4
+_MIN_SHRINK = 0.5  # ranges are clipped to this fraction at most
+
+
+class LayerToScale(NamedTuple):
+    """A matrix, float32 [N, K], with its scheme and options."""
+
+    weight: Tensor
+    scheme: Scheme
+    options: SchemeOptions
+
+
+class ScaleSearchResult(NamedTuple):
+    """The scales of an input, float32 [K], their alpha, and the error relative to unscaled rounding."""
+
+    scales: Tensor
+    alpha: float
+    error_ratio: float
+
+
+def scales_from_magnitudes(magnitudes: Tensor, alpha: float) -> Tensor:
+    """Return s, float32 [K], from the mean magnitudes of the channels."""
+    scales = magnitudes.pow(alpha).clamp(min=_MIN_SCALE)
+    return scales / (scales.max() * scales.min()).sqrt()
+
+
+def search_scales(products: Sequence[LayerToScale], magnitudes: Tensor, moment: Tensor) -> ScaleSearchResult:
+    """Return the scales with the least output error of the linear layers with one input.
+
+    Args:
+        products: the layers that read it.
+        magnitudes: m, float32 [K]; equal in channels that have to share a scale.
+        moment: X X^T, float32 [K, K].
+    """
+    best: tuple[float, int, Tensor] | None = None
+    plain = 0.0
+    for step in range(ALPHA_STEPS):
+        scales = scales_from_magnitudes(magnitudes, step / ALPHA_STEPS)
+        if not bool(scales.isfinite().all()):
+            continue
+        error = sum(_output_error(product, scales, moment) for product in products)
+        plain = error if step == 0 else plain
+        if best is None or error < best[0]:
+            best = (error, step, scales)
+    assert best is not None  # with alpha 0 all scales are 1
+    return ScaleSearchResult(best[2], best[1] / ALPHA_STEPS, best[0] / plain if plain > 0 else 1.0)
+
+
+def _output_error(product: LayerToScale, scales: Tensor, moment: Tensor) -> float:
+    weight, scheme, options = product
+    found = round_to_nearest(weight * scales, scheme, options)
+    off = (
+        scheme.dequantize(found.q_weight, found.qparams, options).flatten(1)[:, : weight.shape[1]] / scales
+        - weight
+    )
+    return float(((off @ moment) * off).sum())
+
+
+def clip_and_quantize(product: LayerToScale, moment: Tensor) -> UnpackedWeights:
+    """Return the quantized weights with the least output error when up to half of each range is clipped.
+
+    Each group's part of the output is compared alone, as in the published code.
+
+    Args:
+        product: the layer, with scales applied.
+        moment: X X^T of its scaled inputs, float32 [K, K].
+    """
+    weight, scheme, options = product
+    width = weight.shape[1]
+    size = scheme.group_size(width, options)
+    groups = split_into_groups(weight, size)
+    pad = groups.shape[1] * size - width
+    blocks = F.pad(moment, (0, pad, 0, pad)).reshape(groups.shape[1], size, groups.shape[1], size)
+    own = torch.stack([blocks[at, :, at] for at in range(groups.shape[1])])  # [G, g, g]
+    ends = groups.abs().amax(dim=-1, keepdim=True)
+    best = dict(scheme.compute_qparams(groups, width, options))
+    least = _group_errors(groups, best, own, scheme, options)
+    for step in range(1, int(_MIN_SHRINK * ALPHA_STEPS)):
+        end = ends * (1 - step / ALPHA_STEPS)
+        grid = scheme.compute_qparams(groups.clamp(-end, end), width, options)
+        errors = _group_errors(groups, grid, own, scheme, options)
+        better = errors < least
+        least = torch.where(better, errors, least)
+        best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
+    return UnpackedWeights(scheme.quantize(groups, best, options), best)
+
+
+def _group_errors(
+    groups: Tensor, grid: QuantParams, own: Tensor, scheme: Scheme, options: SchemeOptions
+) -> Tensor:
+    """Return |(Q(W) - W) X|^2 over all weights that share a scale, [N, G]."""
+    off = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options) - groups
+    return pool_errors((torch.einsum("ngi,gij->ngj", off, own) * off).sum(dim=-1), scheme, options)
+
+
+@dataclass
+class ScaleTarget:
+    """Linear layers with one input that will be quantized, and the target of their scales.
+
+    layers: these layers. norm: the norm with all of its readers, if it takes the scales. producer: the linear
+    layer that takes them, with the rows that `shared_input` defines. Without either, the input is multiplied.
+    """
+
+    layers: list[PlannedLayer]
+    norm: NormGroup | None = None
+    producer: nn.Linear | None = None
+    shared_input: SharedInput = field(default_factory=lambda: SharedInput(()))
+
+    @property
+    def kind(self) -> str:
+        """The kind of target: norm, product or factor."""
+        return "norm" if self.norm else "product" if self.producer else "factor"
+
+    def pool(self, magnitudes: Tensor) -> Tensor:
+        """Return `magnitudes`, float [K], averaged over channels that have to share a scale."""
+        if self.shared_input.repeats == 1:
+            return magnitudes
+        heads = magnitudes.reshape(-1, self.shared_input.repeats, self.shared_input.head_dim)
+        return heads.mean(dim=1, keepdim=True).expand_as(heads).flatten()
+
+    def apply(self, model: Any, scales: Tensor, kind: DtypeOf, edits: list[Edit]) -> Tensor:
+        """Divide the input by `scales`, float32 [K], and multiply the columns; return the applied scales.
+
+        Args:
+            model: changed in place; `layers` too, if names change.
+            scales: the wanted scales; columns include the rounding of norms and factors by their dtype.
+            kind: returns the stored dtype of a tensor from its names.
+            edits: edits of the model; a factor appends its own.
+        """
+        if self.norm is not None:
+            names = module_names(model)[model.get_submodule(self.norm.norm)]
+            return divide_norm(model, self.norm, scales, kind([f"{name}.weight" for name in names]))
+        if self.producer is not None:
+            self._divide_rows(self.producer, scales)
+        else:
+            scales = self._insert_factor(model, scales, kind, edits)
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.module.weight.mul_(scales)
+        return scales
+
+    @torch.no_grad()
+    def _divide_rows(self, maker: nn.Linear, scales: Tensor) -> None:
+        heads = (
+            scales.reshape(-1, self.shared_input.repeats, self.shared_input.head_dim)
+            if self.shared_input.repeats > 1
+            else None
+        )
+        by_row = scales if heads is None else heads[:, 0].flatten()
+        rows = slice(self.shared_input.start, self.shared_input.stop)
+        maker.weight[rows].div_(by_row[:, None])
+        if maker.bias is not None:
+            maker.bias[rows].div_(by_row)
+
+    def _insert_factor(self, model: Any, scales: Tensor, kind: DtypeOf, edits: list[Edit]) -> Tensor:
+        kept = kind([f"{layer.name}.factors" for layer in self.layers])
+        factors = (1 / scales).to(kept).float()
+        factors = factors.where(factors.isfinite() & (factors > 0), torch.ones(()))
+        for at, layer in enumerate(self.layers):
+            new = ScaledLinear(layer.module).train(layer.module.training)
+            new.factors = nn.Parameter(factors.clone(), requires_grad=layer.module.weight.requires_grad)
+            replace_layer(model, edits, layer.name, new, {"op": "scale", "module": layer.name})
+            self.layers[at] = replace(layer, name=f"{layer.name}.linear")
+        return 1 / factors
+
+
+def find_scale_targets(model: Any, layers: Sequence[PlannedLayer]) -> tuple[list[ScaleTarget], list[str]]:
+    """Return the scale targets of the linear layers among `layers`, and the names of layers without one."""
+    finder = _TargetFinder(model, layers)
+    found = [*finder.norm_targets(), *finder.layer_targets()]
+    return found, [layer.name for layer in layers if layer.multiplies and layer.module not in finder.placed]
+
+
+class _TargetFinder:
+    """The linear layers to be quantized, and those that already have a target."""
+
+    def __init__(self, model: Any, layers: Sequence[PlannedLayer]) -> None:
+        self.model, self.names, self.head = model, module_names(model), output_layer(model)
+        self.owners: dict[int, set[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self.owners.setdefault(id(parameter), set()).add(module)
+        self.coded = {
+            layer.module: layer for layer in layers if layer.multiplies and self._owns_weight(layer.module)
+        }
+        self.placed: set[nn.Module] = set()
+
+    def norm_targets(self) -> Iterator[ScaleTarget]:
+        """Yield a target for each norm that only linear layers read."""
+        for feed in norm_consumers(self.model):
+            group = norm_group(self.model, feed) if feed.is_foldable else None
+            coded = self._claim_layers(group.linear_layers) if group else []
+            if coded:
+                yield ScaleTarget(coded, norm=group)
+
+    def layer_targets(self) -> Iterator[ScaleTarget]:
+        """Yield a target for each other input of layers that will be quantized."""
+        feeds = [*shared_inputs(self.model), *self._pairs()]
+        feeds += [SharedInput((layer.name,)) for layer in self.coded.values()]
+        for feed in feeds:
+            readers = [_input_layer(self.model.get_submodule(name)) for name in feed.consumers]
+            maker = self._find_producer(feed, readers)
+            coded = self._claim_layers([m for m in readers if maker is not None or m is not self.head])
+            if coded:
+                yield ScaleTarget(
+                    coded,
+                    producer=maker,
+                    shared_input=feed if maker is not None else SharedInput(feed.consumers),
+                )
+
+    def _pairs(self) -> Iterator[SharedInput]:
+        for module, names in self.names.items():
+            if isinstance(module, LowRankLinear):
+                yield SharedInput((f"{names[0]}.up",), f"{names[0]}.down")
+
+    def _claim_layers(self, modules: Collection[nn.Module]) -> list[PlannedLayer]:
+        found = [self.coded[m] for m in modules if m in self.coded and m not in self.placed]
+        self.placed |= {layer.module for layer in found}
+        return found
+
+    def _owns_weight(self, module: nn.Module) -> bool:
+        """Return whether no other module shares the weight of `module`."""
+        return all(self.owners[id(p)] == {module} for p in module.parameters(recurse=False))
+
+    def _find_producer(self, feed: SharedInput, readers: Sequence[nn.Module]) -> nn.Linear | None:
+        """Return the linear layer that always produces the input of `readers`, if it owns its weight."""
+        found = None if feed.producer is None else _output_layer(self.model.get_submodule(feed.producer))
+        if not isinstance(found, nn.Linear):
+            return None
+        all_of_them = (found, *readers)
+        if not all(type(m) is nn.Linear and self._owns_weight(m) for m in all_of_them):
+            return None
+        blocks = {tuple(sorted(_block_paths(self.names[m]))) for m in all_of_them}
+        return found if len(blocks) == 1 else None
+
+
+def _block_paths(names: Sequence[str]) -> Iterator[str]:
+    """Yield the block path of each name: the part up to its last number."""
+    for name in names:
+        words = name.split(".")
+        last = max((at for at, word in enumerate(words) if word.isdigit()), default=-1)
+        yield ".".join(words[: last + 1])
+
+
+def _input_layer(module: nn.Module) -> nn.Module:
+    """Return the module that reads the input of a layer."""
+    return module.down if isinstance(module, LowRankLinear) else module
+
+
+def _output_layer(module: nn.Module) -> nn.Module:
+    """Return the module that computes the output of a layer."""
+    return module.up if isinstance(module, LowRankLinear) else module
 
 
 class AwqResult(NamedTuple):

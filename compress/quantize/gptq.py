@@ -43,7 +43,7 @@ from smelt.compress.quantize.plan_layers import GridFinder, PlannedLayer
 from smelt.compress.quantize.settings import LowRankCorrection
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.models.structure import is_masked
+from smelt.models.edits import is_masked
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme, is_row_independent

@@ -66,7 +66,7 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     """Return the layers of `model` to quantize by `settings`, in the model's order."""
     from torch import nn
 
-    from smelt.models.structure import module_names
+    from smelt.models.edits import module_names
     from smelt.quantization.layers import is_embedding_table
 
     head = output_layer(model)
@@ -143,7 +143,7 @@ def quantize_layers(
     Raises:
         InputError: a layer's weights are not finite, or its range is missing.
     """
-    from smelt.models.structure import replace_layer
+    from smelt.models.edits import replace_layer
     from smelt.quantization.layers import with_low_rank_correction
 
     # by the weight's identity: the first module quantized from it

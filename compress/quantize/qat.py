@@ -38,16 +38,14 @@ from smelt.compress.quantize.plan_layers import (
     round_to_nearest,
     straight_through,
 )
-from smelt.compress.quantize.qat_settings import QatSettings
-from smelt.compress.quantize.settings import AWQ_METHODS
+from smelt.compress.quantize.settings import AWQ_METHODS, QatSettings
 from smelt.compress.quantize.smoothquant import smooth_like
 from smelt.compress.quantize.step_sizes import StepSizes
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context, StoredDtype
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.edits import fold_batch_norms
-from smelt.models.stored_dtype import stored_dtypes
-from smelt.models.structure import Edit, is_masked, mark_masked, replace_module
+from smelt.models.edits import Edit, fold_batch_norms, is_masked, mark_masked, replace_module
+from smelt.models.empty_model import stored_dtypes
 from smelt.quantization.layers import (
     LowRankCorrectedLinear,
     QuantizedEmbedding,

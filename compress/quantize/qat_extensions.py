@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compress.quantize.qat import QatEmbedding, QatLinear, qat_layers
-from smelt.compress.quantize.qat_settings import QatSettings
+from smelt.compress.quantize.settings import QatSettings
 from smelt.compress.quantize.step_sizes import ActivationStepSize, StepSizes
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.models.structure import Edit, replace_module
+from smelt.models.edits import Edit, replace_module
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import QuantizedLinear, SplitLinear
 from smelt.quantization.matrix import QuantizedMatrix

@@ -41,9 +41,9 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.checkpoint import load_model
+from smelt.models.edits import Edit, is_masked, mark_masked, module_names, replace_layer, replace_module
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.layers import ScaledLinear
-from smelt.models.structure import Edit, is_masked, mark_masked, module_names, replace_layer, replace_module
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     LowRankCorrectedLinear,

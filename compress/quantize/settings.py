@@ -1,4 +1,7 @@
-"""The settings of `quantize`; schemes declare further ones."""
+"""The settings of `quantize`; schemes declare further ones.
+
+The settings `qat` of `finetune` and `distill`.
+"""
 
 from __future__ import annotations
 
@@ -403,3 +406,34 @@ class QuantizeSettings(SchemeSettings):
     def scheme_options(self, scheme: str) -> dict[str, OptionValue]:
         """Return the options of `scheme`, as a quantized layer takes them."""
         return resolve_options(scheme, self)
+
+
+class QatSettings(Settings):
+    """Quantization-aware training of a quantized model."""
+
+    scales: Literal["dynamic", "lsq"] = Field(
+        default="dynamic",
+        description="dynamic: computed from the weights at each update; lsq: learned",
+    )
+    learning_rate: float = Field(
+        default=1e-2,
+        gt=0,
+        description="peak learning rate of learned scales",
+    )
+    weight_splitting: bool = Field(
+        default=False,
+        description="first split each ternary layer into two binary layers (BinaryBERT)",
+    )
+    save_master_weights: bool = Field(
+        default=True,
+        description="store float weights too, for further training",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if "learning_rate" in self.model_fields_set and self.scales != "lsq":
+            raise SettingError(
+                "learning_rate has no effect without scales: lsq; set it, or remove learning_rate",
+                code="unused-setting",
+            )
+        return self

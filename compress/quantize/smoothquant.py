@@ -30,10 +30,10 @@ from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
+from smelt.models.edits import module_names
 from smelt.models.families.model_blocks import NormConsumers, norm_consumers
 from smelt.models.families.registry import family_of
 from smelt.models.layers import LowRankLinear, SharedLinear
-from smelt.models.structure import module_names
 from smelt.quantization.schemes.registry import SCHEMES
 
 # Returns the stored dtype of a weight from all of its names.

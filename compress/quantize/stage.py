@@ -18,7 +18,7 @@ from smelt.quantization.schemes.registry import SCHEMES
 
 if TYPE_CHECKING:
     from smelt.compress.quantize.plan_layers import PlannedLayer
-    from smelt.models.structure import Edit
+    from smelt.models.edits import Edit
 
 _MAX_LISTED = 3  # layers that a warning lists
 
@@ -111,7 +111,7 @@ class Quantize:
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""
-        from smelt.compress.quantize.block_by_block import open_large_model, quantize_blocks
+        from smelt.compress.quantize.calibrate_layers import open_large_model, quantize_blocks
         from smelt.compress.quantize.plan_layers import (
             cp_convolutions,
             is_convolutional,
@@ -121,7 +121,7 @@ class Quantize:
         from smelt.compress.quantize.scheme_options import two_bit_warnings
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.edits import fold_batch_norms
-        from smelt.models.stored_dtype import stored_dtypes, weight_files_size
+        from smelt.models.empty_model import stored_dtypes, weight_files_size
         from smelt.training.training_state import torch_threads
 
         streamed = open_large_model(src, settings, ctx)
@@ -178,10 +178,10 @@ def _quantize_whole(
     """Quantize `layers` of a model in memory; return the edits."""
     from smelt.compress.quantize.calibrate_layers import (
         calibrate_layers,
+        insert_rounding,
         quantizer_factory,
         report_corrections,
     )
-    from smelt.compress.quantize.convolution_rounding import insert_rounding
     from smelt.compress.quantize.plan_layers import quantize_layers
     from smelt.compress.quantize.ranges import scale_underflow_warnings, small_weights
 

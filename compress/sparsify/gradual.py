@@ -32,9 +32,9 @@ from smelt.compress.sparsify.methods import linear_layer_names, linear_layers
 from smelt.compress.sparsify.settings import GradualSparsitySettings, SparsityPattern, parse_pattern
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
+from smelt.models.edits import is_masked, mark_masked
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.layers import LowRankLinear, SharedLinear
-from smelt.models.structure import is_masked, mark_masked
 from smelt.training.extension import (
     LossTerm,
     LossTerms,

@@ -14,7 +14,7 @@ from smelt.core.stage import Context, Need
 from smelt.data.splits import TEXT_TASKS, Task
 
 if TYPE_CHECKING:
-    from smelt.compress.trim_vocabulary.token_counts import TokenizationChange
+    from smelt.compress.trim_vocabulary.vocabulary_rows import TokenizationChange
 
 _MAX_CHANGED_SHARE = 0.05  # of the validation samples
 
@@ -89,13 +89,16 @@ class TrimVocabulary:
             read_kept_tokens,
             write_kept_tokens,
         )
-        from smelt.compress.trim_vocabulary.token_counts import count_tokens, tokenize_split
         from smelt.compress.trim_vocabulary.tokenizers import (
             open_vocabulary,
             select_kept_tokens,
             trim_shortlist,
         )
-        from smelt.compress.trim_vocabulary.vocabulary_rows import keep_vocabulary_rows
+        from smelt.compress.trim_vocabulary.vocabulary_rows import (
+            count_tokens,
+            keep_vocabulary_rows,
+            tokenize_split,
+        )
         from smelt.models.checkpoint import load_tokenizer, save_model
 
         if "train" not in ctx.data:
@@ -152,7 +155,7 @@ def _scored_splits(ctx: Context) -> list[str]:
 
 
 def _renumber_configs(model: Any, new: Mapping[int, int], size: int) -> None:
-    from smelt.compress.trim_vocabulary.vocabulary import renumber_config
+    from smelt.compress.trim_vocabulary.select_tokens import renumber_config
 
     renumber_config(model.config, new, size)
     if model.can_generate():
@@ -167,7 +170,7 @@ def _report_change(
     Raises:
         InputError: a text whose tokens are all kept is tokenized differently, or has new unknown tokens.
     """
-    from smelt.compress.trim_vocabulary.token_counts import compare_tokenizations
+    from smelt.compress.trim_vocabulary.vocabulary_rows import compare_tokenizations
 
     found: TokenizationChange = compare_tokenizations(before, after, new, unknown)
     ctx.details[name] = found.details()

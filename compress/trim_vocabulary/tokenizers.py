@@ -23,8 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from smelt.compress.trim_vocabulary.select_tokens import TokenCounts, TrimVocabularySettings, select_tokens
-from smelt.compress.trim_vocabulary.vocabulary import TrimmableVocabulary, config_token_ids
+from smelt.compress.trim_vocabulary.select_tokens import (
+    TokenCounts,
+    TrimmableVocabulary,
+    TrimVocabularySettings,
+    config_token_ids,
+    select_tokens,
+)
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
 

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from smelt.core.errors import InputError, SettingError
 from smelt.core.stage import Settings
-from smelt.models.length_limits import NO_LIMIT
+from smelt.models.text_rules import NO_LIMIT
 
 DEPLOYABLE_STEPS, ALL_STEPS = "deployable", "all"
 

@@ -11,8 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from smelt.core.messages import Message
-from smelt.core.text import escape_controls
+from smelt.core.messages import Message, escape_controls
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.evaluate.report import chart, view
 from smelt.evaluate.report import headline as notes

@@ -29,16 +29,18 @@ from torch import Tensor, nn
 from smelt.core.messages import Message, warning
 from smelt.export.graphs.attention import (
     MASK_VALUE,
+    AttentionHeads,
     AttentionModule,
     KeyValue,
+    SequencePositions,
     attention_modules,
     exportable_norms,
+    group_query_attention,
     pack_projections,
     split_heads,
 )
+from smelt.export.onnx_settings import supports_gqa
 from smelt.generation.runners import NUM_LOGITS_INPUT
-from smelt.models.emit_causal import AttentionHeads, SequencePositions, group_query_attention
-from smelt.models.gqa_support import supports_gqa
 from smelt.quantization import emit
 
 

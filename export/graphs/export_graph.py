@@ -7,14 +7,30 @@ Optimum's.
 
 Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary,
 C = classes, D = width.
+
+Cache torch's table of ONNX operators, so that a process reads it only once.
+
+torch.onnx.export reads it at each call: the source of a thousand functions is parsed for their names, 0.45 s
+each time, a fifth of a small graph's export (torch 2.13, onnxscript 0.7). For each node it also reads the
+definition of ONNX's operator again, 2 % of that time.
+
+The graphs of an encoder and a decoder.
+
+`encoder_model` also computes the keys and values of cross-attention (once per text, not at each step);
+`decoder_with_past_model` decodes one token.
+
+Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, D = width of the
+model, V = vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,30 +39,243 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smelt.core.errors import InputError, RunError
+from smelt.core.messages import with_article
 from smelt.core.system import gc_paused
-from smelt.core.text import with_article
 from smelt.export.graph_files import deduplicate_matrices
 from smelt.export.graphs.attention import (
+    AttentionModule,
     AttentionScope,
+    GraphSpec,
+    PackedLinear,
     attention_modules,
     exportable_attention,
+    exportable_norms,
     pack_projections,
+    split_heads,
 )
-from smelt.export.graphs.cache_op_registry import cached_op_registry
 from smelt.export.graphs.decoder_only import decoder_only_graph
-from smelt.export.graphs.graph_spec import GraphSpec
-from smelt.export.graphs.seq2seq_graphs import seq2seq_graphs
-from smelt.export.graphs.single_trace import single_trace
-from smelt.export.graphs.skip_unused_metadata import skip_unused_metadata
+from smelt.export.graphs.single_trace import single_trace, skip_unused_metadata
 from smelt.generation.runners import NUM_LOGITS_INPUT, is_causal
 from smelt.models.edits import fold_batch_norms
 from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
 from smelt.models.sentence_model import encoder_result, is_sentence_model
 from smelt.quantization import emit
-from smelt.quantization.layers import QuantizedEmbedding, is_quantized
+from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, is_quantized
 from smelt.runtimes.images import PIXEL_VALUES
 from smelt.runtimes.predict_texts import uses_token_types
 from smelt.runtimes.runner import EMBEDDING_OUTPUT
+
+_SIGNATURES: dict[Any, Any] = {}
+
+
+@contextmanager
+def cached_op_registry() -> Iterator[None]:
+    """Make torch.onnx.export use a copy of the cached table; the first call fills the cache.
+
+    The patched functions are not public. If torch or onnx_ir does not have them, nothing is changed.
+    """
+    with _cached_signatures(), _cached_torch_registry():
+        yield
+
+
+@contextmanager
+def _cached_signatures() -> Iterator[None]:
+    """Cache the definitions of ONNX operators, which are never modified."""
+    try:
+        from onnx_ir.schemas import OpSignature
+    except ImportError:
+        yield
+        return
+    signature: Any = OpSignature
+    reads = vars(signature).get("from_op_schema")
+    if not isinstance(reads, classmethod):
+        yield
+        return
+
+    def from_op_schema(cls: Any, op_schema: Any) -> Any:
+        name = (cls, op_schema.domain, op_schema.name, op_schema.since_version)
+        if name not in _SIGNATURES:
+            _SIGNATURES[name] = reads.__func__(cls, op_schema)
+        return _SIGNATURES[name]
+
+    signature.from_op_schema = classmethod(from_op_schema)
+    try:
+        yield
+    finally:
+        signature.from_op_schema = reads
+
+
+@contextmanager
+def _cached_torch_registry() -> Iterator[None]:
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+    except ImportError:
+        yield
+        return
+    registry: Any = ONNXRegistry
+    reads = vars(registry).get("from_torchlib")
+    if not isinstance(reads, classmethod):
+        yield
+        return
+    registry.from_torchlib = classmethod(_memoized_copy(reads.__func__))
+    try:
+        yield
+    finally:
+        registry.from_torchlib = reads
+
+
+@functools.cache
+def _memoized_copy(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `read` with a cache: the same arguments get a copy of the first result."""
+    kept = functools.cache(read)
+
+    @functools.wraps(read)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        table = copy.copy(kept(*args, **kwargs))
+        # custom operators are added to the caller's copy
+        table.functions = {operator: list(ways) for operator, ways in table.functions.items()}
+        return table
+
+    return answer
+
+
+class Seq2SeqEncoder(nn.Module):
+    """input_ids, attention_mask [B, L] -> last_hidden_state [B, L, D], keys and values [B, H, L, d]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder, self.scope = model.get_encoder(), AttentionScope()
+        self.attentions = attention_modules(model, "encoder_layers")
+        self.rms_norm = self.attentions[0].family.rms_norm
+        crosses = attention_modules(model, "decoder_layers", cross=True)
+        self.heads = [attention.heads.kv_heads for attention in crosses]
+        both = [
+            attention.projection(n)
+            for attention in crosses
+            for n in (attention.parts.key, attention.parts.value)
+        ]
+        once = list(dict.fromkeys(both))  # decoder layers may share them
+        self.pack, self.places = PackedLinear(once), [once.index(product) for product in both]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        """Return the hidden states and each decoder layer's cross-attention keys and values."""
+        self.scope.mask = attention_mask
+        with exportable_attention(self.attentions, self.scope), exportable_norms(self.encoder, self.rms_norm):
+            hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
+        heads = [h for h in self.heads for _ in "kv"]
+        packed = self.pack(hidden)
+        caches = [split_heads(packed[at], h).contiguous() for at, h in zip(self.places, heads, strict=True)]
+        return hidden, *caches
+
+
+class Seq2SeqDecoderStep(nn.Module):
+    """One token and the caches -> logits float32 [B, V], the self-attention caches one longer."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder, self.head, self.scope = (
+            model.get_decoder(),
+            model.get_output_embeddings(),
+            AttentionScope(),
+        )
+        self.attentions = attention_modules(model, "decoder_layers")
+        family = self.attentions[0].family
+        self.rms_norm, self.scale = family.rms_norm, family.output_scale(model.config.to_dict())
+        bias = model.get_buffer(family.logits_bias) if family.logits_bias else None
+        if bias is not None and bool(bias.any()):
+            self.head = _with_bias(self.head, bias.flatten())
+
+    def forward(
+        self, input_ids: Tensor, encoder_attention_mask: Tensor, past: list[Tensor], cross: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return logits, then key and value [B, H, P + 1, d] of each layer."""
+        self.scope.mask = encoder_attention_mask
+        self.scope.past = list(zip(past[::2], past[1::2], strict=True))
+        self.scope.cross = list(zip(cross[::2], cross[1::2], strict=True))
+        self.scope.present = {}
+        with exportable_attention(self.attentions, self.scope), exportable_norms(self.decoder, self.rms_norm):
+            hidden = self.decoder(
+                input_ids,
+                # only enables cross-attention; its keys and values are in the caches
+                encoder_hidden_states=past[0],
+                past_key_values=_CacheLength(past[0].shape[2]),
+                use_cache=True,
+            ).last_hidden_state
+        hidden = hidden if self.scale == 1.0 else hidden * self.scale
+        logits = self.head(hidden.flatten(0, 1))
+        caches = [t for i in range(len(self.scope.present)) for t in self.scope.present[i]]
+        return logits.float(), *caches
+
+
+class _CacheLength:
+    """The part of a transformers cache that a decoder uses: its length."""
+
+    is_updated: dict[int, bool] = {}  # noqa: RUF012
+    is_compileable = False
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
+def _with_bias(head: nn.Module, bias: Tensor) -> nn.Module:
+    """Return an output layer that shares its matrix with `head` and adds `bias`."""
+    new: QuantizedLinear | nn.Linear
+    if isinstance(head, QuantizedLinear):
+        new = head.with_outputs(head.out_features, True)
+        new.matrix = head.matrix
+    elif isinstance(head, nn.Linear):
+        new = nn.Linear(head.in_features, head.out_features, True, device="meta")
+        new.weight = head.weight
+    else:
+        return nn.Sequential(head, _AddBias(bias))
+    old = head.bias
+    new.bias = nn.Parameter(
+        bias.detach() if old is None else bias.detach() + old.detach(), requires_grad=False
+    )
+    return new
+
+
+class _AddBias(nn.Module):
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.bias = nn.Buffer(bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def seq2seq_graphs(model: Any) -> list[GraphSpec]:
+    """Return the two graphs of `model`, with small example inputs."""
+    attentions, crosses = (attention_modules(model, "decoder_layers", cross) for cross in (False, True))
+    ids, mask, token = (torch.ones(2, n, dtype=torch.int64) for n in (7, 7, 1))
+    two = {0: "batch", 1: "encoder_length"}
+    # one of each per layer, unless the layer was skipped
+    cross = [f"{i}.encoder.{kind}" for i in range(len(crosses)) for kind in ("key", "value")]
+    own = [f"{i}.decoder.{kind}" for i in range(len(attentions)) for kind in ("key", "value")]
+    encoder = GraphSpec(
+        "encoder_model", Seq2SeqEncoder(model), (ids, mask), ["input_ids", "attention_mask"],
+        ["last_hidden_state", *(f"present.{n}" for n in cross)], (two, two),
+    )  # fmt: skip
+
+    def caches(modules: list[AttentionModule], length: int) -> list[Tensor]:
+        shapes = [(2, attention.heads.kv_heads, length, attention.heads.head_dim) for attention in modules]
+        return [torch.zeros(shape) for shape in shapes for _ in "kv"]
+
+    decoder = GraphSpec(
+        "decoder_with_past_model", Seq2SeqDecoderStep(model),
+        (token, mask, caches(attentions, 5), caches(crosses, 7)),
+        ["input_ids", "encoder_attention_mask", *(f"past_key_values.{n}" for n in [*own, *cross])],
+        ["logits", *(f"present.{n}" for n in own)],
+        (
+            {0: "batch"}, two,
+            [{0: "batch", 2: "past_length"}] * len(own), [{0: "batch", 2: "encoder_length"}] * len(cross),
+        ),
+    )  # fmt: skip
+    return [encoder, decoder]
+
 
 _ATTENTION_NAME = "smelt"  # transformers has no mask for this name, so it builds none
 

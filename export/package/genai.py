@@ -89,8 +89,8 @@ class GenaiFormat:
         Raises:
             InputError: this runtime does not support the run's generation settings.
         """
-        from smelt.export.package.one_file.text_nodes import special_tokens_around
-        from smelt.models.open_tokenizer import open_tokenizer
+        from smelt.export.package.text_nodes import special_tokens_around
+        from smelt.models.tokenizer import open_tokenizer
 
         config = read_json_object(artifact.path / "config.json")
         decoding = _generation_config(artifact.path, origin.generation)
@@ -132,7 +132,7 @@ def genai_config(source: Path, config: dict[str, Any], decoding: GenerationConfi
         config: the model's Hugging Face config.
         decoding: the generation settings.
     """
-    from smelt.models.length_limits import NO_LIMIT, position_limit
+    from smelt.models.text_rules import NO_LIMIT, position_limit
 
     layers, heads, width = _cache_shapes(source)
     queries = int(config.get("num_attention_heads") or config["n_head"])

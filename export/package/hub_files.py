@@ -23,9 +23,8 @@ from smelt.core.files import read_json_object, write_json
 from smelt.export.package.package_format import PackageOrigin
 from smelt.generation.runners import is_causal
 from smelt.models.families.registry import find_family
-from smelt.models.length_limits import NO_LIMIT, max_input_length
+from smelt.models.text_rules import NO_LIMIT, max_input_length, read_text_rules
 from smelt.models.text_rules import TEXT_RULES_FILE as RULES
-from smelt.models.text_rules import read_text_rules
 from smelt.models.tokenizer import TOKENIZER_INFO_FILE as TOKENIZING
 from smelt.models.tokenizer import read_tokenizer_info
 

@@ -1,13 +1,38 @@
-"""The format `optimum`: graphs with the names and inputs that Optimum's ORTModel classes open."""
+"""The format `optimum`: graphs with the names and inputs that Optimum's ORTModel classes open.
+
+Convert smelt's graphs to those that Optimum and transformers.js expect.
+
+smelt's encoder also outputs the keys and values of cross-attention, and the first step of its decoder gets
+empty caches. In the other layout the encoder outputs only its hidden states, and the decoder's first graph
+computes these keys and values from them. So the nodes that compute them are moved; all others are unchanged.
+Two graphs of a translation model become four:
+
+| graph | inputs | outputs |
+|---|---|---|
+| encoder | input_ids, attention_mask | last_hidden_state |
+| first | input_ids, encoder_attention_mask, encoder_hidden_states | logits, present of both kinds |
+| next | input_ids, encoder_attention_mask, past_key_values of both kinds | logits, present.{i}.decoder |
+| merged | of first and next, use_cache_branch bool [1] | as first |
+
+A sentence embedder's graph gets its hidden states [B, L, D] as an output, because other libraries pool them.
+
+Shapes: B = batch, L = source length or tokens, P = past length, H = heads, d = width of a head,
+V = vocabulary, D = width; input_ids [B, 1], logits [B, 1, V], caches [B, H, P, d] and [B, H, L, d]. Caches
+are ordered as in the tools: key and value of the decoder, then of the encoder. Source of the names:
+optimum/onnxruntime/modeling_seq2seq.py (0.1.0).
+"""
 
 from __future__ import annotations
 
 import shlex
 import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact
+from smelt.core.errors import RunError
 from smelt.core.files import read_json_object
 from smelt.data.splits import SENTENCE_SIMILARITY
 from smelt.export.package.hub_files import (
@@ -21,6 +46,7 @@ from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, Supp
 from smelt.generation.runners import is_causal
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.models.text_rules import SENTENCE_FILES
+from smelt.runtimes.runner import EMBEDDING_OUTPUT
 
 ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH, MODEL_GRAPH = "encoder_model", "decoder_with_past_model", "model"
 FIRST_DECODER_GRAPH, MERGED_DECODER_GRAPH = "decoder_model", "decoder_model_merged"
@@ -100,7 +126,6 @@ def _write_encoder_decoder(source: Path, folder: Path) -> None:
 
     from smelt.export.graph_files import external_data_path, read_graph, share_weights
     from smelt.export.package.hub_files import accept_any_empty_cache
-    from smelt.export.package.optimum_decoders import optimum_graphs
 
     graphs = [
         read_graph(source / f"{name}.onnx", values=False) for name in (ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH)
@@ -127,7 +152,6 @@ def _write_model(source: Path, folder: Path, kind: str) -> None:
 
     from smelt.export.graph_files import external_data_names, read_graph
     from smelt.export.package.hub_files import accept_any_empty_cache
-    from smelt.export.package.optimum_decoders import add_hidden_states_output, name_batch
 
     path = folder / f"{MODEL_GRAPH}.onnx"
     model = read_graph(source / path.name, values=False)
@@ -193,3 +217,308 @@ def _example_code(kind: str, source: Path, origin: PackageOrigin) -> str:
     return "\n".join(
         [*_loading_code(kind, "."), "", *_inference_code(kind, text, generate_arguments(origin))]
     )
+
+
+LAST_HIDDEN_STATE, ENCODER_HIDDEN_STATES, ENCODER_ATTENTION_MASK, USE_CACHE_BRANCH = (
+    "last_hidden_state",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "use_cache_branch",
+)
+_CROSS_PREFIX = "cross."  # prefix of names from the encoder's graph
+
+
+@dataclass(frozen=True)
+class CrossAttentionNodes:
+    """The nodes that compute keys and values of cross-attention from `encoder_hidden_states`.
+
+    nodes, weights: NodeProtos and TensorProtos. outputs: ValueInfoProtos, `present.{i}.encoder.*`.
+    """
+
+    nodes: list[Any]
+    weights: list[Any]
+    outputs: list[Any]
+
+
+@dataclass(frozen=True)
+class OptimumGraphs:
+    """The four graphs of the table, as onnx.ModelProto."""
+
+    encoder: Any
+    decoder: Any
+    decoder_with_past: Any
+    merged_decoder: Any
+
+
+def optimum_graphs(encoder: Any, decoder: Any) -> OptimumGraphs:
+    """Return the graphs made from smelt's `encoder` and `decoder`, each an onnx.ModelProto.
+
+    Weights may be external; the returned graphs refer to the same files.
+
+    Raises:
+        RunError: keys and values depend on more than hidden states.
+    """
+    cross = _extract_cross_attention(encoder.graph)
+    states = _with_name(
+        next(o for o in encoder.graph.output if o.name == LAST_HIDDEN_STATE), ENCODER_HIDDEN_STATES
+    )
+    return OptimumGraphs(
+        _strip_encoder(encoder),
+        _first_decoder(decoder, cross, states),
+        _decoder_with_past(decoder),
+        _merged_decoder(decoder, cross, states),
+    )
+
+
+def _extract_cross_attention(graph: Any) -> CrossAttentionNodes:
+    """Remove the nodes that compute the keys and values from the encoder's `graph`; return copies of them."""
+    outputs = [o for o in graph.output if o.name != LAST_HIDDEN_STATE]
+    found = _nodes_for_outputs(graph, [o.name for o in outputs], stop=LAST_HIDDEN_STATE)
+    renamed = {LAST_HIDDEN_STATE: ENCODER_HIDDEN_STATES, "attention_mask": ENCODER_ATTENTION_MASK} | {
+        o.name: o.name for o in outputs
+    }
+    nodes = []
+    for node in (_copy(node) for node in found):
+        if "input_ids" in node.input and node.op_type != "Shape":
+            raise RunError(
+                f"encoder_model.onnx: node '{node.name}' ({node.op_type}) computes keys or values of"
+                " cross-attention from input_ids, not from the hidden states; this format does not support"
+                " it.",
+                code="unsupported-graph",
+                file="encoder_model.onnx",
+            )
+        node.name = _CROSS_PREFIX + node.name
+        # the mask has the shape of the ids
+        names = renamed | {"input_ids": ENCODER_ATTENTION_MASK}
+        _rename(node.input, names, _CROSS_PREFIX)
+        _rename(node.output, names, _CROSS_PREFIX)
+        nodes.append(node)
+    read = {name for node in found for name in node.input}
+    weights = [_with_name(w, _CROSS_PREFIX + w.name) for w in graph.initializer if w.name in read]
+    return CrossAttentionNodes(nodes, weights, [_copy(o) for o in outputs])
+
+
+def _strip_encoder(model: Any) -> Any:
+    """Return the encoder without the nodes that compute keys and values."""
+    nodes = _nodes_for_outputs(model.graph, [LAST_HIDDEN_STATE])
+    read = {name for node in nodes for name in node.input}
+    outputs = [o for o in model.graph.output if o.name == LAST_HIDDEN_STATE]
+    weights = [w for w in model.graph.initializer if w.name in read]
+    return _make_model(model, nodes, list(model.graph.input), outputs, weights)
+
+
+def _first_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> Any:
+    """Return the decoder's graph for the first token."""
+    from onnx import helper
+
+    graph = decoder.graph
+    own = [i for i in graph.input if _is_cache(i.name, "decoder")]
+    start = [helper.make_node("Shape", ["input_ids"], ["first.batch"], "first.batch", start=0, end=1)]
+    weights = [*cross.weights]
+    for cache in own:
+        nodes, sizes = _empty_cache(cache)
+        start += nodes
+        weights.append(sizes)
+    nodes = [*start, *cross.nodes, *_step_nodes(graph)]
+    inputs = [*(i for i in graph.input if not i.name.startswith("past_")), states]
+    return _make_model(decoder, nodes, inputs, _cache_outputs(graph, cross), [*graph.initializer, *weights])
+
+
+def _decoder_with_past(decoder: Any) -> Any:
+    """Return the decoder's graph for all other tokens; names from the encoder do not change."""
+    graph = decoder.graph
+    nodes = [*(_copy(node) for node in graph.node)]
+    logits = _add_token_axis(nodes, graph)
+    outputs = [logits, *(o for o in graph.output if o.name != "logits")]
+    return _make_model(decoder, nodes, _sort_caches(graph.input), outputs, list(graph.initializer))
+
+
+def _merged_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> Any:
+    """Return one graph for all tokens, with two branches for keys and values of cross-attention."""
+    from onnx import TensorProto, helper
+
+    graph = decoder.graph
+    names = [o.name for o in cross.outputs]
+    # the outputs of both branches have different names
+    here = [_copy(node) for node in cross.nodes]
+    for node in here:
+        for ends in (node.input, node.output):  # one node may read the output of another
+            _rename(ends, {name: f"made.{name}" for name in names})
+    outputs = [_with_name(o, f"made.{o.name}") for o in cross.outputs]
+    given = [_with_name(o, f"given.{o.name}") for o in cross.outputs]
+    pasts = [_past(name) for name in names]
+    take = [helper.make_node("Identity", [p], [g.name], g.name) for p, g in zip(pasts, given, strict=True)]
+    choice = helper.make_node(
+        "If", [USE_CACHE_BRANCH], names, "cross_attention",
+        then_branch=helper.make_graph(take, "given", [], given),
+        else_branch=helper.make_graph(here, "made", [], outputs),
+    )  # fmt: skip
+    branch = helper.make_tensor_value_info(USE_CACHE_BRANCH, TensorProto.BOOL, [1])
+    inputs = [*_sort_caches(graph.input), states, branch]
+    nodes = [choice, *_step_nodes(graph)]
+    return _make_model(
+        decoder, nodes, inputs, _cache_outputs(graph, cross), [*graph.initializer, *cross.weights]
+    )
+
+
+def _step_nodes(graph: Any) -> list[Any]:
+    """Return copies of the decoder's nodes that read the keys and values of the same graph."""
+    nodes = [_copy(node) for node in graph.node]
+    renamed = {i.name: _present(i.name) for i in graph.input if _is_cache(i.name, "encoder")}
+    for node in nodes:
+        _rename(node.input, renamed)
+    _add_token_axis(nodes, graph)
+    return nodes
+
+
+def _add_token_axis(nodes: list[Any], graph: Any) -> Any:
+    """Make `logits` [B, V] of `nodes` [B, 1, V], in place; return their value info."""
+    from onnx import helper
+
+    described = _copy(next(o for o in graph.output if o.name == "logits"))
+    known = {name for node in nodes for name in (node.name, *node.output)}
+    word = "logits"
+    while known & {f"{word}.of_token", f"{word}.axis"}:  # a package that was read again
+        word += "_"
+    inner, by = f"{word}.of_token", f"{word}.axis"
+    for node in nodes:
+        _rename(node.output, {"logits": inner})
+        _rename(node.input, {"logits": inner})
+    axis = helper.make_node("Constant", [], [by], by, value_ints=[1])
+    nodes += [axis, helper.make_node("Unsqueeze", [inner, by], ["logits"], word)]
+    dims = described.type.tensor_type.shape.dim
+    batch, words = _copy(dims[0]), _copy(dims[1])
+    del dims[:]
+    token_axis = type(batch)(dim_value=1)
+    dims.extend([batch, token_axis, words])
+    return described
+
+
+def _cache_outputs(graph: Any, cross: CrossAttentionNodes) -> list[Any]:
+    logits = _add_token_axis([], graph)
+    return _sort_caches([logits, *(o for o in graph.output if o.name != "logits"), *cross.outputs])
+
+
+def _empty_cache(cache: Any) -> tuple[list[Any], Any]:
+    """Return nodes that compute the empty cache `cache` [B, H, 0, d] from first.batch, and their inputs."""
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
+
+    tensor = cache.type.tensor_type
+    _, heads, _, width = (d.dim_value for d in tensor.shape.dim)
+    sizes = numpy_helper.from_array(np.array([heads, 0, width]), f"first.sizes.{cache.name}")
+    zero = helper.make_tensor("zero", tensor.elem_type or TensorProto.FLOAT, [1], [0.0])
+    shape = f"first.shape.{cache.name}"
+    return [
+        helper.make_node("Concat", ["first.batch", sizes.name], [shape], shape, axis=0),
+        helper.make_node("ConstantOfShape", [shape], [cache.name], f"first.{cache.name}", value=zero),
+    ], sizes
+
+
+def _nodes_for_outputs(graph: Any, outputs: Iterable[str], stop: str | None = None) -> list[Any]:
+    """Return the nodes that compute `outputs`, in their order; `stop` is an input."""
+    wanted, found = set(outputs), []
+    for node in reversed(graph.node):
+        if wanted.intersection(node.output) and stop not in node.output:
+            found.append(node)
+            wanted.update(node.input)
+    return found[::-1]
+
+
+def _sort_caches(values: Iterable[Any]) -> list[Any]:
+    """Return `values` with the caches last, by layer, the decoder's before the encoder's."""
+
+    def place(value: Any) -> tuple[int, int]:
+        if not value.name.startswith(("past_key_values.", "present.")):
+            return -1, 0
+        layer, kind = value.name.split(".")[1:3]
+        return int(layer), int(kind == "encoder")
+
+    return sorted(values, key=place)
+
+
+def _is_cache(name: str, kind: str) -> bool:
+    return name.startswith("past_key_values.") and f".{kind}." in name
+
+
+def _past(name: str) -> str:
+    return f"past_key_values.{name.removeprefix('present.')}"
+
+
+def _present(name: str) -> str:
+    return f"present.{name.removeprefix('past_key_values.')}"
+
+
+def _rename(names: Any, renamed: Mapping[str, str], prefix: str = "") -> None:
+    """Rename in place; names that are not in `renamed` get `prefix`; omitted names remain empty."""
+    for place, name in enumerate(names):
+        if name:
+            names[place] = renamed.get(name, prefix + name)
+
+
+def _copy(message: Any) -> Any:
+    new = type(message)()
+    new.CopyFrom(message)
+    return new
+
+
+def _with_name(message: Any, name: str) -> Any:
+    new = _copy(message)
+    new.name = name
+    return new
+
+
+def name_batch(graph: Any) -> None:
+    """Name the batch dimension `batch_size`, in place.
+
+    transformers.js (4.3, `resolveCacheShape`) creates the caches of a first step by this name.
+    """
+    for value in (*graph.input, *graph.output):
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.dim_param == "batch":
+                dimension.dim_param = "batch_size"
+
+
+def _make_model(
+    model: Any, nodes: list[Any], inputs: list[Any], outputs: list[Any], weights: list[Any]
+) -> Any:
+    """Return a model of these parts with the operator sets of `model`."""
+    from onnx import helper
+
+    graph = helper.make_graph(nodes, model.graph.name, inputs, outputs, weights)
+    name_batch(graph)
+    return helper.make_model(
+        graph, opset_imports=list(model.opset_import), ir_version=model.ir_version, producer_name="smelt"
+    )
+
+
+def add_hidden_states_output(model: Any) -> None:
+    """Add the output `last_hidden_state` float32 [B, L, D] to the onnx.ModelProto of an embedder, in place.
+
+    It is the output of the last norm, which is the input of pooling in all supported encoders.
+
+    Raises:
+        RunError: the graph has no such norm.
+    """
+    from onnx import TensorProto, helper
+
+    graph = model.graph
+    last = next((node for node in reversed(graph.node) if node.op_type == "LayerNormalization"), None)
+    if last is None:
+        raise RunError(
+            "model.onnx: it has no LayerNormalization, so its hidden states cannot be found.",
+            code="unsupported-graph",
+            file="model.onnx",
+        )
+    width = (
+        next(o for o in graph.output if o.name == EMBEDDING_OUTPUT).type.tensor_type.shape.dim[-1].dim_value
+    )
+    rows = graph.input[0].type.tensor_type.shape.dim
+    name = last.output[0]
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for place, candidate in enumerate(names):
+                if candidate == name:
+                    names[place] = LAST_HIDDEN_STATE
+    shape = [rows[0].dim_param or rows[0].dim_value, rows[1].dim_param or rows[1].dim_value, width]
+    graph.output.append(helper.make_tensor_value_info(LAST_HIDDEN_STATE, TensorProto.FLOAT, shape))

@@ -1,9 +1,23 @@
-"""The format `transformers.js`: a folder that @huggingface/transformers opens in browsers and in Node."""
+"""The format `transformers.js`: a folder that @huggingface/transformers opens in browsers and in Node.
+
+Write Marian's tokenizer as tokenizer.json: its SentencePiece model as a Unigram, with ids of vocab.json.
+
+It is written only if it gives the same ids on 10,000 generated texts: pieces of the vocabulary, with and
+without spaces, characters of Unicode's blocks, and edge cases. Texts that begin with `>>` and are not a
+language code of the model are left out: Marian takes `>>...<<` for one unknown token, a Unigram splits it.
+
+Source: transformers' convert_slow_tokenizer.py (5.23), `SpmConverter`; sentencepiece's unigram_model.cc.
+"""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
+import random
 import shlex
+import unicodedata
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +42,17 @@ from smelt.export.package.optimum import (
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
-from smelt.models.tokenizer import read_tokenizer_info
+from smelt.models.text_rules import NO_LIMIT
+from smelt.models.tokenizer import (
+    EDGE_CASE_TEXTS,
+    MARIAN_VOCAB_FILE,
+    SENTENCEPIECE_FILE,
+    TOKENIZER_FILE,
+    MarianTokenizer,
+    RustTokenizer,
+    TokenizerInfo,
+    read_tokenizer_info,
+)
 
 ONNX_FOLDER = "onnx"
 _PACKAGE = "@huggingface/transformers@4"
@@ -122,7 +146,7 @@ def transformers_js_dtype(graphs: Any) -> str:
 def _named_graphs(source: Path, kind: str) -> dict[str, Any]:
     """Return the graphs by their names, with their weights."""
     from smelt.export.graph_files import read_graph
-    from smelt.export.package.optimum_decoders import add_hidden_states_output, name_batch, optimum_graphs
+    from smelt.export.package.optimum import add_hidden_states_output, name_batch, optimum_graphs
 
     if kind == "seq2seq":
         encoder, decoder = (
@@ -161,7 +185,6 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
         config["tokenizer_class"] = BERT_TOKENIZER_CLASS if details.types else FAST_TOKENIZER_CLASS
         write_json(folder / TOKENIZER_CONFIG_FILE, config)
         return
-    from smelt.export.package.marian_tokenizer_json import write_marian_tokenizer_json
 
     write_marian_tokenizer_json(source, folder)
     words = {place: word for word, place in details.added.items()}
@@ -218,3 +241,185 @@ def _example_code(kind: str, source: Path, end: str) -> str:
         what = "sentence_embedding" if kind == "sentence" else "logits"
         lines.append(f"console.log((await model(inputs)).{what}.tolist())")
     return end.join(lines)
+
+
+COMPARED_TEXTS = 10_000
+_UNIGRAM_TYPE = 1  # sentencepiece_model.proto, TrainerSpec.ModelType
+_NORMAL_PIECE = 1  # ... SentencePiece.Type
+# Below every sum of scores of a text's pieces: a token of the target only, one character or several. For one
+# character SentencePiece has no piece either, and vocab.json gives its id.
+_ALONE, _TOGETHER = -1000.0, -1500.0
+_SPACE = "\u2581"
+_BLOCKS = ((0x20, 0x7F), (0xA0, 0x250), (0x250, 0x370), (0x370, 0x600), (0x900, 0xE00), (0x1E00, 0x2100),
+           (0x2100, 0x2800), (0x3040, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xFB00, 0xFFFD),
+           (0x1F300, 0x1F650))  # fmt: skip
+
+
+def write_marian_tokenizer_json(source: Path, folder: Path) -> None:
+    """Write tokenizer.json of the Marian model in `source` into `folder`.
+
+    Raises:
+        InputError: its SentencePiece model is not a Unigram, or tokenizer.json would tokenize differently.
+    """
+    details = read_tokenizer_info(source)
+    _make_unigram(source, details).save(str(folder / TOKENIZER_FILE))
+    problem = compare_marian_tokenizers(source, folder, details)
+    if problem is not None:
+        (folder / TOKENIZER_FILE).unlink()
+        raise InputError(
+            f"{source / SENTENCEPIECE_FILE}: a tokenizer.json made from it tokenizes differently: {problem}.",
+            code="tokenizer-differs",
+            file=str(source / SENTENCEPIECE_FILE),
+        )
+
+
+def _make_unigram(source: Path, details: TokenizerInfo) -> Any:
+    """Return the tokenizers.Tokenizer."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+
+    proto = _read_sentencepiece(source / SENTENCEPIECE_FILE)
+    if proto.trainer_spec.model_type != _UNIGRAM_TYPE or proto.trainer_spec.byte_fallback:
+        raise InputError(
+            f"{source / SENTENCEPIECE_FILE}: only SentencePiece Unigram models without byte fallback can be"
+            " converted to tokenizer.json.",
+            code="unsupported-tokenizer",
+            file=str(source / SENTENCEPIECE_FILE),
+        )
+    words = _vocabulary_tokens(source, details)
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL_PIECE}
+    vocabulary = [(word, scores.get(word, _added_token_score(word))) for word in words]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=details.unknown))
+    chars = proto.normalizer_spec.precompiled_charsmap
+    steps: list[Any] = [normalizers.Precompiled(chars)] if chars else []
+    steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    joined = decoders.Metaspace(prepend_scheme="always", split=False)
+    # decoders.Strip panics on an empty text
+    ends = decoders.Replace(Regex("^ +| +$"), "")
+    tokenizer.decoder = decoders.Sequence([joined, decoders.Fuse(), ends])
+    special = set(details.special)
+    added = [word for word in words if word in details.added or _is_language_token(word)]
+    tokenizer.add_special_tokens(
+        [AddedToken(word, normalized=False) for word in added if details.added.get(word) in special]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(word, normalized=False) for word in added if details.added.get(word) not in special]
+    )
+    end = words[details.eos or 0]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, details.eos or 0)]
+    )
+    return tokenizer
+
+
+def _vocabulary_tokens(source: Path, details: TokenizerInfo) -> list[str]:
+    """Return all tokens in the order of their ids.
+
+    Raises:
+        InputError: an id has no token.
+    """
+    ids: Mapping[str, int] = read_json_object(source / MARIAN_VOCAB_FILE) | details.added
+    words = {place: word for word, place in ids.items()}
+    if sorted(words) != list(range(len(ids))):
+        raise InputError(
+            f"{source / MARIAN_VOCAB_FILE}: its ids have gaps or duplicates; tokenizer.json requires"
+            f" consecutive ids.",
+            code="vocabulary-gaps",
+            file=str(source / MARIAN_VOCAB_FILE),
+        )
+    return [words[place] for place in range(len(words))]
+
+
+def _added_token_score(word: str) -> float:
+    return _ALONE if len(word) == 1 else _TOGETHER * len(word)
+
+
+def _is_language_token(word: str) -> bool:
+    return word.startswith(">>") and word.endswith("<<")
+
+
+def compare_marian_tokenizers(source: Path, folder: Path, details: TokenizerInfo) -> str | None:
+    """Return the first difference between tokenizer.json in `folder` and Marian's own, or None."""
+    own, converted = MarianTokenizer(source, details), RustTokenizer(folder, details)
+    texts = comparison_texts(source, details)
+    wanted = own.encode_batch(texts, NO_LIMIT).ids
+    for text, expected, found in zip(texts, wanted, converted.encode_batch(texts, NO_LIMIT).ids, strict=True):
+        if expected != found:
+            return f"ids of {text[:60]!r}: {found[:12]} instead of {expected[:12]}"
+    for row, original, read in zip(
+        wanted, own.decode_batch(wanted), converted.decode_batch(wanted), strict=True
+    ):
+        if original != read:
+            return f"the text of {row[:12]}: {read[:60]!r} instead of {original[:60]!r}"
+    return None
+
+
+def comparison_texts(source: Path, details: TokenizerInfo, count: int = COMPARED_TEXTS) -> list[str]:
+    """Return `count` texts that the two are compared on, the same ones each time for a vocabulary."""
+    words = _vocabulary_tokens(source, details)
+    plain = [w for w in words if w not in details.added and not _is_language_token(w)]
+    known = {
+        letter
+        for p in _read_sentencepiece(source / SENTENCEPIECE_FILE).pieces
+        if p.type == _NORMAL_PIECE
+        for letter in p.piece
+    }
+    alone = {word for word in words if len(word) == 1} - known
+    drawn = random.Random(0)
+    texts = [t for t in EDGE_CASE_TEXTS if not t.startswith(">>")]
+    texts += [f"{w} {drawn.choice(plain)}" for w in words if _is_language_token(w)][:200]
+    while len(texts) < count:
+        text = _random_text(drawn, plain, len(texts) % 4)
+        if not text.lstrip().startswith(">>") and not _has_adjacent_unknown(text, known, alone):
+            texts.append(text)
+    return texts
+
+
+def _random_text(drawn: random.Random, plain: Sequence[str], kind: int) -> str:
+    """Return a text: pieces joined, as title-case words, after other letters, or in capitals."""
+    pieces = drawn.choices(plain, k=drawn.randint(1, 12))
+    if kind == 0:
+        return "".join(pieces).replace(_SPACE, " ")
+    if kind == 1:
+        return " ".join(piece.strip(_SPACE) for piece in pieces).title()
+    if kind == 2:
+        low, high = drawn.choice(_BLOCKS)
+        letters = "".join(chr(drawn.randint(low, high - 1)) for _ in range(drawn.randint(1, 6)))
+        return f"{_strip_combining_marks(letters)} {pieces[0].strip(_SPACE)}"
+    return "".join(pieces[:3]).replace(_SPACE, " ").upper() + drawn.choice(".,!?;: \n\t")
+
+
+def _has_adjacent_unknown(text: str, known: Set[str], alone: Set[str]) -> bool:
+    """Return whether two adjacent characters are unknown to the source, and the target knows one of them."""
+    letters = unicodedata.normalize("NFKC", text)
+    strange = {letter for letter in letters if letter not in known and not letter.isspace()}
+    return any({a, b} <= strange and not alone.isdisjoint((a, b)) for a, b in itertools.pairwise(letters))
+
+
+def _strip_combining_marks(text: str) -> str:
+    """Return `text` without combining marks after characters that NFKC changes."""
+    kept = ""
+    for letter in text:
+        before = kept[-1:]
+        if unicodedata.category(letter)[0] != "M" or unicodedata.normalize("NFKC", before) == before:
+            kept += letter
+    return kept
+
+
+def _read_sentencepiece(path: Path) -> Any:
+    """Return the ModelProto of a SentencePiece file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    protobuf: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    proto = protobuf.ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf raises several classes for the same error
+        raise InputError(
+            f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-file", file=str(path)
+        ) from error
+    return proto

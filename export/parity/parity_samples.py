@@ -19,7 +19,7 @@ from smelt.data.batch import Batch
 from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Split, Task, input_texts
 from smelt.generation.runners import is_causal
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.length_limits import max_input_length
+from smelt.models.text_rules import max_input_length
 from smelt.models.tokenizer import EncodedTexts
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
 from smelt.runtimes.predict_texts import encode_texts, pad_batch
@@ -180,7 +180,7 @@ def causal_batch(
     The last one is the longest and has no padding. Arguments are those of `parity_batch`.
     """
     from smelt.generation.prompt_batches import pad_left, padding_token
-    from smelt.models.text_windows import join_texts
+    from smelt.models.text_rules import join_texts
 
     most = max(2, min(length, limit - PARITY_STEPS))
     split = _select_split(data)

@@ -13,7 +13,7 @@ from smelt.export.tensorrt.build_engine import ProfileShapes, profile_shapes
 from smelt.export.tensorrt.preflight import check_profile, load_graph
 from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import ProviderSettings
-from smelt.runtimes.ort_tensorrt_options import ProviderOptions, format_shapes, write_provider_options
+from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, format_shapes, write_provider_options
 
 if TYPE_CHECKING:
     from smelt.core.stage import Context
@@ -36,7 +36,7 @@ def export_provider_options(
         InputError: there are no data to compute lengths from, and no lengths are set.
         RunError: the sizes do not fit a graph.
     """
-    from smelt.runtimes.tensorrt_sidecar import graph_hash
+    from smelt.runtimes.tensorrt_engine import graph_hash
 
     [ranges], limit = profile_ranges(source, settings.as_tensorrt_settings(), ctx, "onnx: {engine: {%s}}")
     options: dict[str, ProviderOptions] = {}

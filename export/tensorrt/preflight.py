@@ -2,23 +2,46 @@
 
 TensorRT's parser stops at the first import error and names it by an assertion; some errors (an infinite
 constant, a profile longer than the position table) it does not report at all. The rules
-(`rules/rule_table.py`) find all of them at once, with the node and what to do; this module runs them and
+(`operator_rules.py`, `value_rules.py`) find all of them at once, with the node and what to do; this module runs them and
 checks profiles. Limits and rules: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt), tested with
 11.4.
+
+Check a third-party ONNX file with the TensorRT rules, in a subprocess with limits.
+
+The limits of memory and time, and the checks before any value is read (size and offset of each tensor, names
+that connect the nodes), are those of graphs that a recipe starts from. ONNX Runtime is not used.
+
+Parse a graph with the installed TensorRT, in a subprocess.
+
+A native library that crashes may take its process with it, and the parser needs a builder, which the full
+TensorRT creates only if there is a GPU. As a script: `python -m smelt.export.tensorrt.preflight FILE`
+prints the errors as a JSON list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from smelt.core.errors import RunError
+from smelt.core.errors import InputError, RunError
+from smelt.core.messages import Message
+from smelt.core.system import child_environment, python_command
 from smelt.export.tensorrt.build_engine import DIMENSION_NAMES, ProfileShapes
-from smelt.export.tensorrt.rules.checked_graph import TensorrtProblem, read_checked_graph
-from smelt.export.tensorrt.rules.rule_table import run_rules
-from smelt.export.tensorrt.rules.value_rules import missing_external_data
+from smelt.export.tensorrt.checked_graph import TensorrtProblem, read_checked_graph
+from smelt.export.tensorrt.operator_rules import run_rules
+from smelt.export.tensorrt.value_rules import missing_external_data
 from smelt.runtimes.third_party.graph_files import UNNAMED_DIMENSIONS
+from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, run_isolated
+from smelt.runtimes.third_party.validate_graph import validation_limits
+
+if TYPE_CHECKING:
+    from smelt.export.tensorrt.checked_graph import TensorrtProblem
+
 
 __all__ = ["TensorrtProblem", "check_profile", "load_graph", "preflight"]
 
@@ -109,3 +132,227 @@ def _position_problems(
                 f" {{lengths: ...}}",
                 rule="profile-too-long",
             )
+
+
+_MAX_PROBLEMS = 20
+_REEXPORT_HINT = "Copy it again, or export the model again."
+
+
+def check_onnx_for_tensorrt(path: Path) -> list[TensorrtProblem]:
+    """Return the problems of the file `path`: what TensorRT rejects or silently computes differently."""
+    try:
+        answer = run_isolated(__name__, [str(path)], validation_limits(path))
+    except OSError as error:
+        return [_unreadable_problem(path, f"{path}: the file cannot be read: {error.strerror}")]
+    except IsolatedProcessError as error:
+        return [_unreadable_problem(path, f"{path}: the check failed: {error}.")]
+    return [TensorrtProblem(*problem) for problem in answer]
+
+
+def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
+    """Check the file that `arguments` name, in this process."""
+    path = Path(arguments[0])
+    try:
+        model = load_graph(path)
+        broken = list(dict.fromkeys(_structural_problems(model, path)))
+        if broken:  # rules cannot check values that are missing
+            more = [f"and {len(broken) - _MAX_PROBLEMS} more"] * (len(broken) > _MAX_PROBLEMS)
+            return [
+                TensorrtProblem("error", f"{text}.", "", _REEXPORT_HINT, "damaged", path.name)
+                for text in [*map(str, broken[:_MAX_PROBLEMS]), *more]
+            ]
+        return preflight(model, path)
+    except RunError as error:
+        if "alloc" in str(error.__cause__).lower():  # the parser reached the memory limit
+            raise MemoryError from error
+        return [_unreadable_problem(path, str(error))]
+
+
+def _structural_problems(model: Any, path: Path) -> Iterator[Message]:
+    """Yield the tensors that are not stored as the file declares, and broken connections."""
+    from smelt.runtimes.third_party.graph_files import tensor_problems
+    from smelt.runtimes.third_party.graph_structure import structure_problems
+
+    yield from tensor_problems(model, path)
+    yield from structure_problems(model)
+
+
+def _unreadable_problem(path: Path, reason: str) -> TensorrtProblem:
+    return TensorrtProblem("error", reason, rule="unreadable", graph=path.name)
+
+
+_TIMEOUT_SECONDS = 300
+
+
+class ParserResult(NamedTuple):
+    """asked: the TensorRT version, None if none could run. errors: of the parser. why: why none could run."""
+
+    asked: str | None
+    errors: tuple[str, ...] = ()
+    why: str = ""
+
+
+def run_parser(path: Path) -> ParserResult:
+    """Parse `path` with the installed TensorRT; if it cannot run, return the reason."""
+    from smelt.runtimes.tensorrt_engine import find_tensorrt
+
+    name = find_tensorrt()
+    if name is None:
+        return ParserResult(None, why="TensorRT is not installed (pip install tensorrt).")
+    command = python_command("-m", __name__, str(path))
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+            env=child_environment(),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return ParserResult(None, why=f"its process failed: {error}")
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        output = (done.stderr.strip() or "nothing").splitlines()[-1]
+        return ParserResult(
+            None, why=f"{name} exited with code {done.returncode}. Its output: {output[:200]}"
+        )
+    answer = json.loads(lines[-1])
+    return ParserResult(answer["asked"], tuple(answer["errors"]), answer["why"])
+
+
+def _parse_here(path: Path) -> ParserResult:
+    """Parse `path` in this process."""
+    from smelt.core.errors import SmeltError
+    from smelt.export.tensorrt.build_engine import make_builder, parse_onnx
+    from smelt.runtimes.tensorrt_engine import import_tensorrt, make_logger
+
+    try:
+        trt = import_tensorrt()
+        logger = make_logger(trt)
+        builder = make_builder(trt, logger, path.name)
+    except SmeltError as error:
+        return ParserResult(None, why=f"no builder can be created here. {error}")
+    asked = f"{trt.__name__} {trt.__version__}"
+    try:
+        parse_onnx(trt, builder.create_network(0), logger, path)
+    except SmeltError as error:
+        return ParserResult(asked, tuple(str(error).splitlines()))
+    return ParserResult(asked)
+
+
+_MAX_SHOWN = 3
+"""Nodes listed for one problem; a quantized model can have hundreds."""
+
+
+@dataclass(frozen=True)
+class GraphCheck:
+    """The check of one graph. problems: results of the rules. verdict: result of TensorRT's parser."""
+
+    path: Path
+    problems: tuple[TensorrtProblem, ...]
+    verdict: ParserResult
+
+    @property
+    def rejected(self) -> bool:
+        """Whether TensorRT would reject the graph, or build an engine with wrong results."""
+        return bool(self.verdict.errors) or any(p.severity == "error" for p in self.problems)
+
+
+def check_tensorrt_graphs(source: Path) -> list[GraphCheck]:
+    """Check an ONNX file, or all graphs of a folder.
+
+    Raises:
+        InputError: there is no ONNX file.
+    """
+    return [_check_graph(path) for path in _onnx_files(source)]
+
+
+def _onnx_files(given: Path) -> list[Path]:
+    if given.is_file():
+        return [given]
+    if not given.is_dir():
+        raise InputError(
+            f"{given}: no such file or folder. Expected an ONNX file, or an artifact of the onnx stage.",
+            code="missing-file",
+            file=str(given),
+        )
+    found = sorted(given.glob("*.onnx")) or sorted(given.glob("onnx/*.onnx"))
+    if not found:
+        raise InputError(
+            f"{given}: no .onnx file in this folder. Export the model first: onnx: {{target: tensorrt}}.",
+            code="missing-graph",
+            file=str(given),
+        )
+    return found
+
+
+def _check_graph(path: Path) -> GraphCheck:
+    problems = tuple(check_onnx_for_tensorrt(path))
+    if any(problem.rule in ("unreadable", "damaged") for problem in problems):
+        return GraphCheck(path, problems, ParserResult(None, why="cannot read the file."))
+    return GraphCheck(path, problems, run_parser(path))
+
+
+def describe_checks(checks: list[GraphCheck]) -> str:
+    """Return the problems as text, grouped by kind."""
+    return "\n".join(line for checked in checks for line in _problem_lines(checked))
+
+
+def _problem_lines(checked: GraphCheck) -> Iterator[str]:
+    from smelt.export.tensorrt.operator_rules import OUTCOMES
+
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for problem in checked.problems:
+        kind = OUTCOMES.get(problem.rule, "rejected")
+        kinds.setdefault((kind, problem.reason, problem.hint), []).append(problem.location)
+    yield f"{checked.path}: {_summary_line(checked)}"
+    for (outcome, reason, hint), places in kinds.items():
+        named = ", ".join(place for place in places[:_MAX_SHOWN] if place)
+        more = f" and {len(places) - _MAX_SHOWN} more" if len(places) > _MAX_SHOWN else ""
+        yield f"  {outcome}: {named}{more}{': ' if named else ''}{reason}"
+        if hint:
+            yield f"    -> {hint}"
+    yield from _verdict_lines(checked.verdict)
+
+
+def _summary_line(checked: GraphCheck) -> str:
+    if checked.rejected:
+        return "TensorRT would reject this"
+    return "builds, with problems" if checked.problems else "no problems found"
+
+
+def _verdict_lines(verdict: ParserResult) -> Iterator[str]:
+    if verdict.asked is None:
+        yield f"  TensorRT's parser was not run: {verdict.why}"
+    elif not verdict.errors:
+        yield f"  TensorRT's parser ({verdict.asked}): accepted"
+    for error in verdict.errors:
+        yield f"  TensorRT's parser ({verdict.asked}): {error}"
+
+
+def checks_as_json(checks: list[GraphCheck]) -> list[dict[str, Any]]:
+    """Return the checks as JSON values: file, verdict and problems of each graph."""
+    from smelt.export.tensorrt.operator_rules import OUTCOMES
+
+    return [
+        {
+            "file": str(c.path),
+            "rejected": c.rejected,
+            "problems": [
+                {
+                    "rule": p.rule, "outcome": OUTCOMES.get(p.rule, "rejected"), "location": p.location,
+                    "message": p.reason, "hint": p.hint,
+                }
+                for p in c.problems
+            ],
+            "parser": {
+                "version": c.verdict.asked, "errors": list(c.verdict.errors), "not_run": c.verdict.why,
+            },
+        }
+        for c in checks
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps(_parse_here(Path(sys.argv[1]))._asdict()))

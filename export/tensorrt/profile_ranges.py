@@ -50,7 +50,7 @@ def profile_ranges(
         InputError: there are no data to compute lengths from and no lengths are set, or no profile covers all
             others.
     """
-    from smelt.models.length_limits import position_limit
+    from smelt.models.text_rules import position_limit
 
     config = load_json(folder / "config.json")
     limit = position_limit(config)
@@ -161,8 +161,7 @@ def _max_prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtS
     if settings.lengths is not None:
         return settings.lengths.max
     from smelt.models.checkpoint import load_tokenizer
-    from smelt.models.length_limits import max_input_length
-    from smelt.models.text_windows import window_length
+    from smelt.models.text_rules import max_input_length, window_length
 
     windows = next((ctx.data[name].windows for name in _SPLIT_ORDER if name in ctx.data), None)
     return window_length(windows, max_input_length(load_tokenizer(folder), config))

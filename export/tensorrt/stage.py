@@ -28,12 +28,12 @@ from smelt.export.tensorrt.profile_ranges import (
     third_party_shapes,
 )
 from smelt.export.tensorrt.settings import TensorrtSettings
-from smelt.runtimes.tensorrt_module import import_tensorrt
-from smelt.runtimes.tensorrt_sidecar import (
+from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
     current_gpu,
     external_data_files,
     graph_hash,
+    import_tensorrt,
     record_built_engine,
     write_sidecar,
 )

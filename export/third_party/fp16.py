@@ -191,8 +191,9 @@ def _crashing_transposes(nodes: list[Any]) -> set[str]:
 def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str]:
     """Return the first outputs of the nodes with inputs, outputs or sums near or above float16's range."""
     from smelt.export.graph_files import write_graph
-    from smelt.export.precision.half_graphs import FP16_MAX, FP16_SAFE_MAX
-    from smelt.export.precision.value_ranges import (
+    from smelt.export.precision.half_graphs import (
+        FP16_MAX,
+        FP16_SAFE_MAX,
         MAX_OUTPUT_PREFIX,
         SUM_PREFIX,
         open_with_measurements,

@@ -151,8 +151,8 @@ def _open_graph(
 ) -> Iterator[tuple[GraphRunner, SampleArrays]]:
     """Yield a runner of the artifact in `folder`, and the samples in `data`."""
     from smelt.runtimes.registry import open_runner
-    from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
     from smelt.runtimes.third_party.graph_runner import GraphRunner
+    from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
     artifact = read_artifact(folder)
     artifact.verify()

@@ -13,7 +13,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import messages_to_json
 from smelt.core.stage import Progress, no_progress
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
+from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings

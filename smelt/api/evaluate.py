@@ -11,7 +11,7 @@ from typing import Any
 from smelt.api.array_models import read_array_rows
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, combined_error, did_you_mean
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 from smelt.data.examples import read_split
 from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
@@ -21,7 +21,7 @@ from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
 from smelt.pipeline.recipe.model_and_data import METRICS_BY_PROBLEM, metric_mistakes
 from smelt.pipeline.recipe.recipe import DEFAULT_METRICS, METRICS_BY_TASK
-from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
+from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
 
 def evaluate_artifact(

@@ -1,6 +1,8 @@
 """Write an artifact as a self-contained folder for deployment, for `smelt package`.
 
 The steps, scores and warnings in the package's README come from the report of the run that made the artifact.
+
+The package formats. A new format is one file and one line here.
 """
 
 from __future__ import annotations
@@ -13,11 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact, read_manifest
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json
 from smelt.core.messages import Message, warning
 from smelt.data.splits import CUSTOM_TASK
-from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
+from smelt.export.package.genai import GenaiFormat
+from smelt.export.package.huggingface import HuggingFaceFormat
+from smelt.export.package.one_file_format import OneFileFormat
+from smelt.export.package.optimum import OptimumFormat
+from smelt.export.package.package_format import PackageFormat
+from smelt.export.package.standalone.standalone_format import StandaloneFormat
+from smelt.export.package.transformers_js import TransformersJsFormat
+from smelt.export.package.triton_format import TritonFormat
+from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
 if TYPE_CHECKING:
     from smelt.evaluate.report.schema import Quality, ReportData, ScoresOnTest
@@ -224,7 +234,6 @@ def package_artifact(
         InputError: no such artifact or format, the format does not support it, or `out` cannot be written.
         RunError: the disk is full, or the package failed its checks.
     """
-    from smelt.export.package.registry import PACKAGE_FORMATS, find_package_format
     from smelt.export.package.write_package import require_empty_destination, require_supported, write_package
 
     if out is not None and not os.fspath(out).strip():
@@ -282,3 +291,27 @@ def _require_outside(folder: Path, artifact: Artifact) -> None:
             code="inside-run",
             file=str(folder),
         )
+
+
+PACKAGE_FORMATS: dict[str, PackageFormat] = {
+    form.name: form
+    for form in (
+        StandaloneFormat(), OneFileFormat(), OptimumFormat(), TransformersJsFormat(), GenaiFormat(),
+        TritonFormat(), HuggingFaceFormat(),
+    )
+}  # fmt: skip
+
+
+def find_package_format(name: str) -> PackageFormat:
+    """Return the format `name`.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in PACKAGE_FORMATS:
+        raise InputError(
+            f"unknown package format '{name}'. Available:"
+            f" {', '.join(PACKAGE_FORMATS)}.{did_you_mean(name, PACKAGE_FORMATS)}",
+            code="unknown-package-format",
+        )
+    return PACKAGE_FORMATS[name]

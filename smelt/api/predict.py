@@ -17,8 +17,7 @@ from typing import Any
 from smelt.api.load import CLASSIFICATION_TASK, TruncationCounter, parse_generation
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, TruncationWarning, did_you_mean
-from smelt.core.messages import Message, warning
-from smelt.core.text import find_lone_surrogate
+from smelt.core.messages import Message, find_lone_surrogate, warning
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
@@ -26,7 +25,7 @@ from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO
 from smelt.pipeline.execute.scoring import prediction_text
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.runner import ClassPrediction, predictions_from_logits
-from smelt.runtimes.third_party.artifact_safety import require_safe_artifact
+from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
 # Texts per chunk: outputs are shown after each chunk.
 _CHUNK_SIZE = 1024

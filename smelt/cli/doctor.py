@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from smelt.cli.options import CheckGroup, CheckResult, check_runtime, first_error_line
+from smelt.cli.commands import CheckGroup, CheckResult, check_runtime, first_error_line
 
 
 def try_torch() -> Iterator[CheckResult]:
@@ -94,10 +94,9 @@ def _build_tiny_engine() -> str:
 
     import numpy as np
 
-    from smelt.runtimes.ort_tensorrt_options import ProviderOptions
+    from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, open_provider_session
     from smelt.runtimes.ort_tensorrt_provider import onnxruntime_version
-    from smelt.runtimes.ort_tensorrt_session import open_provider_session
-    from smelt.runtimes.tensorrt_sidecar import graph_hash
+    from smelt.runtimes.tensorrt_engine import graph_hash
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny.onnx"
@@ -174,7 +173,7 @@ def try_engines() -> Iterator[CheckResult]:
 
 def _create_builder() -> str:
     from smelt.pipeline.inspect.machine import cuda_missing_reason
-    from smelt.runtimes.tensorrt_module import find_tensorrt, import_tensorrt
+    from smelt.runtimes.tensorrt_engine import find_tensorrt, import_tensorrt
 
     if find_tensorrt() is None:
         raise ModuleNotFoundError(name="tensorrt")

@@ -10,13 +10,18 @@ from typing import Any
 
 import click
 
-from smelt.cli.bench import bench
-from smelt.cli.init import init
-from smelt.cli.options import FOLDER_TYPE, device_options, generation_options, print_untrusted
-from smelt.cli.package import package
-from smelt.cli.predict import predict
+from smelt.cli.commands import (
+    FOLDER_TYPE,
+    bench,
+    device_options,
+    generation_options,
+    init,
+    package,
+    predict,
+    print_untrusted,
+    tensorrt_check,
+)
 from smelt.cli.store import store
-from smelt.cli.tensorrt_check import tensorrt_check
 from smelt.core.system import SAFE_PATH_VARIABLE
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
 

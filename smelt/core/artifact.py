@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, sha256_of
-from smelt.core.messages import Message, messages_to_json
-from smelt.core.text import escape_controls
+from smelt.core.messages import Message, escape_controls, messages_to_json
 
 Format = Literal["torch", "onnx", "tensorrt"]
 MANIFEST = "manifest.json"

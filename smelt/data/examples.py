@@ -16,7 +16,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
-from smelt.core.text import find_lone_surrogate
+from smelt.core.messages import find_lone_surrogate
 from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from smelt.core.errors import InputError, SettingError
 from smelt.core.stage import Settings
-from smelt.models.length_limits import position_table_size
+from smelt.models.text_rules import position_table_size
 
 TokenId = Annotated[int, Field(ge=0)]
 _OF_BEAMS = ("length_penalty", "early_stopping")

@@ -15,7 +15,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch
 from smelt.generation.config import GenerationConfig, GenerationSettings
-from smelt.models.length_limits import NO_LIMIT
+from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import as_text_tokenizer
 from smelt.runtimes.runner import Runner
 

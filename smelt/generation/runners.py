@@ -25,7 +25,7 @@ from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch, Logits, Tokens
 from smelt.generation.shortlist import Shortlist, read_shortlist, vocabulary_sizes
 from smelt.models.families.registry import find_family
-from smelt.models.text_windows import TextWindows
+from smelt.models.text_rules import TextWindows
 from smelt.runtimes.backend import GENERATION_GRAPHS, Backend, Feeds, GraphInterface, ModelGraphs
 from smelt.runtimes.runner import ModelFiles, Runner, TokenGenerator
 

@@ -2,6 +2,8 @@
 
 Tensors are assigned to a model's parameters by name, and shared ones are tied. Weights must match the config:
 no tensor is ignored, and none is initialized at random.
+
+Stores a model's text rules in its folder, and the first token of its target language.
 """
 
 from __future__ import annotations
@@ -17,25 +19,34 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from smelt.core.artifact import is_artifact_file
 from smelt.core.errors import InputError
-from smelt.core.files import read_json_object
+from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
-from smelt.models.conv1d import transpose_conv1d_tensors
-from smelt.models.empty_model import empty_model
+from smelt.models.edits import Edit, add_mask_edits, write_edits
+from smelt.models.empty_model import (
+    cast_to_stored,
+    config_dtype,
+    empty_model,
+    load_config,
+    silence_transformers,
+    stored_dtypes,
+    transpose_conv1d_tensors,
+)
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.sentence_model import as_bare_encoder, is_sentence_model
-from smelt.models.silence_transformers import silence_transformers
-from smelt.models.stored_dtype import cast_to_stored, config_dtype, stored_dtypes
-from smelt.models.structure import Edit, add_mask_edits, write_edits
 from smelt.models.text_rules import (
     MODULES_FILE,
     SENTENCE_CONFIG_FILE,
     SENTENCE_FILES,
+    TEXT_RULES_FILE,
+    TextRules,
     apply_text_rules,
+    language_token_id,
     read_text_rules,
 )
 from smelt.models.weight_files import (
@@ -369,3 +380,30 @@ def copy_tokenizer(src: Path, out: Path) -> None:
         if (src / MODULES_FILE).is_file() and (src / name).is_file():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(src / name, out / name)
+
+
+def write_text_rules(folder: Path, rules: TextRules) -> None:
+    """Write `rules` to the model's `folder`, replacing earlier ones.
+
+    A target language also becomes the first generated token: the decoder's start for
+    MBartTokenizer (mBART-25), else the forced first token (mBART-50), as transformers' tokenizers document.
+
+    Raises:
+        InputError: the tokenizer does not have a language.
+    """
+    if rules == TextRules():
+        (folder / TEXT_RULES_FILE).unlink(missing_ok=True)
+        return
+    write_json(folder / TEXT_RULES_FILE, rules.model_dump(exclude_defaults=True))
+    if rules.target_language is None:
+        return
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    token = language_token_id(tokenizer, rules.target_language)
+    path = folder / "generation_config.json"
+    settings = read_json_object(path) or GenerationConfig.from_model_config(config).to_dict()
+    if type(tokenizer).__name__ == "MBartTokenizer":
+        settings["decoder_start_token_id"] = config.decoder_start_token_id = token
+        config.save_pretrained(folder)
+    else:
+        settings["forced_bos_token_id"] = token
+    GenerationConfig.from_dict(settings).save_pretrained(folder)

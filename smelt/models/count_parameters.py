@@ -11,9 +11,9 @@ from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
+from smelt.models.edits import read_edits
 from smelt.models.empty_model import empty_model
 from smelt.models.families.registry import FAMILIES
-from smelt.models.structure import read_edits
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.weight_files import is_unused_tensor, value_count, weight_tensors
 from smelt.quantization.matrix import QuantizedMatrix

@@ -1,24 +1,75 @@
-"""The model of a folder's config and edits, with its weights on the meta device."""
+"""The model of a folder's config and edits, with its weights on the meta device.
+
+GPT-2's linear layers, which transformers stores as `Conv1D` with a transposed weight.
+
+In memory they are plain `nn.Linear`, so that pruning, factorization and quantization need no special case;
+in the file a plain one keeps transformers' layout [in, out], so that `from_pretrained` can still read a model
+whose structure no stage has changed.
+
+Suppresses the terminal output of transformers.
+
+The float type of each tensor in a model's file, and the one that it is saved in.
+
+Everything is computed in float32. Reading 16-bit weights widens them, which is exact; saving them
+rounds to nearest, once per step: by at most 2^-11 of a weight in float16 and 2^-8 in bfloat16, and not at
+all where a step did not change it. So a step keeps the type of a checkpoint, and a pruned model
+is not larger than the original.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
+from smelt.core.messages import Message, warning
+from smelt.core.stage import StoredDtype
 from smelt.data.labels import CLASSIFIER_SUFFIXES
-from smelt.models.conv1d import replace_conv1d
-from smelt.models.edits import apply_edits
+from smelt.models.edits import Edit, apply_edits, read_edits
+from smelt.models.families.registry import family_of
 from smelt.models.sentence_model import sentence_class
-from smelt.models.structure import Edit, read_edits
 from smelt.models.text_rules import read_sentence_rules
+from smelt.models.weight_files import find_weights, has_weights, value_count, weight_tensors
+
+
+def replace_conv1d(model: Any) -> None:
+    """Replace every `Conv1D` of `model` by an `nn.Linear` of the same sizes; works on the meta device."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            parent, _, child = name.rpartition(".")
+            rows, columns = module.weight.shape
+            new = nn.Linear(rows, columns, bias=True, device="meta")
+            if not module.weight.is_meta:
+                new.weight = nn.Parameter(module.weight.detach().t().contiguous())
+                new.bias = nn.Parameter(module.bias.detach())
+            setattr(model.get_submodule(parent), child, new)
+
+
+def transpose_conv1d_tensors(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` with those transposed whose layout in the file differs from the one in memory."""
+    family = family_of(model)
+    if family is None or not family.transposed_suffixes:
+        return tensors
+    names = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name.endswith(family.transposed_suffixes)
+    }
+    return {n: t.t().contiguous() if n in names else t for n, t in tensors.items()}
+
 
 # torch's functions that initialize weights: normal_, kaiming_uniform_, ...
 _INIT_FUNCTIONS: dict[str, Any] = {
@@ -115,3 +166,137 @@ def _model_class(config: Any, folder: Path) -> Any:
             code="unknown-architecture",
         )
     return kind
+
+
+_quiet = threading.RLock()
+
+
+@contextlib.contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Suppress transformers' progress bars, load reports and advice.
+
+    These settings are process-wide, so only one thread at a time changes and restores them.
+    """
+    with _quiet:
+        yield from _silenced()
+
+
+def _silenced() -> Iterator[None]:
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    warnings.simplefilter("ignore")  # MarianTokenizer recommends a package that changes nothing here
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        caught.__exit__(None, None, None)
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+# safetensors' names; wider or narrower types are read as float32
+_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+_WORDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
+_OF_CODES = ".matrix."  # in the names of a quantized matrix's tensors
+_LOW_RANK_SUFFIX = re.compile(r"(?:\.shared|(?:\.difference)?\.(?:up|down))+(\.(?:weight|bias))$")
+
+
+@dataclass(frozen=True)
+class StoredDtypes:
+    """The float type of each tensor by name, and the one that most values have (for new tensors).
+
+    Tensors of quantized weights do not count there: their scales have the type of the scheme.
+    """
+
+    by_name: Mapping[str, torch.dtype]
+    default: torch.dtype
+
+    def dtype_for(self, names: Iterable[str]) -> torch.dtype:
+        """Return the type for a tensor with the names `names` in a model.
+
+        A checkpoint may have it under any of them, or without the first part (`transformer.`); the factors of
+        a layer have the type of the layer.
+        """
+        for name in names:
+            whole = _LOW_RANK_SUFFIX.sub(r"\1", name)
+            for known in (name, whole, name.partition(".")[2], whole.partition(".")[2]):
+                if known in self.by_name:
+                    return self.by_name[known]
+        return self.default
+
+
+def weight_files_size(folder: Path) -> int:
+    """Return the total size of the weight files in `folder`, bytes."""
+    return sum(path.stat().st_size for path in find_weights(folder).files)
+
+
+def stored_dtypes(folder: Path, wanted: StoredDtype = "keep") -> StoredDtypes:
+    """Return the storage types of the model in `folder`, or, unless `wanted` is keep, that one type for all.
+
+    Without weights in `folder` it is float32.
+
+    Raises:
+        InputError: a file of the weights is missing or damaged.
+    """
+    if wanted != "keep":
+        return StoredDtypes({}, _WORDS[wanted])
+    names: dict[str, torch.dtype] = {}
+    values: Counter[torch.dtype] = Counter()
+    of_codes: Counter[torch.dtype] = Counter()
+    for _, name, entry in weight_tensors(folder) if has_weights(folder) else ():
+        if entry["dtype"] in _FLOATS:
+            names[_OLD_NORM.sub(_current_norm_name, name)] = kind = _TYPES.get(entry["dtype"], torch.float32)
+            (of_codes if _OF_CODES in name else values)[kind] += value_count(entry)
+    counted = values or of_codes
+    return StoredDtypes(names, counted.most_common(1)[0][0] if counted else torch.float32)
+
+
+def _current_norm_name(found: re.Match[str]) -> str:
+    """Return the current name of a norm's `gamma` or `beta`, in files of the first BERTs."""
+    return {"gamma": "weight", "beta": "bias"}[found[0]]
+
+
+def cast_to_stored(
+    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype]
+) -> tuple[dict[str, Tensor], list[Message]]:
+    """Return `tensors` rounded to their `types` (others unchanged), and warnings.
+
+    A tensor with a value beyond its type's range stays float32.
+    """
+    out, beyond = {}, []
+    for name, tensor in tensors.items():
+        out[name] = tensor.to(types.get(name, tensor.dtype))
+        if not bool(torch.isfinite(out[name]).all()) and bool(torch.isfinite(tensor).all()):
+            beyond.append(f"{name} (up to {float(tensor.abs().max()):,.6g})")
+            out[name] = tensor
+    if not beyond:
+        return out, []
+    more = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+    return out, [
+        warning(
+            "beyond-16-bits",
+            "Tensors with values outside the range of 16-bit floats are stored as float32:"
+            f" {beyond[0]}{more}. Set `dtype: fp32` to store all weights as float32.",
+            setting="dtype",
+        )
+    ]
+
+
+def config_dtype(tensors: Iterable[Tensor]) -> str:
+    """Return the dtype of a config for `tensors`: the float type of most values, if it can hold all of them.
+
+    transformers converts all weights to that type at loading.
+    """
+    floats = [t for t in tensors if t.is_floating_point()]
+    values: Counter[torch.dtype] = Counter()
+    for tensor in floats:
+        values[tensor.dtype] += tensor.numel()
+    common = values.most_common(1)[0][0] if values else torch.float32
+    fits = all(bool(torch.isfinite(t.to(common)).all()) for t in floats)
+    return str(common if fits else torch.float32).removeprefix("torch.")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
-from smelt.core.text import with_article
+from smelt.core.messages import with_article
 from smelt.models.families.model_blocks import blocks_of, is_token_embedding, norm_consumers, output_modules
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.layers import LowRankConv, LowRankEmbedding, LowRankLinear

@@ -1,21 +1,28 @@
-"""A model with random weights, from its config and a tokenizer."""
+"""A model with random weights, from its config and a tokenizer.
+
+Training of a tokenizer for a new model.
+
+The pieces are learned by the tokenizers library (Marian's by SentencePiece, which its tokenizer
+uses); the special tokens, and their positions around a text, are those of the family's own checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
-from smelt.core.text import with_article
+from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import ProblemType
 from smelt.data.splits import IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS, Task
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_tokenizer, save_model
+from smelt.models.families.family import TokenizerSpec
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.import_model import configure_embedder
 from smelt.models.sentence_model import sentence_class
@@ -151,3 +158,171 @@ def _auto_class(task: Task) -> Any:
     if task == "text-classification":
         return transformers.AutoModelForSequenceClassification
     return transformers.AutoModelForCausalLM
+
+
+TokenizerKind = Literal["bpe", "unigram", "wordpiece"]
+# The 256 bytes of byte-level BPE.
+_BYTES = 256
+
+
+def unsupported_tokenizer(family: str, kind: TokenizerKind, vocab_size: int) -> str:
+    """Return why no tokenizer of this kind and size can be trained for `family`; empty if it can."""
+    found = _unsupported_tokenizer(family, kind, vocab_size)
+    return found[1] if found else ""
+
+
+def _unsupported_tokenizer(family: str, kind: TokenizerKind, vocab_size: int) -> tuple[str, str] | None:
+    """Return code and text of why no such tokenizer can be trained, None if it can."""
+    known = FAMILIES.get(family)
+    form = known.tokenizer_spec if known else None
+    if form is None:
+        names = ", ".join(name for name, family in FAMILIES.items() if family.tokenizer_spec)
+        return (
+            "unsupported-family",
+            f"no tokenizer can be trained for '{family}'; give the folder of one. Supported: {names}.",
+        )
+    if kind not in form.allowed_models:
+        return "unsupported-tokenizer", form.allowed_models_reason
+    least = 4 if form.sentencepiece else len(form.special_tokens) + (_BYTES if kind == "bpe" else 1)
+    if vocab_size < least:
+        byte_level = kind == "bpe" and not form.sentencepiece
+        why = ": the 256 bytes and the special tokens" if byte_level else ""
+        text = f"vocab_size {vocab_size} is too small for {kind}; use at least {least}{why}."
+        return "vocabulary-too-small", text
+    return None
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    out: Path,
+    *,
+    family: str,
+    kind: TokenizerKind,
+    vocab_size: int,
+    max_length: int | None,
+) -> None:
+    """Learn a tokenizer from `texts` and write its files into `out`.
+
+    Args:
+        texts: training texts; read once.
+        out: gets tokenizer.json and tokenizer_config.json, or Marian's source.spm, target.spm (the same,
+            learned from both languages), vocab.json and tokenizer_config.json.
+        family: the config's model_type.
+        kind: bpe is byte-level (Radford et al. 2019; SentencePiece's own for Marian), unigram is Kudo
+            2018, arXiv:1804.10959, wordpiece is BERT's, with its splitting at words and punctuation.
+        vocab_size: maximum number of tokens, with special ones; fewer where the texts have fewer.
+        max_length: maximum number of tokens of the model; None: no limit.
+
+    Raises:
+        InputError: the combination is not supported (see `unsupported_tokenizer`), or the texts are empty.
+    """
+    if reason := _unsupported_tokenizer(family, kind, vocab_size):
+        raise InputError(f"model.tokenizer: {reason[1]}", code=reason[0], setting="model.tokenizer")
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise InputError(
+            "model.tokenizer: the training samples contain no text to train a tokenizer on.",
+            code="empty-data",
+            setting="model.tokenizer",
+        )
+    form = FAMILIES[family].tokenizer_spec
+    assert form is not None  # else an error was raised
+    if form.sentencepiece:
+        _train_marian(lines, out, kind, vocab_size, max_length)
+        return
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = _train(lines, form, kind, vocab_size)
+    names = ["input_ids", "attention_mask"] + (["token_type_ids"] if form.uses_token_types else [])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=max_length or int(1e30),
+        model_input_names=names,
+        clean_up_tokenization_spaces=False,
+        **{f"{role}_token": token for role, token in form.token_roles.items()},
+    ).save_pretrained(out)
+
+
+def _train(lines: list[str], form: TokenizerSpec, kind: TokenizerKind, vocab_size: int) -> Any:
+    """Return a trained `tokenizers.Tokenizer` that adds the family's special tokens around texts."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "special_tokens": list(form.special_tokens),
+        "show_progress": False,
+    }
+    unknown = form.token_roles["unk"]
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer: Any = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
+    elif kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(unk_token=unknown, **common)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(**common)
+    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.post_processor = _special_token_processor(form, kind, processors)
+    return tokenizer
+
+
+def _special_token_processor(form: TokenizerSpec, kind: TokenizerKind, processors: Any) -> Any:
+    # the trainers assign the first ids to the special tokens, in order
+    marks = [(token, index) for index, token in enumerate(form.special_tokens)]
+    template = processors.TemplateProcessing(
+        single=form.single_template, pair=form.pair_template, special_tokens=marks
+    )
+    return (
+        processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+        if kind == "bpe"
+        else template
+    )
+
+
+def _train_marian(
+    lines: list[str], out: Path, kind: TokenizerKind, vocab_size: int, max_length: int | None
+) -> None:
+    """Write one SentencePiece model for both sides, and the vocabulary in Marian's order (pad last)."""
+    import sentencepiece
+
+    prefix = out / "joint"
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_prefix=str(prefix),
+            model_type=kind,
+            vocab_size=vocab_size - 1,
+            hard_vocab_limit=False,
+            pad_id=-1,
+            bos_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise InputError(
+            f"model.tokenizer: SentencePiece cannot train on these texts: {error}",
+            code="tokenizer-training-failed",
+            setting="model.tokenizer",
+        ) from error
+    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    learned = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
+    words = ["</s>", "<unk>", *(w for w in learned if w not in ("</s>", "<unk>")), "<pad>"]
+    for name in ("source.spm", "target.spm"):
+        (out / name).write_bytes(Path(f"{prefix}.model").read_bytes())
+    for ending in ("model", "vocab"):
+        Path(f"{prefix}.{ending}").unlink()
+    (out / "vocab.json").write_text(
+        json.dumps({word: i for i, word in enumerate(words)}, ensure_ascii=False), encoding="utf-8"
+    )
+    settings = {"tokenizer_class": "MarianTokenizer", "model_max_length": max_length or 512}
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"source_lang": "source", "target_lang": "target"}), encoding="utf-8"
+    )

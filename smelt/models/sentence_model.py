@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from smelt.core.errors import InputError
-from smelt.core.text import with_article
+from smelt.core.messages import with_article
 from smelt.models.text_rules import SentenceRules
 
 # Below all values of hidden states, and finite in float16.

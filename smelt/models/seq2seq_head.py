@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
-from smelt.core.text import with_article
+from smelt.core.messages import Message, warning, with_article
 
 
 def lacks_head(config: Mapping[str, Any]) -> bool:
@@ -30,7 +29,7 @@ def add_tied_head(src: Path, out: Path) -> list[Message]:
     import transformers
 
     from smelt.models.checkpoint import require_base_weights, save_model
-    from smelt.models.silence_transformers import silence_transformers
+    from smelt.models.empty_model import silence_transformers
 
     with silence_transformers():
         model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(

@@ -23,11 +23,10 @@ from smelt.core.files import write_json
 from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
 from smelt.models.checkpoint import save_config_files
-from smelt.models.empty_model import empty_model
+from smelt.models.edits import Edit, add_mask_edits
+from smelt.models.empty_model import cast_to_stored, empty_model, stored_dtypes, weight_files_size
 from smelt.models.families.model_blocks import Block, blocks_of, output_modules
 from smelt.models.families.registry import family_of
-from smelt.models.stored_dtype import cast_to_stored, stored_dtypes, weight_files_size
-from smelt.models.structure import Edit, add_mask_edits
 from smelt.models.weight_files import WEIGHTS_INDEX_FILE, weight_tensors
 from smelt.quantization.layers import is_quantized, quantized_dtypes
 

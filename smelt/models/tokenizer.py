@@ -1,17 +1,26 @@
 """The interface between texts and token ids, and its implementations by tokenizers and transformers.
 
 Three classes implement `TextTokenizer`: `RustTokenizer` reads a `tokenizer.json` by the tokenizers library
-only, `MarianTokenizer` (`smelt.models.open_tokenizer`) uses SentencePiece, and `HubTokenizer` wraps a
+only, `MarianTokenizer` (`smelt.models.tokenizer`) uses SentencePiece, and `HubTokenizer` wraps a
 tokenizer of transformers, which imports torch and is the reference of the other two. They are used where an
 export has verified that they equal it (`smelt.export.tokenizer`): the onnx stage then writes
 `tokenizing.json` next to the tokenizer's files, with the reader and the properties that these files do not
 have. An artifact without it is read by transformers.
+
+Open a model's tokenizer with the lightest reader that is verified to be exact.
+
+The readers' libraries are imported when a reader is created; transformers' tokenizers import torch.
+
+Tools that do not depend on the texts, created once per opened artifact: tokenizer, limits, decoding.
+
+Texts on which two tokenizers are likely to differ.
 """
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,9 +28,9 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smelt.core.errors import InputError
-from smelt.core.files import load_json, write_json
-from smelt.models.length_limits import NO_LIMIT
-from smelt.models.text_rules import tokenizer_prefix
+from smelt.core.files import load_json, read_json_object, write_json
+from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
+from smelt.models.text_rules import NO_LIMIT, max_input_length, read_text_rules, tokenizer_prefix
 
 
 @dataclass(frozen=True)
@@ -268,3 +277,235 @@ def as_text_tokenizer(tokenizer: Any) -> TextTokenizer:
         found: TextTokenizer = tokenizer
         return found
     return HubTokenizer(tokenizer)
+
+
+def open_tokenizer(folder: Path) -> TextTokenizer:
+    """Return the tokenizer of the model in `folder`, with the lightest reader that is verified to be exact.
+
+    Raises:
+        InputError: its files are missing or do not match.
+    """
+    return open_light_tokenizer(folder, read_tokenizer_info(folder)) or as_text_tokenizer(
+        _load_transformers_tokenizer(folder)
+    )
+
+
+def open_light_tokenizer(folder: Path, details: TokenizerInfo) -> TextTokenizer | None:
+    """Return the tokenizer in `folder` without transformers; None where transformers is needed."""
+    if details.reader == "transformers":
+        return None
+    rules = read_text_rules(folder)
+    if details.reader == "sentencepiece":
+        return MarianTokenizer(folder, details, rules.prefix)
+
+    return RustTokenizer(folder, details, rules.prefix, rules.lower)
+
+
+def _load_transformers_tokenizer(folder: Path) -> Any:
+    from smelt.models.checkpoint import load_tokenizer
+
+    return load_tokenizer(folder)
+
+
+SENTENCEPIECE_FILE, MARIAN_VOCAB_FILE = "source.spm", "vocab.json"
+_SPACE = "▁"
+
+
+class MarianTokenizer:
+    """Marian's tokenizer as a `TextTokenizer`: a SentencePiece model and a vocabulary, without transformers.
+
+    Reads `folder`/source.spm and vocab.json; `details` is the tokenizer info next to them. Pieces are looked
+    up in vocab.json, whose order is not SentencePiece's; a leading language token such as >>deu<< is one
+    token; added tokens are found first, longest first; the source's model also decodes texts, as in
+    transformers.
+
+    Source: transformers' tokenization_marian.py and tokenization_python.py (5.23).
+    """
+
+    reader = "sentencepiece"
+    lower = False
+
+    def __init__(self, folder: Path, details: TokenizerInfo, prefix: str = "") -> None:
+        if details.eos is None or details.unknown is None:
+            raise InputError(
+                f"{folder}: tokenizing.json has no end-of-text token or no unknown token. Export the model"
+                " again.",
+                code="missing-special-token",
+            )
+        self.prefix = prefix
+        self.model_max_length = details.longest
+        self.pad_token_id: int | None = details.pad
+        self.bos_token_id: int | None = details.bos
+        self.eos_token_id: int | None = details.eos
+        self._eos, self._unknown, self._facts = details.eos, details.unknown, details
+        self._pieces = _open_sentencepiece(folder / SENTENCEPIECE_FILE)
+        words = read_json_object(folder / MARIAN_VOCAB_FILE) | details.added
+        self._words = words
+        self._names = {place: word for word, place in words.items()}
+        self._ids = [words.get(self._pieces.id_to_piece(i), self._unknown) for i in range(len(self._pieces))]
+        self._no_piece = self._pieces.unk_id()
+        self._hidden = frozenset(details.special)
+        longest_first = sorted(details.added, key=len, reverse=True)
+        self._added = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    def encode_batch(
+        self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
+    ) -> EncodedTexts:
+        """Tokenize `texts`, truncated to `max_length` tokens including the final one.
+
+        Raises:
+            InputError: there are pairs, which this tokenizer does not support.
+        """
+        if pairs is not None:
+            raise InputError(
+                "This model takes single texts, not pairs of texts.", code="unsupported-text-pairs"
+            )
+        rows = [self._encode(text) for text in texts]
+        room = max(0, max_length - 1)
+        truncated = sum(len(row) > room for row in rows)
+        if truncated and self._facts.truncation_side == "left":
+            rows = [row[len(row) - room :] if len(row) > room else row for row in rows]
+        return EncodedTexts([[*row[:room], self._eos] for row in rows], None, truncated)
+
+    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each row of ids, without its special tokens."""
+        texts = [self._decode(row) for row in rows]
+        return [clean_up_tokenization(text) for text in texts] if self._facts.clean_up else texts
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without the final one."""
+        parts = self._added.split(text)
+        if len(parts) == 1:
+            return self._encode_plain(text)
+        added = self._facts.added
+        return [
+            i
+            for part in parts
+            if part
+            for i in ([added[part]] if part in added else self._encode_plain(part))
+        ]
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a text without added tokens."""
+        start: list[int] = []
+        if text.startswith(">>") and (end := text.find("<<")) != -1:
+            start, text = [self._words.get(text[: end + 2], self._unknown)], text[end + 2 :]
+        places = self._pieces.encode(text)
+        if self._no_piece in places:  # a token that is unknown in the source's model may be one of the target
+            found = self._pieces.encode(text, out_type=str)
+            return start + [self._words.get(piece, self._unknown) for piece in found]
+        return start + [self._ids[place] for place in places]
+
+    def _decode(self, row: Sequence[int]) -> str:
+        pieces = [self._token_text(place) for place in row if place not in self._hidden]
+        text: str = self._pieces.decode_pieces(pieces)
+        return text.replace(_SPACE, " ").strip()
+
+    def _token_text(self, place: int) -> str:
+        name = self._names.get(place)
+        return self._pieces.id_to_piece(place) if name is None else name
+
+
+def _open_sentencepiece(path: Path) -> Any:
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise InputError(
+            f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-tokenizer"
+        ) from error
+
+
+_MAX_CACHED = 64  # settings; a caller with new ones in every call must not fill the memory
+
+
+class TextTools:
+    """Created when an artifact is opened, filled at first use, shared by all threads.
+
+    folder: of the tokenizer's files. config, generation_config: the model's, as dicts; a runner may
+    have corrected them. most: the runtime's maximum number of tokens of a text, where that is less than the
+    model's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any],
+        most: int = NO_LIMIT,
+    ) -> None:
+        self.folder, self.config, self.generation_config = folder, config, generation_config
+        self._most = most
+        self._lock = threading.Lock()
+        self._tokenizer: TextTokenizer | None = None
+        self._decodings: dict[GenerationSettings, GenerationConfig] = {}
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Return the model's tokenizer.
+
+        Raises:
+            InputError: its files are missing or do not match.
+        """
+        if self._tokenizer is None:
+            with self._lock:
+                if self._tokenizer is None:
+                    self._tokenizer = open_tokenizer(self.folder)
+        return self._tokenizer
+
+    @property
+    def max_input_length(self) -> int:
+        """Return the maximum number of tokens of a text."""
+        return min(self._most, max_input_length(self.tokenizer, self.config))
+
+    def resolved_generation(self, generation: GenerationSettings, runner: Any) -> GenerationConfig:
+        """Return `generation` completed by the settings of the model of `runner`, whose tools these are.
+
+        Raises:
+            InputError: the generation config has a setting that smelt's loop does not support.
+        """
+        found = self._decodings.get(generation)
+        if found is None:
+            found = resolve_generation(generation, runner)
+            if (
+                len(self._decodings) < _MAX_CACHED
+            ):  # a new dict, since another thread may be reading the old one
+                self._decodings = {**self._decodings, generation: found}
+        return found
+
+
+EDGE_CASE_TEXTS = [
+    "",
+    " ",
+    "   ",
+    "\t\n",
+    "\u00a0",  # no-break space
+    "\u200b\u2003\u3000",  # spaces of no width, of an em, of an ideograph
+    "\x00\x07\x1b[0m",  # controls
+    "\ufeffbyte order mark",
+    "\ufffd\ufdd0",  # the replacement character, and one that is none
+    "a\u0301e\u0308 \u00e1\u00eb \u1e9e\u0130\ufb01\u2460",  # marks alone and composed, compatibility forms
+    "\u4f60\u597d \u3053\u3093\u306b\u3061\u306f \uc548\ub155",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea\u2764\ufe0f",  # emoji
+    "two  blanks   and\nlines\r\n and a tab\there ",
+    " leading",
+    "trailing ",
+    "UPPER lower MiXeD",
+    "don't , it 's , we 've ; isn't it ? yes ! ' quoted ' .",
+    "http://a.b/c?d=e&f#g 1,234.56 \u20ac%",
+    "_" * 40,
+    "<",
+    "</s",
+    "<</s>>",
+    "[CLS",
+    ">>deu<< text",
+    ">>",
+    ">>unfinished",
+    "\u2581meta \u2581",  # SentencePiece's own mark of a blank
+    "\u0120byte \u010a",  # byte-level BPE's
+    "word " * 200,
+    "x" * 400,
+    "\u00e9" * 150,
+]

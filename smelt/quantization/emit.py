@@ -283,7 +283,7 @@ def cached_attention(
     return out, keys, values
 
 
-# the placeholders of the weights (export/blocked_weights.py): unsigned, with zero points; signed, by
+# the placeholders of the weights (export/simplify_graph.py): unsigned, with zero points; signed, by
 # the axis that is divided into blocks
 BLOCKWISE_OP = "DequantizedBlocks"
 SIGNED_BLOCK_OPS = {"SignedColumns": 0, "SignedRows": 1}

@@ -3,11 +3,33 @@
 Engines are built for the sizes in `provider.json`; more rows than they take are run in parts, in sequence.
 
 Shapes: R = rows, S = input tokens of one call, V = vocabulary.
+
+Opens a graph in ONNX Runtime with its TensorRT provider.
+
+ONNX Runtime continues without a provider that does not load, and prints a message; here that is an error.
+
+Options of ONNX Runtime's TensorRT provider, in `provider.json`, and the folders of its cached engines.
+
+The export writes `provider.json` next to the graphs; it is read when they are opened. A program that opens a
+graph without smelt finds there the provider's options, in its format. The folder of its caches depends on the
+machine and is not in the file.
+
+Engines are cached in one folder of the user's cache per graph, machine and versions. ONNX Runtime names a
+cached engine after the graph's nodes, not after its weights, and uses it without a check ("clean up any old
+engine ... if any of the following changes", its documentation says). So everything that an engine depends on
+is in the folder's name, and readable in `made_for.json`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import io
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +38,275 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import InputError, MissingDependencyError, RunError
+from smelt.core.files import json_hash, load_json, write_atomically
 from smelt.data.batch import Logits, Tokens
 from smelt.runtimes.backend import Feeds, GraphInterface, ModelGraphs, NoGenerationGraphs
+from smelt.runtimes.device import list_cuda_gpus
 from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.onnx_backend import OnnxDecodeState as HeldPart
-from smelt.runtimes.onnx_session import REEXPORT_HINT
-from smelt.runtimes.ort_tensorrt_options import PROVIDER_OPTIONS_FILE, ProviderOptions, read_provider_options
-from smelt.runtimes.ort_tensorrt_provider import provider_device
-from smelt.runtimes.ort_tensorrt_session import open_provider_session
+from smelt.runtimes.onnx_session import FLOAT_ACTIVATIONS_OPTION, REEXPORT_HINT, cuda_provider_config
+from smelt.runtimes.ort_tensorrt_provider import (
+    PROVIDER,
+    find_tensorrt_libraries,
+    linked_versions,
+    onnxruntime_version,
+    provider_device,
+    provider_library,
+    tensorrt_packages,
+)
+from smelt.runtimes.tensorrt_engine import graph_hash
+
+ENGINE_KEY_FILE = "made_for.json"
+_DIGITS = 16
+
+
+def engine_cache_root() -> Path:
+    """Return the folder of all these caches; it may be removed while no model is running."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "smelt" / "ort-tensorrt"
+
+
+def engine_cache_folder(key: Mapping[str, Any]) -> Path | None:
+    """Return the folder of engines for exactly this key, empty if there were none.
+
+    A folder whose `made_for.json` differs, or cannot be read, is emptied. None: the cache cannot be written,
+    so that engines are built each time.
+
+    Args:
+        key: JSON-able: graph, options, versions, GPU.
+    """
+    folder = engine_cache_root() / json_hash(key)[:_DIGITS]
+    note = folder / ENGINE_KEY_FILE
+    try:
+        if folder.exists() and _read_key(note) != key:
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not note.exists():
+            write_atomically(note, json.dumps(key, indent=1, sort_keys=True) + "\n")
+        if not os.access(folder, os.W_OK):
+            return None
+    except OSError:
+        return None
+    return folder
+
+
+def _read_key(note: Path) -> Any:
+    try:
+        return load_json(note)
+    except (OSError, ValueError):
+        return None
+
+
+PROVIDER_OPTIONS_FILE = "provider.json"
+_SCHEMA = 1
+# The options that the export writes. The provider has others that load a library, write files anywhere or
+# take a memory address; a file that came with a third-party graph must not set them.
+ALLOWED_OPTIONS = frozenset(
+    {
+        *("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable", "trt_layer_norm_fp32_fallback"),
+        *("trt_max_workspace_size", "trt_builder_optimization_level", "trt_timing_cache_enable"),
+        *("trt_engine_hw_compatible", "trt_context_memory_sharing_enable"),
+        *(f"trt_profile_{end}_shapes" for end in ("min", "opt", "max")),
+    }
+)
+TensorShape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ProviderOptions:
+    """Options of one graph. sha256: of it and its weights. options: of the provider, ONNX Runtime's names."""
+
+    sha256: str
+    options: Mapping[str, str]
+
+    @property
+    def max_shapes(self) -> dict[str, TensorShape]:
+        """Return the largest shape of each input that has one."""
+        return parse_shapes(self.options.get("trt_profile_max_shapes", ""))
+
+
+def write_provider_options(folder: Path, graphs: Mapping[str, ProviderOptions]) -> None:
+    """Write the options file into the folder of the graphs."""
+    listed = {
+        name: {"sha256": options.sha256, "options": dict(options.options)} for name, options in graphs.items()
+    }
+    text = json.dumps({"schema_version": _SCHEMA, "provider": PROVIDER, "graphs": listed}, indent=1)
+    (folder / PROVIDER_OPTIONS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_provider_options(folder: Path) -> dict[str, ProviderOptions]:
+    """Return the provider options by graph.
+
+    Raises:
+        InputError: the file is missing or damaged, is for another provider, or has an option that is not in
+            OPTIONS.
+    """
+    path = folder / PROVIDER_OPTIONS_FILE
+    try:
+        content: Any = load_json(path)
+        if content["schema_version"] != _SCHEMA:
+            raise InputError(
+                f"{path}: this file was written by another version of smelt. {REEXPORT_HINT}",
+                code="wrong-version",
+            )
+        found = {
+            str(name): ProviderOptions(str(of["sha256"]), {str(k): str(v) for k, v in of["options"].items()})
+            for name, of in content["graphs"].items()
+        }
+        for options in found.values():
+            options.max_shapes  # noqa: B018  # invalid shapes are a damaged file too
+        made_for = content["provider"]
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{path}: this file is missing; it contains the sizes for which TensorRT builds its"
+            f" engines. {REEXPORT_HINT}",
+            code="missing-file",
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"{path}: cannot be read: {error!r}. {REEXPORT_HINT}", code="damaged-file"
+        ) from error
+    if made_for != PROVIDER:
+        raise InputError(
+            f"{path}: this file was written for {made_for}, not for {PROVIDER}. {REEXPORT_HINT}",
+            code="wrong-provider",
+        )
+    strange = sorted({name for options in found.values() for name in options.options} - ALLOWED_OPTIONS)
+    if strange:
+        raise InputError(
+            f"{path}: unknown options {', '.join(strange)[:200]}. {REEXPORT_HINT}",
+            code="unknown-setting",
+        )
+    return found
+
+
+def format_shapes(shapes: Mapping[str, TensorShape]) -> str:
+    """Return shapes in the provider's format: `input_ids:1x8,attention_mask:1x8`."""
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
+
+
+def parse_shapes(text: str) -> dict[str, TensorShape]:
+    """Return the shapes of a text in this format.
+
+    Raises:
+        ValueError: the text has another format.
+    """
+    parts = [part.rpartition(":") for part in text.split(",") if part]
+    return {name: tuple(int(size) for size in sizes.split("x")) for name, _, sizes in parts}
+
+
+_LOCK = threading.Lock()  # protects what is done once per process
+
+
+def open_provider_session(path: Path, provider_options: ProviderOptions, threads: int | None = None) -> Any:
+    """Open the graph `path` with the provider; engines are built the first time, which may take minutes.
+
+    Raises:
+        InputError: it is not the graph of `provider_options`, or the provider cannot build it.
+        MissingDependencyError: the provider does not load.
+    """
+    found = graph_hash(path)
+    if found != provider_options.sha256:
+        raise InputError(
+            f"{path}: provider.json was written for another graph. {REEXPORT_HINT}", code="changed-file"
+        )
+    if PROVIDER not in onnxruntime.get_available_providers():
+        raise MissingDependencyError(
+            f"{path}: this ONNX Runtime ({onnxruntime.__version__}) has no {PROVIDER}: pip install"
+            " 'onnxruntime-gpu[cuda,cudnn]', without the package onnxruntime.",
+            code="not-installed",
+        )
+    folder = engine_cache_folder(engine_key(found, provider_options.options))
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry(*FLOAT_ACTIVATIONS_OPTION)  # for the nodes that TensorRT does not take
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    _load_libraries()
+    providers: list[Any] = [
+        (PROVIDER, with_cache_options(provider_options.options, folder, path.stem)), cuda_provider_config(),
+        "CPUExecutionProvider",
+    ]  # fmt: skip
+    return _create_session(path, options, providers)
+
+
+def engine_key(graph: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return everything that an engine depends on, JSON-able."""
+    return {
+        "provider": PROVIDER,
+        "graph_sha256": graph,
+        "options": dict(options),
+        "onnxruntime": onnxruntime_version(),
+        "tensorrt": tensorrt_packages(),
+        # a library on the loader's path may be of another version than the package that is installed
+        "library": "".join(str(path.resolve()) for path in _cuda_libraries()[:1]),
+        "gpus": [list(gpu) for gpu in list_cuda_gpus()],
+    }
+
+
+def with_cache_options(options: Mapping[str, str], folder: Path | None, graph: str) -> dict[str, str]:
+    """Return the options of TensorRT's provider with those of this machine: engines and timings are cached.
+
+    Args:
+        options: of `provider.json`.
+        folder: of the engines, None where nothing can be cached.
+        graph: its name, the prefix of its engines' names.
+    """
+    if folder is None:
+        return dict(options)
+    kept = dict(options) | {
+        "trt_engine_cache_enable": "True",
+        "trt_engine_cache_path": str(folder),
+        "trt_engine_cache_prefix": graph,
+    }
+    if options.get("trt_timing_cache_enable") == "True":
+        kept["trt_timing_cache_path"] = str(engine_cache_root())  # of kernels, so that all graphs share them
+    return kept
+
+
+def _load_libraries() -> None:
+    """Load CUDA, cuDNN and TensorRT from their packages, which the loader does not search."""
+    with _LOCK:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints missing libraries
+            onnxruntime.preload_dlls()
+        for library in _cuda_libraries():
+            try:
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                raise MissingDependencyError(
+                    f"{library}: cannot be loaded: {error}", code="broken-installation"
+                ) from error
+
+
+def _cuda_libraries() -> list[Path]:
+    library = provider_library()
+    linked = linked_versions(library) if library is not None else None
+    return (find_tensorrt_libraries(linked.tensorrt) or []) if linked is not None else []
+
+
+def _create_session(path: Path, session_options: Any, providers: list[Any]) -> Any:
+    try:
+        session = onnxruntime.InferenceSession(
+            str(path), session_options, providers=providers, enable_fallback=0
+        )
+    except Exception as error:  # its error classes share no base but Exception
+        if "Please install TensorRT libraries" in str(error):
+            raise MissingDependencyError(
+                f"{path}: {PROVIDER} cannot be loaded: {error}", code="broken-installation"
+            ) from error
+        raise InputError(
+            f"{path}: TensorRT in ONNX Runtime cannot load this graph: {error} {REEXPORT_HINT}",
+            code="unopened-graph",
+        ) from error
+    if PROVIDER not in session.get_providers():  # it warns, and continues without the provider
+        raise MissingDependencyError(
+            f"{path}: ONNX Runtime loaded this graph without {PROVIDER}, because its libraries"
+            " cannot be loaded. `smelt doctor` shows what is missing.",
+            code="broken-installation",
+        )
+    return session
+
 
 _ROWS, _LENGTH = 0, 1  # axes of input_ids [R, S]; of any other input the first are rows too
 _PLACES = 2  # the axis of positions in a cache [R, H, P, d]

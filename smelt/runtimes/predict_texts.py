@@ -17,8 +17,7 @@ from smelt.generation.prompt_batches import OnTruncate, continue_texts
 from smelt.generation.runners import is_causal
 from smelt.generation.search import generate_n_best
 from smelt.models.families.registry import find_family, reads_images
-from smelt.models.text_tools import TextTools
-from smelt.models.tokenizer import EncodedTexts, TextTokenizer, as_text_tokenizer
+from smelt.models.tokenizer import EncodedTexts, TextTokenizer, TextTools, as_text_tokenizer
 from smelt.runtimes.images import image_logits
 from smelt.runtimes.runner import Runner
 

@@ -1,250 +1,278 @@
-"""One TensorRT engine and its calls; buffers are torch tensors.
+"""The sidecar of an engine, `NAME.plan.json`: its builder, source and GPU; read before the engine is loaded.
 
-API: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api), signatures
-compared with the bindings of 11.4. The order of the calls is the API's: the profile, once or when another
-one fits better; then for each run the inputs' shapes and addresses, `infer_shapes`, the outputs'
-addresses, `execute_async_v3`.
+TensorRT refuses an engine of another version or GPU with an assertion about a magic number.
+
+Imports TensorRT: the package `tensorrt`, or `tensorrt_rtx`, which has the same API.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+import importlib
+import importlib.util
+import json
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.files import load_json, sha256_of
 
-from smelt.core.errors import RunError
-from smelt.runtimes.tensorrt_module import make_logger
-from smelt.runtimes.tensorrt_sidecar import check_sidecar, current_gpu, read_sidecar
-
-CUDA_DEVICE = "cuda"
-_TORCH_DTYPES = {
-    "FLOAT": torch.float32,
-    "HALF": torch.float16,
-    "BF16": torch.bfloat16,
-    "INT64": torch.int64,
-    "INT32": torch.int32,
-    "INT8": torch.int8,
-    "UINT8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_SCHEMA = 1
+_AMPERE = 8  # major compute capability
+_REBUILD_HINT = "Build it here: run the recipe on this machine (with --rebuild if it was run here before)."
 
 
 @dataclass(frozen=True)
-class _OptimizationProfile:
-    """The limits of one optimization profile: for each dynamic input its smallest and largest shape."""
+class EngineSidecar:
+    """Properties of an engine.
 
-    index: int
-    limits: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-    @property
-    def size(self) -> int:
-        """Return the largest number of elements of all inputs together."""
-        return sum(prod(most) for _, most in self.limits.values())
-
-    def accepts(self, feeds: dict[str, Tensor]) -> bool:
-        """Return whether all inputs are within the limits."""
-        for name, (least, most) in self.limits.items():
-            shape = tuple(feeds[name].shape)
-            if len(shape) != len(least) or not all(
-                low <= n <= high for low, n, high in zip(least, shape, most, strict=True)
-            ):
-                return False
-        return True
-
-
-class TensorrtEngine:
-    """One deserialized engine and its execution context, on one CUDA stream.
-
-    stream: a `torch.cuda.Stream`; it must be torch's current stream during every call, so that torch
-        reuses no memory that the engine still reads.
-
-    The sidecar next to the plan (`tensorrt_sidecar`) is compared with this machine before loading.
-
-    Raises:
-        InputError: it was built by another version or for another GPU, or the file is incomplete.
-        RunError: TensorRT cannot read the plan (built by another version, or for another GPU), or a tensor
-            has a type that torch does not have.
+    package, version: of TensorRT. gpu: `name` and `compute_capability` of the GPU that built it, None if
+    it was built ahead of time, without one. graph, graph_sha256: the ONNX file and its weights. size_bytes:
+    of the engine. weights: embedded, refittable, or stripped: in the graph, which is then next to it. flags:
+    other builder flags. profiles: input -> min, opt and max shape.
     """
 
-    def __init__(self, trt: Any, path: Path, stream: Any) -> None:
-        self._path, self._stream = path, stream
-        self._logger = make_logger(trt)
-        self._runtime = trt.Runtime(self._logger)
-        sidecar = read_sidecar(path)  # without one TensorRT itself checks
-        if sidecar is not None:
-            check_sidecar(path, sidecar, trt.__name__, trt.__version__, current_gpu())
-        if sidecar is not None and sidecar.version_compatible:
-            self._runtime.engine_host_code_allowed = True  # such a plan contains its own runtime
-        self.engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
-        if self.engine is None:
-            raise RunError(
-                f"{path}: TensorRT {trt.__version__} cannot read this engine; it was built by another version"
-                " or for another GPU. Build it here with --rebuild. TensorRT's errors:"
-                f" {self._logged_errors()}",
-                code="unopened-engine",
-            )
-        if sidecar is not None and sidecar.weights == "stripped":
-            self._refit_weights(trt, path.with_name(sidecar.graph))
-        self._context = self.engine.create_execution_context()
-        if self._context is None:
-            raise RunError(
-                f"{path}: TensorRT could not create an execution context; the GPU may be out of"
-                f" memory. {self._logged_errors()}",
-                code="no-execution-context",
-            )
-        names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
-        mode = trt.TensorIOMode.INPUT
-        self.inputs = [n for n in names if self.engine.get_tensor_mode(n) == mode]
-        self.outputs = [n for n in names if n not in self.inputs]
-        self.types = {n: self._tensor_dtype(n) for n in names}
-        # shape tensors are read by TensorRT on the host
-        host = trt.TensorLocation.HOST
-        self._on_host = {n for n in names if self.engine.get_tensor_location(n) == host}
-        # the smallest first: the smallest that fits a call is the fastest
-        self._profiles = sorted(self._read_profiles(), key=lambda profile: profile.size)
-        self._chosen = -1
-        self._select_profile(self._profiles[-1])
-        stream.synchronize()
+    package: str
+    version: str
+    gpu: dict[str, str] | None
+    graph: str
+    graph_sha256: str
+    size_bytes: int
+    weights: str
+    version_compatible: bool
+    hardware_compatibility: str
+    flags: dict[str, Any]
+    profiles: list[dict[str, Any]]
 
-    def _refit_weights(self, trt: Any, graph: Path) -> None:
-        """Set the engine's weights from its graph; it was built without them."""
-        refitter = trt.Refitter(self.engine, self._logger)
-        parser = trt.OnnxParserRefitter(refitter, self._logger)
-        if not parser.refit_from_file(str(graph)) or not refitter.refit_cuda_engine():
-            raise RunError(
-                f"{self._path}: the engine cannot be refitted with the weights of {graph.name}."
-                f" {self._logged_errors()}",
-                code="refit-failed",
-            )
 
-    def _read_profiles(self) -> list[_OptimizationProfile]:
-        """Return the limits of each profile of the engine."""
-        dynamic = [n for n in self.inputs if -1 in tuple(self.engine.get_tensor_shape(n))]
-        found = []
-        for at in range(max(1, self.engine.num_optimization_profiles)):
-            shapes = {n: self.engine.get_tensor_profile_shape(n, at) for n in dynamic}
-            limits = {n: (tuple(least), tuple(most)) for n, (least, _, most) in shapes.items()}
-            found.append(_OptimizationProfile(at, limits))
-        return found
+def sidecar_path(plan: Path) -> Path:
+    """Return the path of an engine's sidecar."""
+    return plan.with_name(f"{plan.name}.json")
 
-    def _select_profile(self, profile: _OptimizationProfile) -> None:
-        if profile.index == self._chosen:
-            return
-        if not self._context.set_optimization_profile_async(profile.index, self._stream.cuda_stream):
-            raise RunError(
-                f"{self._path}: the engine's profile cannot be set. {self._logged_errors()}",
-                code="unusable-profile",
-            )
-        self._chosen = profile.index
 
-    def _tensor_dtype(self, name: str) -> torch.dtype:
-        word = self.engine.get_tensor_dtype(name).name
-        if word not in _TORCH_DTYPES:
-            raise RunError(
-                f"{self._path}: '{name}' has the type {word}; supported: {', '.join(_TORCH_DTYPES)}. Export"
-                " again with onnx: {target: tensorrt}.",
-                code="unsupported-dtype",
-            )
-        return _TORCH_DTYPES[word]
+def write_sidecar(plan: Path, sidecar: EngineSidecar) -> None:
+    """Write the sidecar next to the engine `plan`."""
+    text = json.dumps({"schema_version": _SCHEMA, **asdict(sidecar)}, indent=1)
+    sidecar_path(plan).write_text(text + "\n", encoding="utf-8")
 
-    def max_dimension(self, name: str, place: int) -> int:
-        """Return the largest size that the profile allows for a dimension of an input."""
-        shape = tuple(self.engine.get_tensor_shape(name))
-        if shape[place] != -1:
-            return int(shape[place])
-        return self._profiles[-1].limits[name][1][place]
 
-    def __call__(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run once on the engine's stream; inputs and outputs are CUDA tensors. The outputs are new tensors.
+def record_built_engine(plan: Path) -> None:
+    """Record for this user, by its hash, that the engine `plan` was built here: `require_trusted_engines`."""
+    record = _trusted_engines_folder() / sha256_of(plan)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.touch()
 
-        Raises:
-            RunError: an input is missing, a shape is outside of the profile, or the GPU failed.
-        """
-        held: list[Tensor] = []  # memory of the stream, reused only by later work on it
-        if lacking := [name for name in self.inputs if name not in feeds]:
-            known = ", ".join(feeds)
-            raise RunError(
-                f"{self._path.name}: the engine needs the input '{lacking[0]}', got {known}.",
-                code="missing-input",
-            )
-        fitting = [profile for profile in self._profiles if profile.accepts(feeds)]
-        self._select_profile((fitting or self._profiles[-1:])[0])
-        for name in self.inputs:
-            tensor = feeds[name].to(self._tensor_device(name), self.types[name]).contiguous()
-            if not self._context.set_input_shape(name, tuple(tensor.shape)):
-                raise RunError(self._out_of_range_message(name, tensor), code="engine-limit")
-            self._bind(name, tensor, held)
-        self._infer_shapes()
-        outputs = {}
-        for name in self.outputs:
-            outputs[name] = torch.empty(
-                self._shape_of(name), dtype=self.types[name], device=self._tensor_device(name)
-            )
-            self._bind(name, outputs[name], held)
-        if not self._context.execute_async_v3(self._stream.cuda_stream):
-            raise RunError(
-                f"{self._path.name}: the engine failed. TensorRT's errors: {self._logged_errors()}",
-                code="engine-failed",
-            )
-        if not self._on_host.isdisjoint(self.outputs):
-            self._stream.synchronize()  # the host would read them before they are written
-        return outputs
 
-    def _tensor_device(self, name: str) -> str:
-        return "cpu" if name in self._on_host else CUDA_DEVICE
+def require_trusted_engines(folder: Path, trusted: bool) -> None:
+    """Require that each engine in `folder` was built by this user here, or that the caller trusts it.
 
-    def _bind(self, name: str, tensor: Tensor, held: list[Tensor]) -> None:
-        held.append(_with_address(tensor))
-        if not self._context.set_tensor_address(name, held[-1].data_ptr()):
-            raise RunError(
-                f"{self._path.name}: TensorRT did not accept the memory of '{name}'. TensorRT's"
-                f" errors: {self._logged_errors()}",
-                code="unbound-tensor",
+    An engine is native code that runs in the process which opens it; a version-compatible one may also
+    contain host code (TensorRT, IRuntime::setEngineHostCodeAllowed). Its manifest proves nothing: its author
+    also wrote the manifest.
+
+    Raises:
+        InputError: `untrusted-engine`.
+    """
+    for plan in () if trusted else sorted(folder.glob("*.plan")):
+        if not (_trusted_engines_folder() / sha256_of(plan)).is_file():
+            raise InputError(
+                f"{plan}: this TensorRT engine was not built on this machine by your user. Engines"
+                " contain native code, which is executed when they are loaded. Build the engine"
+                " here, or, if you trust its author, use smelt.load(..., trust_engine=True)"
+                " or --trust-engine.",
+                code="untrusted-engine",
             )
 
-    def _infer_shapes(self) -> None:
-        try:
-            missing = self._context.infer_shapes()
-        except RuntimeError as error:
-            raise RunError(
-                f"{self._path.name}: the output shapes cannot be inferred: {error}. {self._logged_errors()}",
-                code="shape-inference-failed",
-            ) from error
-        if missing:
-            raise RunError(
-                f"{self._path.name}: shapes are unknown for {', '.join(missing)}. {self._logged_errors()}",
-                code="unknown-output-shape",
-            )
 
-    def _shape_of(self, name: str) -> tuple[int, ...]:
-        shape = tuple(int(n) for n in self._context.get_tensor_shape(name))
-        if -1 in shape:
-            raise RunError(
-                f"{self._path.name}: the shape {shape} of '{name}' depends on the data, which is not"
-                f" supported. Export the graph with onnx: {{target: tensorrt}}.",
-                code="data-dependent-shape",
-            )
-        return shape
+def _trusted_engines_folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "smelt" / "engines"
 
-    def _out_of_range_message(self, name: str, tensor: Tensor) -> str:
-        shape = tuple(self.engine.get_tensor_shape(name))
-        built = f"{shape} only"
-        if -1 in shape:
-            least, most = self._profiles[-1].limits[name]
-            built = f"{least} to {most}"
-        return (
-            f"{self._path.name}: input '{name}' has shape {tuple(tensor.shape)}; the engine was built for"
-            f" {built}. Rebuild it with larger tensorrt: {{max_batch_size, lengths, max_new_tokens}}."
+
+def read_sidecar(plan: Path) -> EngineSidecar | None:
+    """Return the sidecar of the engine `plan`, None if there is none.
+
+    Raises:
+        InputError: the file is damaged, or of a later version of smelt.
+    """
+    path = sidecar_path(plan)
+    if not path.is_file():
+        return None
+    try:
+        content = load_json(path)
+        if content.pop("schema_version") != _SCHEMA:
+            raise InputError(
+                f"{path}: this file was written by another version of smelt. {_REBUILD_HINT}",
+                code="wrong-version",
+            )
+        return EngineSidecar(**content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}. {_REBUILD_HINT}", code="damaged-file") from error
+
+
+def current_gpu() -> dict[str, str] | None:
+    """Return name and compute capability of torch's GPU, None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return {"name": torch.cuda.get_device_name(), "compute_capability": f"{major}.{minor}"}
+
+
+def check_sidecar(
+    plan: Path, sidecar: EngineSidecar, package: str, version: str, gpu: dict[str, str] | None
+) -> None:
+    """Compare the sidecar of `plan` with the TensorRT and the GPU of this machine.
+
+    Raises:
+        InputError: it cannot run here; the message contains its builder, this machine and the fix.
+    """
+    size = plan.stat().st_size
+    if size != sidecar.size_bytes:
+        raise InputError(
+            f"{plan}: this file has {size:,} bytes, but {sidecar.size_bytes:,} were written; the copy"
+            " is incomplete. Copy it again.",
+            code="incomplete-file",
+        )
+    if not _version_matches(sidecar, package, version):
+        hint = "" if sidecar.version_compatible else " For later versions too, use version_compatible: true."
+        raise InputError(
+            f"{plan}: this engine was built by {sidecar.package} {sidecar.version}, but this machine"
+            f" has {package} {version}. {_REBUILD_HINT}{hint}",
+            code="wrong-engine-version",
+        )
+    if gpu is not None and not _gpu_matches(sidecar, gpu):
+        raise InputError(
+            f"{plan}: this engine was built for {_gpu_label(sidecar.gpu)} (hardware_compatibility:"
+            f" {sidecar.hardware_compatibility}), but this machine has {_gpu_label(gpu)}."
+            f" {_REBUILD_HINT} For several kinds of GPUs, use hardware_compatibility: ampere+.",
+            code="wrong-gpu",
+        )
+    if sidecar.weights == "stripped":
+        _require_graph(plan, sidecar)
+
+
+def _version_matches(sidecar: EngineSidecar, package: str, version: str) -> bool:
+    if sidecar.package != package:
+        return False
+    here, built = _version_numbers(version), _version_numbers(sidecar.version)
+    return here >= built if sidecar.version_compatible else here == built
+
+
+def _version_numbers(version: str) -> tuple[int, ...]:
+    """Return the compared parts of a version: major, minor, patch."""
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+
+
+def _gpu_matches(sidecar: EngineSidecar, gpu: dict[str, str]) -> bool:
+    if sidecar.gpu is None:  # ahead of time: TensorRT for RTX builds the kernels at loading
+        return True
+    if sidecar.hardware_compatibility == "ampere+":
+        return int(gpu["compute_capability"].split(".")[0]) >= _AMPERE
+    return gpu["compute_capability"] == sidecar.gpu["compute_capability"]
+
+
+def _gpu_label(gpu: dict[str, str] | None) -> str:
+    return "no GPU" if gpu is None else f"{gpu['name']} (compute capability {gpu['compute_capability']})"
+
+
+def _require_graph(plan: Path, sidecar: EngineSidecar) -> None:
+    graph = plan.with_name(Path(sidecar.graph).name)
+    if not graph.is_file():
+        raise InputError(
+            f"{plan}: its weights are in {graph.name}, which is missing from the folder. Copy that file too.",
+            code="missing-file",
+        )
+    if graph_hash(graph) != sidecar.graph_sha256:
+        raise InputError(
+            f"{graph}: {plan.name} was built from another graph. {_REBUILD_HINT}", code="changed-file"
         )
 
-    def _logged_errors(self) -> str:
-        return " / ".join(self._logger.errors[-3:]) or "nothing"
+
+def graph_hash(path: Path) -> str:
+    """Return the SHA-256 of an ONNX file, including its external weights next to it."""
+    import hashlib
+
+    files = external_data_files(path)
+    if not files:
+        return sha256_of(path)
+    return hashlib.sha256("".join(sha256_of(file) for file in (path, *files)).encode()).hexdigest()
 
 
-def _with_address(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a tensor with an address if it is empty, because TensorRT requires one."""
-    return tensor if tensor.numel() else torch.empty(1, dtype=tensor.dtype, device=tensor.device)
+def external_data_files(path: Path) -> list[Path]:
+    """Return the files with the external weights of an ONNX file."""
+    import onnx
+
+    tensors = onnx.load(path, load_external_data=False).graph.initializer
+    names = {e.value for tensor in tensors for e in tensor.external_data if e.key == "location"}
+    return [path.parent / name for name in sorted(names)]
+
+
+TENSORRT_PACKAGES = ("tensorrt", "tensorrt_rtx")
+_INSTALL = (
+    "TensorRT is not installed. On a machine with an NVIDIA GPU: pip install tensorrt. To continue without"
+    " it, mark the step `optional: true`."
+)
+
+
+def find_tensorrt() -> str | None:
+    """Return the name of the installed package without importing it, or None."""
+    return next((name for name in TENSORRT_PACKAGES if importlib.util.find_spec(name) is not None), None)
+
+
+def require_tensorrt() -> str:
+    """Return the name of the installed package without importing it; for checks before any work.
+
+    Raises:
+        MissingDependencyError: neither package is installed.
+    """
+    name = find_tensorrt()
+    if name is None:
+        raise MissingDependencyError(_INSTALL, code="not-installed")
+    return name
+
+
+def import_tensorrt() -> Any:
+    """Import TensorRT.
+
+    Raises:
+        MissingDependencyError: it is not installed, or its libraries cannot be loaded.
+        InputError: it is older than TensorRT 11, which has another API.
+    """
+    name = require_tensorrt()
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MissingDependencyError(
+            f"{name} is installed but cannot be loaded: {error}. {_INSTALL}", code="broken-installation"
+        ) from error
+    version = str(getattr(module, "__version__", "0"))
+    if name == "tensorrt" and int(version.split(".", maxsplit=1)[0]) < 11:
+        raise InputError(
+            f"TensorRT {version} is installed; smelt needs 11 or newer. pip install --upgrade 'tensorrt>=11'",
+            code="outdated-package",
+        )
+    return module
+
+
+def make_logger(trt: Any) -> Any:
+    """Return a TensorRT logger that stores messages in `.errors` and `.warnings` (lists of text).
+
+    TensorRT's builder and runtime return None on failure and report the reason only here.
+    """
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)  # the bindings require it by name
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                self.errors.append(message.strip())
+            elif severity == trt.ILogger.WARNING:
+                self.warnings.append(message.strip())
+
+    return Logger()

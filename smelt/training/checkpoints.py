@@ -39,8 +39,8 @@ from smelt.core.messages import Message, messages_to_json
 from smelt.core.stage import Context, candidate_artifact
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
-from smelt.models.stored_dtype import stored_dtypes
-from smelt.models.structure import Edit
+from smelt.models.edits import Edit
+from smelt.models.empty_model import stored_dtypes
 from smelt.quantization.layers import LowRankCorrectedLinear, MasterWeightLayer
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.settings import TrainingSettings

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from smelt.core.files import read_json_object
+from smelt.core.messages import with_count
 from smelt.core.stage import Context
-from smelt.core.text import with_count
 from smelt.data.labels import (
     MULTI_LABEL,
     REGRESSION,
@@ -38,8 +38,7 @@ from smelt.data.splits import (
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.families.registry import reads_images
 from smelt.models.image_processor import read_processor
-from smelt.models.length_limits import max_input_length
-from smelt.models.text_windows import cut_windows
+from smelt.models.text_rules import cut_windows, max_input_length
 from smelt.runtimes.images import ImageInput, split_images, stack_image_inputs
 from smelt.runtimes.predict_texts import encode_texts, uses_token_types
 from smelt.training.losses import IGNORE_INDEX, model_problem_type

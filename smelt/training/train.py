@@ -19,7 +19,7 @@ from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, 
 from smelt.training.settings import LOSS_METRIC, TrainingSettings
 
 if TYPE_CHECKING:
-    from smelt.models.structure import Edit
+    from smelt.models.edits import Edit
     from smelt.training.checkpoints import RoundingCheck
     from smelt.training.extension import Objective, TrainingExtension, TrainingTechnique
     from smelt.training.lora import LoraAdapters

@@ -39,9 +39,8 @@ from smelt.training.extension import (
     split_parameter_groups,
     term_values,
 )
-from smelt.training.learning_rates import with_learning_rate
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
-from smelt.training.settings import TrainingSettings
+from smelt.training.settings import TrainingSettings, with_learning_rate
 from smelt.training.training_state import (
     autocast,
     pick_precision,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.core.system import available_bytes, require_memory
+from smelt.models.edits import is_masked
 from smelt.models.families.registry import family_of
-from smelt.models.structure import is_masked
 from smelt.runtimes.device import bf16_speedup
 
 _MIN_SPEEDUP = 1.3  # below it bf16 is not worth its lower precision

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from expected_errors import raises_code
 
-from smelt.api.arguments import as_count, as_texts, as_texts_or_pairs
+from smelt.api.load import as_count, as_texts, as_texts_or_pairs
 from smelt.core.errors import InputError
 
 pytestmark = pytest.mark.quick

@@ -15,8 +15,7 @@ from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.statistics import batches_fingerprint, cached_statistics
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.core.store.caches import StageCache
-from smelt.core.store.store import Store
+from smelt.core.store import StageCache, Store
 from smelt.models.checkpoint import load_model
 
 

@@ -13,8 +13,8 @@ import standalone_packages
 import tiny
 from expected_errors import command_error
 
+from smelt.api.package import PACKAGE_FORMATS
 from smelt.export.package import write_package
-from smelt.export.package.registry import PACKAGE_FORMATS
 
 
 def test_it_writes_and_says_how_to_run_it(tmp_path):

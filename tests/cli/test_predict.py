@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 import smelt
+from smelt.cli.commands import _stdin_lines
 from smelt.cli.main import main
-from smelt.cli.predict import _stdin_lines
 
 LONG = " ".join(tiny.SENTENCES * 4)
 

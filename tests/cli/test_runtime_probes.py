@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from smelt.cli import doctor
-from smelt.cli.options import CheckResult
+from smelt.cli.commands import CheckResult
 
 
 def test_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smelt.runtimes.tensorrt_module.find_tensorrt", lambda: None)
+    monkeypatch.setattr("smelt.runtimes.tensorrt_engine.find_tensorrt", lambda: None)
     (finding,) = doctor.try_engines()
     assert finding == CheckResult(
         "runtimes",
@@ -56,7 +56,7 @@ def test_tensorrt_in_onnx_runtime_is_told_with_what_it_lacks(monkeypatch: pytest
     assert [f.remedy for f in doctor.try_ort_tensorrt()] == ["lacks"]
     monkeypatch.setattr(f"{module}.missing_requirement", lambda: None)
     monkeypatch.setattr(
-        "smelt.runtimes.ort_tensorrt_session.open_provider_session",
+        "smelt.runtimes.ort_tensorrt_backend.open_provider_session",
         lambda path, options: Doubling(options.sha256),
     )
     (finding,) = doctor.try_ort_tensorrt()

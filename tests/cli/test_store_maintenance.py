@@ -18,9 +18,8 @@ from expected_errors import raises_code as expected
 
 from smelt.cli.store import find_damaged_files, find_store, find_unused, remove_unused, stored_artifacts
 from smelt.core.errors import InputError
-from smelt.core.store.caches import commit_cached_files
-from smelt.core.store.locks import STALE_AFTER_S, read_owner, write_owner
-from smelt.core.store.store import Store
+from smelt.core.locks import STALE_AFTER_S, read_owner, write_owner
+from smelt.core.store import Store, commit_cached_files
 from smelt.pipeline.execute.run_folder import cleaning_lock, list_runs, register_run
 
 RECIPE = """

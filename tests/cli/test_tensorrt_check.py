@@ -14,14 +14,14 @@ import tensorrt_rig
 from expected_errors import command_error
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.export.tensorrt import run_parser as module
-from smelt.export.tensorrt.run_parser import run_parser
-from smelt.runtimes import tensorrt_module
+from smelt.export.tensorrt import preflight as module
+from smelt.export.tensorrt.preflight import run_parser
+from smelt.runtimes import tensorrt_engine
 
 
 @pytest.fixture(autouse=True)
 def without_tensorrt(monkeypatch):
-    monkeypatch.setattr(tensorrt_module, "TENSORRT_PACKAGES", ("a_package_that_nobody_has",))
+    monkeypatch.setattr(tensorrt_engine, "TENSORRT_PACKAGES", ("a_package_that_nobody_has",))
 
 
 def save(path, weight, nodes=1):
@@ -117,7 +117,7 @@ def test_artifact_for_onnx_runtime_would_be_rejected_and_one_for_tensorrt_not():
 def ask(path):
     """`run_parser` on the rig, in a process of its own."""
     code = (
-        "import sys; from pathlib import Path; from smelt.export.tensorrt.run_parser import run_parser\n"
+        "import sys; from pathlib import Path; from smelt.export.tensorrt.preflight import run_parser\n"
         "import json; print(json.dumps(run_parser(Path(sys.argv[1]))._asdict()))"
     )
     done = subprocess.run(
@@ -136,7 +136,7 @@ def test_the_installed_parser_is_asked_where_a_builder_can_be_made(tmp_path):
 
 
 def test_parser_whose_process_dies_is_told_as_not_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorrt_module, "find_tensorrt", lambda: "tensorrt")
+    monkeypatch.setattr(tensorrt_engine, "find_tensorrt", lambda: "tensorrt")
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     verdict = run_parser(tmp_path / "m.onnx")
     assert verdict.asked is None

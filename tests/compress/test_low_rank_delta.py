@@ -17,8 +17,8 @@ from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
+from smelt.compress.factorize.svd import decompose_shared
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.low_rank_delta import decompose_shared
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -30,9 +30,9 @@ from smelt.core.messages import message_codes
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model
+from smelt.models.edits import is_masked, read_edits
 from smelt.models.layers import SharedLinear
-from smelt.models.structure import is_masked, read_edits
-from smelt.pipeline.inspect.model_files import check_file_consistency
+from smelt.pipeline.inspect.model_folder import check_file_consistency
 
 
 def settings(rank=4, **more):

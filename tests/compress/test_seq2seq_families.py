@@ -17,10 +17,9 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import find_groups
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.data.splits import Example, Split
-from smelt.models.checkpoint import load_model, load_tokenizer, save_model
-from smelt.models.structure import read_edits
+from smelt.models.checkpoint import load_model, load_tokenizer, save_model, write_text_rules
+from smelt.models.edits import read_edits
 from smelt.models.text_rules import TextRules
-from smelt.models.write_text_rules import write_text_rules
 from smelt.quantization.layers import QuantizedEmbedding
 from smelt.training.samples import collate, encode_split
 

@@ -9,7 +9,7 @@ from expected_errors import raises_code
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord, Manifest, read_artifact, read_manifest
 from smelt.core.errors import InputError
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from smelt.core.artifact import Manifest, read_artifact
 from smelt.core.errors import InputError
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 
 KEY = "ab" * 32
 JSON = st.recursive(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smelt.core.text import escape_controls, find_lone_surrogate, with_article, with_count
+from smelt.core.messages import escape_controls, find_lone_surrogate, with_article, with_count
 
 pytestmark = pytest.mark.quick
 

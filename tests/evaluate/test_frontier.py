@@ -1,6 +1,6 @@
 import pytest
 
-from smelt.evaluate.frontier import front_axes, is_step_at_chance, pareto_front
+from smelt.evaluate.report.schema import front_axes, is_step_at_chance, pareto_front
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,6 @@ import tiny
 
 from smelt.data.splits import Example, Split
 from smelt.export import tokenizer as code
-from smelt.export.edge_case_texts import EDGE_CASE_TEXTS
 from smelt.export.tokenizer import (
     TokenizerSample,
     compare_tokenizers,
@@ -24,9 +23,8 @@ from smelt.export.tokenizer import (
     read_tokenizer_facts,
 )
 from smelt.models.checkpoint import copy_tokenizer, load_tokenizer
-from smelt.models.length_limits import NO_LIMIT
-from smelt.models.open_tokenizer import open_tokenizer
-from smelt.models.tokenizer import RustTokenizer, read_tokenizer_info
+from smelt.models.text_rules import NO_LIMIT
+from smelt.models.tokenizer import EDGE_CASE_TEXTS, RustTokenizer, open_tokenizer, read_tokenizer_info
 
 pytestmark = pytest.mark.quick
 

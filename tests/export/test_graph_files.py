@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Manifest, read_artifact
 from smelt.core.errors import RunError
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 from smelt.export import graph_files
 from smelt.export.graph_files import (
     external_data_path,

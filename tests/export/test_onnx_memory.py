@@ -7,7 +7,7 @@ from expected_errors import raises_code
 
 from smelt.core import system
 from smelt.core.errors import RunError
-from smelt.export import check_export
+from smelt.export import onnx_stage
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 
@@ -28,7 +28,7 @@ def test_what_it_needs_is_the_weights_once_for_each_graph_at_a_time(tmp_path, mo
         asked.append(needed)
         raise RunError(what)
 
-    monkeypatch.setattr(check_export, "require_memory", refuse)
+    monkeypatch.setattr(onnx_stage, "require_memory", refuse)
     context = harness.make_context(tmp_path / "out", "text-classification")
     for settings in (OnnxSettings(simplify=False), OnnxSettings()):
         with pytest.raises(RunError):

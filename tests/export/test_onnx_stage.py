@@ -21,10 +21,8 @@ from smelt.export.graph_files import iter_initializers
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
-from smelt.models.edits import apply_edits
-from smelt.models.open_tokenizer import open_tokenizer
-from smelt.models.structure import replace_module
-from smelt.models.tokenizer import RustTokenizer, read_tokenizer_info
+from smelt.models.edits import apply_edits, replace_module
+from smelt.models.tokenizer import RustTokenizer, open_tokenizer, read_tokenizer_info
 from smelt.runtimes.registry import open_folder
 
 

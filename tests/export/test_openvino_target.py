@@ -83,7 +83,7 @@ def test_of_mixed_precision_the_schemes_that_do_not_run_are_named_and_the_widths
     from torch import nn
 
     from smelt.compress.quantize.plan_layers import quantize_module
-    from smelt.export.check_export import tolerance_kind
+    from smelt.export.onnx_stage import tolerance_kind
 
     mixed = nn.ModuleList(quantize_module(nn.Linear(32, 8), scheme) for scheme in ("int4", "int2"))
     with raises_code("unsupported-scheme", InputError) as caught:

@@ -9,8 +9,8 @@ from onnx import TensorProto, numpy_helper
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
+from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.graphs.graph_spec import GraphSpec
 from smelt.export.parity.dequantized_copy import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.schemes.registry import default_options, find_scheme

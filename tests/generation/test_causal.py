@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smelt.core.errors import RunError
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 from smelt.data.batch import Batch
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Windows

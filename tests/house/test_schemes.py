@@ -25,7 +25,7 @@ HOME = ROOT / "smelt" / "quantization" / "schemes"
 SOURCES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
 PAGE = (ROOT / "docs" / "reference" / "stages" / "quantize.md").read_text(encoding="utf-8")
 # names that are also ONNX's words for the types of elements
-TYPES = {"export/tensorrt/rules/type_rules.py": {"int2"}}
+TYPES = {"export/tensorrt/value_rules.py": {"int2"}}
 
 
 def name_of(path: Path) -> str:

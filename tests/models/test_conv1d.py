@@ -6,9 +6,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from smelt.models.conv1d import replace_conv1d, transpose_conv1d_tensors
+from smelt.models.edits import replace_module
+from smelt.models.empty_model import replace_conv1d, transpose_conv1d_tensors
 from smelt.models.layers import LowRankLinear
-from smelt.models.structure import replace_module
 
 pytestmark = pytest.mark.quick
 

@@ -9,11 +9,11 @@ from expected_errors import raises_code
 from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer
 from smelt.compress.prune.units import AttentionGroup
 from smelt.core.errors import InputError
-from smelt.models.conv1d import replace_conv1d
+from smelt.models.edits import replace_module
+from smelt.models.empty_model import replace_conv1d
 from smelt.models.families.model_blocks import blocks_of, model_attentions
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_axes
-from smelt.models.structure import replace_module
 
 
 @pytest.mark.parametrize("name", family_models.NAMES)

@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.length_limits import NO_LIMIT, max_input_length, position_limit, position_table_size
+from smelt.models.text_rules import NO_LIMIT, max_input_length, position_limit, position_table_size
 from smelt.runtimes.predict_texts import encode_texts, generate_texts, pad_batch
 from smelt.runtimes.registry import open_runner
 

@@ -11,7 +11,7 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.export.tokenizer import read_tokenizer_facts
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.open_tokenizer import MarianTokenizer
+from smelt.models.tokenizer import MarianTokenizer
 
 SMILE, FROWN = "\U0001f642", "\u2639"
 

@@ -6,10 +6,10 @@ import tiny
 
 from smelt.export.tokenizer import read_tokenizer_facts
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.open_tokenizer import open_tokenizer
 from smelt.models.tokenizer import (
     TOKENIZER_INFO_FILE,
     TokenizerInfo,
+    open_tokenizer,
     read_tokenizer_info,
     write_tokenizer_info,
 )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.stored_dtype import (
+from smelt.models.empty_model import (
     StoredDtypes,
     cast_to_stored,
     config_dtype,

@@ -18,9 +18,9 @@ from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.models import streamed_model
 from smelt.models.checkpoint import load_model, save_model
+from smelt.models.edits import read_edits
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.streamed_model import open_streamed
-from smelt.models.structure import read_edits
 
 
 @pytest.fixture(scope="module")

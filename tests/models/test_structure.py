@@ -3,9 +3,8 @@
 import pytest
 from torch import nn
 
-from smelt.models.edits import apply_edits
+from smelt.models.edits import apply_edits, module_names, replace_layer
 from smelt.models.layers import LowRankLinear
-from smelt.models.structure import module_names, replace_layer
 
 pytestmark = pytest.mark.quick
 

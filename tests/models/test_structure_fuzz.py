@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
-from smelt.models.structure import read_edits
+from smelt.models.edits import read_edits
 
 KEYS = st.just("edits") | st.text(max_size=3)
 JSON = st.recursive(

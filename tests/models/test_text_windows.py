@@ -12,7 +12,7 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Split, Windows
 from smelt.generation.runners import window_nll
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.text_windows import cut_windows, join_texts, window_length
+from smelt.models.text_rules import cut_windows, join_texts, window_length
 from smelt.runtimes.registry import open_folder
 
 pytestmark = pytest.mark.quick

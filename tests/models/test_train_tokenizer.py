@@ -9,7 +9,7 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.families.registry import FAMILIES
-from smelt.models.train_tokenizer import train_tokenizer, unsupported_tokenizer
+from smelt.models.new_model import train_tokenizer, unsupported_tokenizer
 
 KINDS = {"bpe": 300, "unigram": 90, "wordpiece": 110}
 CASES = [(f, k) for f in FAMILIES for k in KINDS if not unsupported_tokenizer(f, k, KINDS[k])]

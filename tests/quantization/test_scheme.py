@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
-from smelt.export.generation_graph.shortlist_head import _VOCABULARY_AXES as BY_WORD
+from smelt.export.generation_graph.step_model import _VOCABULARY_AXES as BY_WORD
+from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.graphs.graph_spec import GraphSpec
 from smelt.export.parity.dequantized_copy import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.layers import concat_quantized

@@ -236,7 +236,7 @@ def test_the_report_and_the_signatures_name_the_device(tmp_path):
 def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command):
 
     from smelt.core.artifact import Manifest
-    from smelt.core.store.store import Store
+    from smelt.core.store import Store
 
     tiny.write_labelled(tmp_path / "d.jsonl")
     monkeypatch.chdir(tmp_path)

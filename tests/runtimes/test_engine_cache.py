@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from smelt.runtimes import ort_tensorrt_options
-from smelt.runtimes.ort_tensorrt_options import ENGINE_KEY_FILE, engine_cache_folder
+from smelt.runtimes import ort_tensorrt_backend
+from smelt.runtimes.ort_tensorrt_backend import ENGINE_KEY_FILE, engine_cache_folder
 
 pytestmark = pytest.mark.quick
 
@@ -48,5 +48,5 @@ def test_a_cache_that_cannot_be_written_is_none(home: Path, monkeypatch: pytest.
     home.write_text("a file where the folder would be")
     assert engine_cache_folder(FOR) is None
     home.unlink()
-    monkeypatch.setattr(ort_tensorrt_options.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(ort_tensorrt_backend.os, "access", lambda path, mode: False)
     assert engine_cache_folder(FOR) is None

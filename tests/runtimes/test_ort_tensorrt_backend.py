@@ -25,7 +25,7 @@ from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.runtimes import ort_tensorrt_backend
 from smelt.runtimes.onnx_backend import OnnxBackend
-from smelt.runtimes.ort_tensorrt_options import ProviderOptions, write_provider_options
+from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, write_provider_options
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 from smelt.runtimes.predict_texts import class_logits, encode_texts, pad_batch
 from smelt.runtimes.registry import open_folder

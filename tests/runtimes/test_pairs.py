@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from smelt.data.splits import Example
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.length_limits import max_input_length, position_limit
+from smelt.models.text_rules import max_input_length, position_limit
 from smelt.runtimes.predict_texts import class_logits, encode_texts
 from smelt.runtimes.registry import open_runner
 

@@ -8,7 +8,7 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.runtimes.ort_tensorrt_options import (
+from smelt.runtimes.ort_tensorrt_backend import (
     PROVIDER_OPTIONS_FILE,
     ProviderOptions,
     format_shapes,

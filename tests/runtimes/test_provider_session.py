@@ -11,11 +11,10 @@ from expected_errors import raises_code
 from onnx import TensorProto, helper
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.runtimes import ort_tensorrt_session
-from smelt.runtimes.ort_tensorrt_options import ProviderOptions
+from smelt.runtimes import ort_tensorrt_backend
+from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, engine_key, open_provider_session
 from smelt.runtimes.ort_tensorrt_provider import PROVIDER
-from smelt.runtimes.ort_tensorrt_session import engine_key, open_provider_session
-from smelt.runtimes.tensorrt_sidecar import graph_hash
+from smelt.runtimes.tensorrt_engine import graph_hash
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def provider_options(graph: Path, **options: str) -> ProviderOptions:
 def test_a_provider_that_does_not_load_is_an_error_and_not_the_cpu(
     graph: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if ort_tensorrt_session.list_cuda_gpus():
+    if ort_tensorrt_backend.list_cuda_gpus():
         pytest.skip("here it may load")
     with raises_code("broken-installation", MissingDependencyError) as caught:
         open_provider_session(graph, provider_options(graph, trt_fp16_enable="False"))
@@ -55,14 +54,14 @@ def test_another_graph_than_the_one_that_was_told_of_is_refused(graph: Path) -> 
 
 
 def test_an_engine_depends_on_graph_options_versions_and_gpus(graph: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ort_tensorrt_session, "list_cuda_gpus", lambda: (("NVIDIA L4", "8.9"),))
-    monkeypatch.setattr(ort_tensorrt_session, "tensorrt_packages", lambda: {"tensorrt-cu13": "10.16.1.11"})
+    monkeypatch.setattr(ort_tensorrt_backend, "list_cuda_gpus", lambda: (("NVIDIA L4", "8.9"),))
+    monkeypatch.setattr(ort_tensorrt_backend, "tensorrt_packages", lambda: {"tensorrt-cu13": "10.16.1.11"})
     library = Path("/somewhere/libnvinfer.so.10")
-    monkeypatch.setattr(ort_tensorrt_session, "_cuda_libraries", lambda: [library])
+    monkeypatch.setattr(ort_tensorrt_backend, "_cuda_libraries", lambda: [library])
     found = engine_key("abc", {"trt_fp16_enable": "True"})
     assert found == {
         "provider": PROVIDER, "graph_sha256": "abc", "options": {"trt_fp16_enable": "True"},
-        "onnxruntime": ort_tensorrt_session.onnxruntime_version(), "library": str(library),
+        "onnxruntime": ort_tensorrt_backend.onnxruntime_version(), "library": str(library),
         "tensorrt": {"tensorrt-cu13": "10.16.1.11"}, "gpus": [["NVIDIA L4", "8.9"]],
     }  # fmt: skip
 
@@ -76,8 +75,8 @@ def test_providers_come_in_order_with_caches_in_the_users_folder(
         asked.append((path, providers, enable_fallback))
         return SimpleNamespace(get_providers=lambda: [PROVIDER, "CPUExecutionProvider"])
 
-    monkeypatch.setattr(ort_tensorrt_session.onnxruntime, "InferenceSession", make)
-    monkeypatch.setattr(ort_tensorrt_session.onnxruntime, "get_available_providers", lambda: [PROVIDER])
+    monkeypatch.setattr(ort_tensorrt_backend.onnxruntime, "InferenceSession", make)
+    monkeypatch.setattr(ort_tensorrt_backend.onnxruntime, "get_available_providers", lambda: [PROVIDER])
     open_provider_session(graph, provider_options(graph, trt_timing_cache_enable="True"))
     ((path, [(name, options), *others], fallback),) = asked
     assert (path, name, fallback) == (str(graph), PROVIDER, 0)
@@ -87,14 +86,14 @@ def test_providers_come_in_order_with_caches_in_the_users_folder(
     assert (folder / "made_for.json").is_file()
     assert options["trt_timing_cache_path"] == str(folder.parent)
     monkeypatch.setattr(
-        ort_tensorrt_session.onnxruntime,
+        ort_tensorrt_backend.onnxruntime,
         "InferenceSession",
         lambda *a, **k: SimpleNamespace(get_providers=lambda: ["C"]),
     )
     with raises_code("broken-installation", MissingDependencyError) as caught:
         open_provider_session(graph, provider_options(graph))
     assert PROVIDER in str(caught.value)
-    monkeypatch.setattr(ort_tensorrt_session.onnxruntime, "get_available_providers", list)
+    monkeypatch.setattr(ort_tensorrt_backend.onnxruntime, "get_available_providers", list)
     with raises_code("not-installed", MissingDependencyError) as caught:
         open_provider_session(graph, provider_options(graph))
     assert PROVIDER in str(caught.value)

@@ -23,10 +23,11 @@ from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
-from smelt.runtimes import tensorrt_backend, tensorrt_engine
+from smelt.runtimes import tensorrt_backend
+from smelt.runtimes import tensorrt_backend as tensorrt_engine
 from smelt.runtimes.predict_texts import class_logits, encode_texts, pad_batch
 from smelt.runtimes.registry import open_folder, open_runner
-from smelt.runtimes.tensorrt_module import find_tensorrt
+from smelt.runtimes.tensorrt_engine import find_tensorrt
 
 # two rows and four tokens at once, sixteen in all
 CAUSAL = {"batch": SizeRange(1, 1, 2)} | causal_ranges(prompt=4, max_new_tokens=12, limit=64)

@@ -20,9 +20,9 @@ from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import InputError, RunError
-from smelt.runtimes import tensorrt_engine
-from smelt.runtimes.tensorrt_engine import TensorrtEngine
-from smelt.runtimes.tensorrt_sidecar import EngineSidecar, graph_hash, write_sidecar
+from smelt.runtimes import tensorrt_backend
+from smelt.runtimes.tensorrt_backend import TensorrtEngine
+from smelt.runtimes.tensorrt_engine import EngineSidecar, graph_hash, write_sidecar
 
 SHAPES = {"x": [[1, 4], [2, 4], [8, 4]]}
 W = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -30,7 +30,7 @@ W = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(tensorrt_engine, "CUDA_DEVICE", "cpu")
+    monkeypatch.setattr(tensorrt_backend, "CUDA_DEVICE", "cpu")
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
                 assert f"{argument}: " in real[f"{kind}.{name}"], (kind, name, argument)
     assert "Buffer" in real["Runtime.deserialize_cuda_engine"]
     assert real["places"] == ["HOST", "INPUT"]
-    assert set(tensorrt_engine._TORCH_DTYPES) <= set(real["types"])
+    assert set(tensorrt_backend._TORCH_DTYPES) <= set(real["types"])
     assert real["attributes"] == [True, True]
     assert {"REFIT", "STRIP_PLAN", "REFIT_IDENTICAL", "VERSION_COMPATIBLE", "TF32"} <= set(real["flags"])
 

@@ -9,7 +9,7 @@ from expected_errors import raises_code
 import smelt
 from smelt.api.predict import Predictor
 from smelt.core.errors import InputError
-from smelt.runtimes.tensorrt_sidecar import (
+from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
     check_sidecar,
     read_sidecar,
@@ -18,7 +18,7 @@ from smelt.runtimes.tensorrt_sidecar import (
     sidecar_path,
     write_sidecar,
 )
-from smelt.runtimes.third_party import artifact_safety
+from smelt.runtimes.third_party import graph_files
 
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
 A10 = {"name": "NVIDIA A10", "compute_capability": "8.6"}
@@ -135,9 +135,7 @@ def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
 def test_whoever_opens_an_artifact_asks(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = []
-    monkeypatch.setattr(
-        artifact_safety, "require_trusted_engines", lambda folder, trusted: asked.append(trusted)
-    )
+    monkeypatch.setattr(graph_files, "require_trusted_engines", lambda folder, trusted: asked.append(trusted))
     folder = tiny.write_bert(tmp_path / "model")
     made = tiny.as_artifact(folder, "text-classification")
     monkeypatch.setattr("smelt.api.load.read_artifact", lambda path: made)

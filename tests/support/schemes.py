@@ -17,7 +17,7 @@ from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
 from smelt.quantization.layers import QuantizedLinear, empty_quantized
 from smelt.quantization.matrix import QuantizedMatrix
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, StoredTensor, UnpackedWeights
-from smelt.quantization.schemes.int8_dynamic import Int8Dynamic
+from smelt.quantization.schemes.int8 import Int8Dynamic
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
 
 
@@ -128,8 +128,8 @@ class _ParallelLayers(nn.Module):
 
 def export_layers(layers: list[QuantizedLinear], x: torch.Tensor) -> Any:
     """Return the onnx.ModelProto of layers that read `x` [B, S, K], as the stage `onnx` writes it."""
+    from smelt.export.graphs.attention import GraphSpec
     from smelt.export.graphs.export_graph import export_graph
-    from smelt.export.graphs.graph_spec import GraphSpec
     from smelt.export.simplify_graph import expand_placeholders
 
     made = export_graph(

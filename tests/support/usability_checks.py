@@ -45,7 +45,7 @@ def check_training(parent: Path, family: str, out: Path) -> None:
     from safetensors.torch import load_file
 
     from smelt.compress.finetune import Finetune, FinetuneSettings
-    from smelt.models.structure import read_edits
+    from smelt.models.edits import read_edits
 
     settings = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2)
     every_family.run_stage(Finetune(), settings, parent, family, out)

@@ -14,9 +14,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.models.families.registry import FAMILIES
-from smelt.training.learning_rates import (
-    default_learning_rate,
-)
+from smelt.training.settings import default_learning_rate
 
 SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "num_evals": 0}
 
@@ -107,7 +105,7 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
 
 def test_only_what_the_step_goes_on_from_counts(tmp_path):
     """A student that is another model is no reason where it merely teaches."""
-    from smelt.training.learning_rates import _untouched_config
+    from smelt.training.settings import _untouched_config
 
     root = tiny.as_artifact(tiny.write_marian(tmp_path / "model"))
 

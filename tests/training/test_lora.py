@@ -26,8 +26,7 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.models.count_parameters import count_parameters
-from smelt.models.edits import apply_edits
-from smelt.models.structure import read_edits
+from smelt.models.edits import apply_edits, read_edits
 from smelt.quantization.layers import LowRankCorrectedLinear
 from smelt.quantization.matrix import QuantizedMatrix
 from smelt.training.lora import LoraAdapters, find_lora_layers

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.core.store.caches import StepCheckpoints, list_step_checkpoints
+from smelt.core.store import StepCheckpoints, list_step_checkpoints
 from smelt.training import checkpoints
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.checkpoints import CHECKPOINT_FILE

@@ -12,7 +12,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.messages import message_codes
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
-from smelt.models.structure import read_edits
+from smelt.models.edits import read_edits
 from smelt.training.checkpoints import RoundingCheck
 
 TASK = "text-classification"

@@ -318,10 +318,8 @@ def image_settings(artifact: Artifact) -> dict[str, Any]:
 def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """Return the maximum number of tokens of a text, None for no limit, and the tokenizer settings."""
     from smelt.generation.prompt_batches import padding_token
-    from smelt.models.length_limits import NO_LIMIT, max_input_length
-    from smelt.models.open_tokenizer import open_tokenizer
-    from smelt.models.text_rules import read_text_rules
-    from smelt.models.tokenizer import CLEANUP_REPLACEMENTS, read_tokenizer_info
+    from smelt.models.text_rules import NO_LIMIT, max_input_length, read_text_rules
+    from smelt.models.tokenizer import CLEANUP_REPLACEMENTS, open_tokenizer, read_tokenizer_info
 
     info, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
     words = open_tokenizer(artifact.path)

@@ -6,7 +6,7 @@ pad_token_id + 1 on.
 
 from __future__ import annotations
 
-from smelt.models.families.bart_layout import LM_HEAD, BartLayout, embedding_scale
+from smelt.models.families.bart import LM_HEAD, BartLayout, embedding_scale
 from smelt.models.families.family import (
     SEQ2SEQ_TASKS,
     Family,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.models.families.bart_layout import LM_HEAD, LOGITS_BIAS, BartLayout, embedding_scale
+from smelt.models.families.bart import LM_HEAD, LOGITS_BIAS, BartLayout, embedding_scale
 from smelt.models.families.family import (
     SEQ2SEQ_TASKS,
     Family,

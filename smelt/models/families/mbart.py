@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from smelt.models.families.bart import FAIRSEQ_VERSION_TENSORS
-from smelt.models.families.bart_layout import LM_HEAD, LOGITS_BIAS, BartLayout, embedding_scale
+from smelt.models.families.bart import (
+    FAIRSEQ_VERSION_TENSORS,
+    LM_HEAD,
+    LOGITS_BIAS,
+    BartLayout,
+    embedding_scale,
+)
 from smelt.models.families.family import SEQ2SEQ_TASKS, Family, PublishedLearningRate, TokenizerFiles
 
 FAMILY = Family(

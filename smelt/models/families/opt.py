@@ -7,8 +7,7 @@ the table, which has two more rows than the config's value.
 
 from __future__ import annotations
 
-from smelt.models.families.bart import FAIRSEQ_VERSION_TENSORS
-from smelt.models.families.bart_layout import LM_HEAD, bart_attention
+from smelt.models.families.bart import FAIRSEQ_VERSION_TENSORS, LM_HEAD, bart_attention
 from smelt.models.families.family import (
     Config,
     Family,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smelt.core.text import with_article
+from smelt.core.messages import with_article
 from smelt.data.splits import TASKS, Task
 from smelt.models.families import (
     bart,

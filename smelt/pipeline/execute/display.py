@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from smelt.core.text import escape_controls
+from smelt.core.messages import escape_controls
 
 _REDRAW_SECONDS = 0.1
 _PLAIN_LINE_SECONDS = 30.0

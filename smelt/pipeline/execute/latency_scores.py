@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.errors import combined_error
 from smelt.core.files import json_hash
-from smelt.core.messages import error_message, messages_to_json
+from smelt.core.messages import error_message, messages_to_json, with_count
 from smelt.core.stage import Progress
-from smelt.core.store.store import Store
-from smelt.core.text import with_count
+from smelt.core.store import Store
 from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split, Task
 from smelt.pipeline.execute.scoring import library_versions
 from smelt.pipeline.inspect.machine import artifact_device
@@ -202,7 +201,7 @@ def require_texts_fit(folder: Path, task: Task, splits: Mapping[str, Split]) -> 
     """
     from smelt.core.files import read_json_object
     from smelt.models.checkpoint import load_tokenizer
-    from smelt.models.length_limits import max_input_length
+    from smelt.models.text_rules import max_input_length
 
     if task in ("language-modeling", IMAGE_CLASSIFICATION):
         return

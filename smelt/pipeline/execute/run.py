@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError, rust_panics_as_errors
+from smelt.core.locks import file_lock
 from smelt.core.messages import Message
-from smelt.core.store.locks import file_lock
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.pipeline.execute.display import Display, duration

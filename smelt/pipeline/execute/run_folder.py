@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash, load_json, partial_files, write_atomically, write_json
-from smelt.core.store.locks import file_lock, heartbeat, is_active
-from smelt.core.store.store import OWNER_SUFFIX
+from smelt.core.locks import file_lock, heartbeat, is_active
+from smelt.core.store import OWNER_SUFFIX
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner

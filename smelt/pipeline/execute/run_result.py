@@ -17,8 +17,8 @@ from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import load_json, write_atomically
 from smelt.core.messages import Message, warning
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS
-from smelt.evaluate.frontier import is_step_at_chance
 from smelt.evaluate.metrics import WINDOW_METRICS
+from smelt.evaluate.report.schema import is_step_at_chance
 
 # If an interval extends further below the baseline than this fraction of its score, more samples are needed.
 _MAX_UNCERTAIN_DROP = 0.05

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
-from smelt.core.messages import Message, messages_to_json, warning
+from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.core.stage import Progress, no_progress
-from smelt.core.store.store import Store
-from smelt.core.text import with_count
+from smelt.core.store import Store
 from smelt.data.labels import (
     LABEL_SEPARATOR,
     MULTI_LABEL,
@@ -186,8 +185,7 @@ class Scorer:
         from smelt.evaluate.quality import score_windows
         from smelt.generation.runners import window_nll
         from smelt.models.checkpoint import load_tokenizer
-        from smelt.models.length_limits import max_input_length
-        from smelt.models.text_windows import cut_windows, join_texts
+        from smelt.models.text_rules import cut_windows, join_texts, max_input_length
 
         tokenizer = load_tokenizer(runner.folder)
         text = cut_windows(split, tokenizer, max_input_length(tokenizer, runner.config))

@@ -19,8 +19,7 @@ from smelt.core.errors import SmeltError, rust_panics_as_errors
 from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message
 from smelt.core.stage import Context
-from smelt.core.store.caches import StageCache, StepCheckpoints
-from smelt.core.store.store import Store
+from smelt.core.store import StageCache, StepCheckpoints, Store
 from smelt.data.labels import ProblemType
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
 from smelt.evaluate.environment import machine_id
@@ -31,7 +30,7 @@ from smelt.pipeline.execute.scoring import Scorer, library_versions
 from smelt.pipeline.inspect.machine import gpu_names, has_bf16_instructions, training_device
 from smelt.pipeline.plan.task_checks import embedder_metrics, resolve_pooling, resolve_text_rules
 from smelt.pipeline.plan.untrained_checks import config_file, resolve_labels
-from smelt.runtimes.third_party.artifact_safety import record_verified_graphs
+from smelt.runtimes.third_party.trial_run import record_verified_graphs
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display

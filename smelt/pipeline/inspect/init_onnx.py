@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smelt.core.errors import InputError
-from smelt.core.text import escape_controls
+from smelt.core.messages import escape_controls
 from smelt.data.npz_arrays import NPZ_SUFFIX, SampleAxes
 from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, Task
 from smelt.models.text_rules import MODULES_FILE

@@ -14,7 +14,7 @@ from typing import get_args
 
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
-from smelt.core.text import with_article
+from smelt.core.messages import with_article
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import read_image_rows
 from smelt.data.labels import infer_problem_type

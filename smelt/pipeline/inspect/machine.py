@@ -74,7 +74,7 @@ def can_build_without_gpu() -> bool:
 
     Tested in a separate process, because a native library may crash its process.
     """
-    from smelt.runtimes.tensorrt_module import find_tensorrt
+    from smelt.runtimes.tensorrt_engine import find_tensorrt
 
     name = find_tensorrt()
     if name is None:

@@ -15,17 +15,16 @@ from smelt.core.artifact import MANIFEST
 from smelt.core.errors import InputError, combined_error
 from smelt.core.files import load_json
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
-from smelt.core.text import with_article
+from smelt.core.messages import with_article
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Task
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
-from smelt.models.length_limits import position_limit
 from smelt.models.quantization_config import (
     CHECKPOINT_BITS,
     INT4_DTYPE,
     count_values_by_dtype,
     parse_quantization_config,
 )
-from smelt.models.text_rules import MODULES_FILE, read_sentence_rules
+from smelt.models.text_rules import MODULES_FILE, position_limit, read_sentence_rules
 from smelt.pipeline.inspect.model_folder import (
     check_model_folder,
     hub_error,

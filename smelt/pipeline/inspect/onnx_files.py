@@ -15,8 +15,7 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.data.npz_arrays import read_npz_headers
 from smelt.models.weight_files import has_weights
-from smelt.runtimes.third_party.detect_batch_axes import detect_output_axes
-from smelt.runtimes.third_party.optimum_layout import (
+from smelt.runtimes.third_party.convert_optimum import (
     DECODER_WITH_PAST_GRAPH,
     ENCODER_GRAPH,
     FIRST_DECODER_GRAPH,
@@ -25,6 +24,7 @@ from smelt.runtimes.third_party.optimum_layout import (
     required_graphs,
 )
 from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec
+from smelt.runtimes.third_party.trial_run import detect_output_axes
 
 if TYPE_CHECKING:
     from smelt.runtimes.third_party.signature import GraphSignature

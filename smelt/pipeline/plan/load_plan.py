@@ -28,7 +28,7 @@ from smelt.core.messages import Message, error_message, info
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.splits import Split, Task
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
-from smelt.models.length_limits import position_limit
+from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, local_model_folder, read_config
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization
@@ -71,8 +71,7 @@ from smelt.pipeline.recipe.recipe import ParsedRecipe, check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
-from smelt.training.learning_rates import TrainedPart, default_learning_rate, has_fewer_layers
-from smelt.training.settings import TrainingSettings
+from smelt.training.settings import TrainedPart, TrainingSettings, default_learning_rate, has_fewer_layers
 
 if TYPE_CHECKING:
     from smelt.pipeline.recipe.yaml_file import KeyPath

@@ -14,7 +14,6 @@ from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, SENTEN
 from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, read_config
-from smelt.pipeline.plan.advice import lost_work_warnings, poor_order_warnings
 from smelt.pipeline.plan.plan import PlanStep
 from smelt.pipeline.plan.step_draft import (
     StepDraft,
@@ -23,6 +22,7 @@ from smelt.pipeline.plan.step_draft import (
     scheme_text,
     to_plan_step,
 )
+from smelt.pipeline.plan.warnings import lost_work_warnings, poor_order_warnings
 from smelt.pipeline.recipe import stages
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake, validate_settings
 from smelt.pipeline.recipe.model_and_data import has_classifier

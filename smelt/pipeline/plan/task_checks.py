@@ -14,8 +14,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import load_json
-from smelt.core.messages import Message, error_message, warning
-from smelt.core.text import with_article
+from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
 from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
 from smelt.models.families.family import Family

@@ -29,7 +29,7 @@ from smelt.pipeline.inspect.onnx_files import (
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.model_and_data import has_classifier
 from smelt.pipeline.recipe.recipe import ParsedRecipe
-from smelt.runtimes.third_party.optimum_layout import MODEL_GRAPH, layout_problems
+from smelt.runtimes.third_party.convert_optimum import MODEL_GRAPH, layout_problems
 
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import PlanStep

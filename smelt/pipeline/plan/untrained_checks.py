@@ -145,7 +145,7 @@ def _tokenizer_mistakes(
         yield (), error_message("missing-setting", text)
         return
     if isinstance(tokenizer, NewTokenizer):
-        from smelt.models.train_tokenizer import unsupported_tokenizer
+        from smelt.models.new_model import unsupported_tokenizer
 
         if reason := unsupported_tokenizer(kind, tokenizer.train, tokenizer.vocab_size):
             yield (), error_message("wrong-value", reason)

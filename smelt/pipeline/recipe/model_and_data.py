@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError, did_you_mean
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
-from smelt.core.text import with_count
 from smelt.data.examples import UNLABELLED
 from smelt.data.labels import (
     CLASSIFIER_SUFFIXES,

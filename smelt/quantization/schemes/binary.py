@@ -33,7 +33,7 @@ from smelt.quantization.scheme import (
     StoredTensor,
     UnpackedWeights,
 )
-from smelt.quantization.schemes.int8_dynamic import Int8Dynamic
+from smelt.quantization.schemes.int8 import Int8Dynamic
 
 if TYPE_CHECKING:
     from torch import Tensor

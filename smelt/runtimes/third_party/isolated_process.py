@@ -2,7 +2,7 @@
 
 The effects of a hostile file on a parser or a runtime (a crash, unlimited memory or time) are
 limited to that process, and the caller gets an error. A module that runs so has `subprocess_main(arguments)`,
-which returns a JSON-able value.
+which returns a JSON-able value, or another function of that kind, written `module:function`.
 
 The limited memory is what a process may write to (RLIMIT_DATA): reserved addresses do not
 count, of which runtimes take many gigabytes. Where the system has no such limit (Windows) only the
@@ -122,13 +122,16 @@ def raise_memory_limit(size_bytes: int) -> None:
 
 def isolated_main(arguments: Sequence[str]) -> None:
     """Run one request; libraries print to standard output, so the answer uses a separate descriptor."""
-    memory, seconds, module, *rest = arguments
+    memory, seconds, name, *rest = arguments
+    module, _, function = name.partition(":")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     limits = ProcessLimits(int(memory), float(seconds))
     _apply_limits(limits)
     try:
-        found: dict[str, Any] = {"answer": importlib.import_module(module).subprocess_main(rest)}
+        found: dict[str, Any] = {
+            "answer": getattr(importlib.import_module(module), function or "subprocess_main")(rest)
+        }
     except MemoryError:
         found = {"failed": _out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
     print(json.dumps(found), file=answers, flush=True)

@@ -1,11 +1,19 @@
-"""One call of a graph on real samples, in a separate process that may crash.
+"""Run a third-party graph on its first samples, in a separate process that may crash.
 
 A file may be valid and still compute an array of a terabyte; so a new third-party graph is first run here.
+Sample axes are detected the same way: permuted inputs give outputs in the same order.
+
+Third-party artifacts are first opened and run in a separate process, with resource limits.
+
+A file of some hundred bytes can request gigabytes, when it is opened or at its first call. Graphs that were
+tried once, or created here, are remembered by their hash and later opened directly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,9 +22,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.core.artifact import Artifact, FileRecord
 from smelt.core.errors import InputError
+from smelt.core.files import json_hash
 from smelt.core.system import available_bytes
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
+from smelt.data.npz_arrays import SampleAxes, read_npz
+from smelt.runtimes.tensorrt_engine import require_trusted_engines
+from smelt.runtimes.third_party.isolated_process import (
+    IsolatedProcessError,
+    ProcessLimits,
+    raise_memory_limit,
+    run_isolated,
+)
+from smelt.runtimes.third_party.signature import GraphSignature
 
 # A call of a small graph on small samples; a hostile one gets no more.
 _BASE_BYTES = 1_900_000_000
@@ -101,3 +119,190 @@ def subprocess_main(arguments: Sequence[str]) -> str | None:
     except Exception as error:  # its exceptions have no other common base
         return " ".join(str(error).split())[:400]
     return None
+
+
+_ROWS = 3
+_NEAR = 1e-3
+
+
+def detect_output_axes(
+    graph: Path, signature: GraphSignature, file: Path, axes: SampleAxes
+) -> dict[str, list[int] | None] | None:
+    """Return by output the axes that may hold the samples; None where it has none of their number.
+
+    An empty list: an axis has as many entries as there are samples, but does not follow their order. None
+    instead of the dict: the graph cannot be run so, or one sample is not enough.
+
+    Args:
+        graph: its file.
+        signature: its inputs and outputs.
+        file: samples, of which the first are used.
+        axes: of every input.
+    """
+    known = signature.with_batch_axes(axes)
+    try:
+        arrays = read_npz(file, axes=known.input_batch_axes)
+        size = known.fixed_batch_size or min(_ROWS, arrays.num_samples)
+        if size < 2 or arrays.num_samples < 2:
+            return None
+        feeds = known.make_feeds(arrays.padded_to(size), 0, size)
+        with TemporaryDirectory(prefix="smelt-") as folder:
+            arguments = [
+                str(graph),
+                *write_feeds(Path(folder), feeds),
+                json.dumps([size, known.input_batch_axes]),
+            ]
+            found: dict[str, list[int] | None] | None = run_isolated(
+                f"{__name__}:run_in_two_orders", arguments, trial_limits(graph, feeds)
+            )
+    except (InputError, IsolatedProcessError, ValueError):  # reported by the plan and the run
+        return None
+    return found
+
+
+def run_in_two_orders(arguments: Sequence[str]) -> dict[str, list[int] | None] | None:
+    """Run a graph on samples in two orders; see `detect_output_axes`.
+
+    arguments: its file, that of the samples, the names of the inputs, and the number of samples with their
+    axes.
+    """
+    from smelt.runtimes.onnx_session import open_onnx_session
+
+    feeds, (size, axes) = read_feeds(*arguments[1:3]), json.loads(arguments[3])
+    random = np.random.default_rng(0)
+    of_rows = {name for name, value in feeds.items() if value.ndim and axes[name] is not None}
+    feeds = {n: _with_distinct_rows(v, axes[n], random) if n in of_rows else v for n, v in feeds.items()}
+    turned = {n: np.roll(v, 1, axes[n]) if n in of_rows else v for n, v in feeds.items()}
+    try:
+        session = open_onnx_session(Path(arguments[0]), threads=1)
+        names = [output.name for output in session.get_outputs()]
+        first, second = (session.run(names, inputs) for inputs in (feeds, turned))
+    except MemoryError:
+        raise
+    except Exception:  # ONNX Runtime's exceptions have no other common base
+        return None
+    return {name: _permuted_axes(a, b, size) for name, a, b in zip(names, first, second, strict=True)}
+
+
+def _with_distinct_rows(value: NDArray[Any], axis: int, random: np.random.Generator) -> NDArray[Any]:
+    """Return numbers whose rows differ: a state is often 0 in all of them."""
+    rows = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
+    if value.dtype.kind != "f" or len(np.unique(rows, axis=0)) == len(rows):
+        return value
+    return (value + random.normal(size=value.shape)).astype(value.dtype)
+
+
+def _permuted_axes(first: NDArray[Any], second: NDArray[Any], size: int) -> list[int] | None:
+    """Return the axes on which `second` is `first` shifted by one row."""
+    places = [axis for axis, length in enumerate(first.shape) if length == size]
+    if not places:
+        return None
+    return [axis for axis in places if _is_close(np.roll(first, 1, axis), second)]
+
+
+def _is_close(first: NDArray[Any], second: NDArray[Any]) -> bool:
+    if first.shape != second.shape or first.dtype.kind != "f":
+        return np.array_equal(first, second)
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    finite = np.isfinite(a)
+    scale = float(np.abs(a[finite]).max(initial=0.0))
+    return bool(np.allclose(a, b, rtol=_NEAR, atol=_NEAR * scale, equal_nan=True))
+
+
+_NUMPY_DTYPES: Mapping[str, Any] = {
+    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_, "tensor(float16)": np.float16, "tensor(double)": np.float64,
+    "tensor(string)": object,
+}  # fmt: skip
+
+
+def require_safe_artifact(artifact: Artifact, trust_engine: bool = False) -> None:
+    """Require that opening a verified artifact runs no untrusted code and stays within limits.
+
+    Resources used with inputs other than zeros are not checked.
+
+    Args:
+        artifact: its files match its manifest (`Artifact.verify`).
+        trust_engine: open TensorRT engines that were not built here.
+
+    Raises:
+        InputError: `untrusted-engine`, or `unsafe-graph`: opening a graph and calling it on a row of zeros
+            took more memory or time than expected for files of its size, or crashed.
+    """
+    require_trusted_engines(artifact.path, trust_engine)
+    graphs = sorted(artifact.path.glob("*.onnx")) if artifact.format == "onnx" else []
+    if not graphs or _is_verified(artifact.manifest.files):
+        return
+    try:
+        run_isolated(
+            f"{__name__}:open_and_run", list(map(str, graphs)), _trial_limits(graphs, artifact.manifest.files)
+        )
+    except IsolatedProcessError as error:
+        raise InputError(
+            f"{artifact.path}: a trial run of the graphs failed: {error}. If the graphs come from an"
+            " untrusted source, do not use them; otherwise run the recipe again.",
+            code="unsafe-graph",
+        ) from error
+    record_verified_graphs(artifact.manifest.files)
+
+
+def record_verified_graphs(files: Mapping[str, FileRecord]) -> None:
+    """Remember, for this user, that graphs with these files were opened, or created here."""
+    # without a writable folder (no home, or that of another user) each opening is tried
+    with contextlib.suppress(OSError, RuntimeError):
+        record = _record_path(files)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.touch()
+
+
+def _is_verified(files: Mapping[str, FileRecord]) -> bool:
+    with contextlib.suppress(OSError, RuntimeError):
+        return _record_path(files).is_file()
+    return False
+
+
+def _record_path(files: Mapping[str, FileRecord]) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "smelt" / "graphs" / json_hash(sorted([n, record.sha256] for n, record in files.items()))
+
+
+def _trial_limits(graphs: Sequence[Path], files: Mapping[str, FileRecord]) -> ProcessLimits:
+    """Return the process limits: one graph after the other, whose weights may be in shared files."""
+    weights = sum(record.size_bytes for name, record in files.items() if not name.endswith(".json"))
+    plain = trial_limits(graphs[0], {})
+    return ProcessLimits(
+        plain.memory_bytes + WEIGHT_COPIES * weights,
+        len(graphs) * (plain.seconds + weights * SECONDS_PER_BYTE),
+    )
+
+
+def open_and_run(arguments: Sequence[str]) -> None:
+    """Open graphs and call each on a row of zeros.
+
+    ONNX Runtime's other errors, such as inconsistent zero inputs, do not matter here.
+    """
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(4)
+    for path in map(Path, arguments):
+        _run_on_zeros(path)
+
+
+def _run_on_zeros(path: Path) -> None:
+    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.third_party.validate_graph import is_out_of_memory
+
+    try:
+        session = open_onnx_session(path, threads=1)
+        sizes = {
+            i.name: [size if isinstance(size, int) else 1 for size in i.shape] for i in session.get_inputs()
+        }
+        feeds = {
+            i.name: np.zeros(sizes[i.name], _NUMPY_DTYPES.get(i.type, np.float32))
+            for i in session.get_inputs()
+        }
+        raise_memory_limit(ACTIVATION_FACTOR * sum(feed.nbytes for feed in feeds.values()))
+        session.run(None, feeds)
+    except Exception as error:  # ONNX Runtime's exceptions have no other common base
+        if is_out_of_memory(str(error)):
+            raise MemoryError from error

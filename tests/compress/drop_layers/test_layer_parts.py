@@ -7,7 +7,7 @@ import torch
 from every_family import TEXT_FAMILIES
 from torch.nn.functional import normalize
 
-from smelt.compress.drop_layers.layer_parts import layer_parts, part_influence, without_parts
+from smelt.compress.drop_layers.drop_parts import layer_parts, part_influence, without_parts
 from smelt.models.checkpoint import load_model
 from smelt.models.skip_sublayer import skip_sublayer
 

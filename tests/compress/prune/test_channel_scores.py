@@ -6,12 +6,7 @@ import every_family
 import pytest
 import torch
 
-from smelt.compress.prune.channel_scores import (
-    activation_scores,
-    channel_magnitudes,
-    gradient_scores,
-    hidden_norms,
-)
+from smelt.compress.prune.channels import activation_scores, channel_magnitudes, gradient_scores, hidden_norms
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width

@@ -19,7 +19,7 @@ from smelt.core.messages import message_codes
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.structure import read_edits
+from smelt.models.edits import read_edits
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 2]}
 KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}

@@ -9,8 +9,8 @@ from expected_errors import raises_code
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned_masks import LearnedMasks
-from smelt.compress.prune.learned_settings import LearnedMasksSettings
 from smelt.compress.prune.masked_parts import INITIAL_LOG_ALPHA, open_probability
+from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError

@@ -13,8 +13,8 @@ from smelt.compress.prune.stage import Prune
 from smelt.core.messages import message_codes
 from smelt.data.splits import SENTENCE_SIMILARITY, Example, Split
 from smelt.models.checkpoint import load_model
+from smelt.models.edits import read_edits
 from smelt.models.hidden_width import hidden_width
-from smelt.models.structure import read_edits
 
 
 def run(out, family="bert", **settings):

@@ -14,8 +14,8 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
+from smelt.models.edits import mark_masked
 from smelt.models.layers import LowRankLinear
-from smelt.models.structure import mark_masked
 
 KEPT = torch.tensor([0, 2, 5])
 

@@ -13,7 +13,7 @@ from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned_masks import LearnedMasks
-from smelt.compress.prune.learned_settings import LearnedMasksSettings
+from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.training_techniques import check_training, provided_by_training
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes

@@ -12,8 +12,7 @@ from expected_errors import raises_code, raises_setting_codes
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.statistics import collect_statistics
-from smelt.compress.quantize.awq import apply_awq
-from smelt.compress.quantize.channel_scales import ScaleTarget
+from smelt.compress.quantize.awq import ScaleTarget, apply_awq
 from smelt.compress.quantize.plan_layers import output_layer, plan_layers
 from smelt.compress.quantize.qat import convert_qat, load_trainable
 from smelt.compress.quantize.settings import QuantizeSettings

@@ -10,15 +10,15 @@ import torch
 from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.quantize import block_by_block
-from smelt.compress.quantize.block_by_block import open_large_model
+from smelt.compress.quantize import stage
+from smelt.compress.quantize.calibrate_layers import open_large_model
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
 from smelt.core.messages import messages_to_json
 from smelt.models import streamed_model
 from smelt.models.checkpoint import load_model
-from smelt.models.structure import read_edits
+from smelt.models.edits import read_edits
 from smelt.quantization.layers import is_quantized
 
 GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_samples": 6}
@@ -104,7 +104,7 @@ def test_what_compares_layers_takes_the_model_whole(family, settings, tmp_path, 
         asked.append(open_large_model(*args))
         return asked[-1]
 
-    monkeypatch.setattr(block_by_block, "open_large_model", open_it)
+    monkeypatch.setattr(stage, "open_large_model", open_it)
     every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
     assert asked == [None]
 

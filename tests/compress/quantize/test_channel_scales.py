@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.compress.quantize.channel_scales import (
-    LayerToScale,
-    clip_and_quantize,
-    scales_from_magnitudes,
-    search_scales,
-)
+from smelt.compress.quantize.awq import LayerToScale, clip_and_quantize, scales_from_magnitudes, search_scales
 from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.quantization.schemes.registry import default_options, find_scheme
 

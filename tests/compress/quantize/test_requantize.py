@@ -18,7 +18,7 @@ from smelt.core.messages import message_codes
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.structure import is_masked, read_edits
+from smelt.models.edits import is_masked, read_edits
 from smelt.quantization.layers import is_quantized
 
 GROUP = 32

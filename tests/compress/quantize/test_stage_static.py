@@ -7,7 +7,7 @@ import tiny
 import torch
 from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.quantize.layer_sensitivity import select_sensitive
+from smelt.compress.quantize.mixed_precision import select_sensitive
 from smelt.compress.quantize.settings import MaxExcluded
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError

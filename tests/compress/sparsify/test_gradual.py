@@ -18,7 +18,7 @@ from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
-from smelt.models.structure import read_edits
+from smelt.models.edits import read_edits
 
 SHORT = {"max_steps": 12, "batch_size": 4, "learning_rate": 3e-3, "precision": "fp32", "num_evals": 2}
 

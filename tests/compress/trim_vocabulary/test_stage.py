@@ -22,7 +22,7 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings, read_kept_tokens
 from smelt.compress.trim_vocabulary.stage import TrimVocabulary
-from smelt.compress.trim_vocabulary.token_counts import tokenize_split
+from smelt.compress.trim_vocabulary.vocabulary_rows import tokenize_split
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.examples import read_split

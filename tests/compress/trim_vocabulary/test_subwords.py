@@ -126,7 +126,7 @@ def test_a_tokenizer_of_whole_words_is_refused():
 
 
 def _words(ids, stay=(), parts=None):
-    from smelt.compress.trim_vocabulary.vocabulary import TrimmableVocabulary
+    from smelt.compress.trim_vocabulary.select_tokens import TrimmableVocabulary
 
     return TrimmableVocabulary(
         "X", ids, frozenset(stay), lambda at: frozenset((parts or {}).get(at, ())), lambda *_: None

@@ -18,8 +18,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from smelt.core.artifact import Manifest
 from smelt.core.errors import InputError
-from smelt.core.store.store import Store
-from smelt.evaluate.latency import LatencySettings, measure_latency, measurement, worker_process
+from smelt.core.store import Store
+from smelt.evaluate.latency import LatencySettings, measure_latency, measurement
+from smelt.evaluate.latency import measurement as worker_process
 from smelt.evaluate.report.schema import LatencyReport
 
 TEXTS = [f"{'word ' * n}end" for n in range(1, 13)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 from smelt.data.splits import Example
 from smelt.evaluate.latency import worker as module
 from smelt.evaluate.latency.worker import TimingWorker, add_first_token_time, batch_by_length

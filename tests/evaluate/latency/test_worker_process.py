@@ -3,7 +3,7 @@ from pathlib import Path
 from expected_errors import raises_code
 
 from smelt.core.errors import RunError
-from smelt.evaluate.latency.worker_process import WorkerProcess
+from smelt.evaluate.latency.measurement import WorkerProcess
 
 
 def test_worker_ends_when_its_pipe_closes() -> None:

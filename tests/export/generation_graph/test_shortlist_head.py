@@ -18,7 +18,7 @@ from smelt.core.errors import RunError
 from smelt.core.files import read_json_object
 from smelt.data.batch import Batch
 from smelt.export.generation_graph.graph_builder import GraphBuilder, GraphLevel, hoist_nodes, value_info
-from smelt.export.generation_graph.shortlist_head import ShortlistHead
+from smelt.export.generation_graph.step_model import ShortlistHead
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.generation.config import GenerationSettings, resolve_generation

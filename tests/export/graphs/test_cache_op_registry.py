@@ -6,7 +6,7 @@ import torch
 from onnx_ir.schemas import OpSignature
 from torch.onnx._internal.exporter import _registration
 
-from smelt.export.graphs.cache_op_registry import cached_op_registry
+from smelt.export.graphs.export_graph import cached_op_registry
 
 Registry = _registration.ONNXRegistry
 

@@ -18,7 +18,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share_weights import ShareWeightsSettings, share_layers
 from smelt.data.splits import Example, Split
 from smelt.export.graphs.attention import _relative_bias, attention_modules, pack_projections
-from smelt.export.graphs.seq2seq_graphs import Seq2SeqEncoder
+from smelt.export.graphs.export_graph import Seq2SeqEncoder
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.export.tensorrt.profile_ranges import profile_ranges
@@ -26,9 +26,8 @@ from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
-from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.models.checkpoint import load_model, load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules
-from smelt.models.write_text_rules import write_text_rules
 from smelt.runtimes.predict_texts import make_batches
 from smelt.runtimes.registry import open_folder, open_runner
 

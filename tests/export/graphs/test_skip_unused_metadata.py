@@ -8,7 +8,7 @@ from torch.fx import proxy
 from torch.fx.experimental import proxy_tensor
 from torch.fx.passes import shape_prop
 
-from smelt.export.graphs.skip_unused_metadata import skip_unused_metadata
+from smelt.export.graphs.single_trace import skip_unused_metadata
 
 
 class Rotating(nn.Module):

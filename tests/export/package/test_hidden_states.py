@@ -8,7 +8,7 @@ from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.export.graph_files import read_graph
-from smelt.export.package.optimum_decoders import add_hidden_states_output
+from smelt.export.package.optimum import add_hidden_states_output
 
 
 def test_pooled_hidden_states_are_the_vectors():

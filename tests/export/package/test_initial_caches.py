@@ -15,8 +15,7 @@ from smelt.core.errors import InputError
 from smelt.export.graph_files import read_graph
 from smelt.export.package.genai import GenaiFormat
 from smelt.export.package.hub_files import accept_any_empty_cache
-from smelt.export.package.optimum import OptimumFormat
-from smelt.export.package.optimum_decoders import optimum_graphs
+from smelt.export.package.optimum import OptimumFormat, optimum_graphs
 from smelt.export.package.transformers_js import TransformersJsFormat
 
 

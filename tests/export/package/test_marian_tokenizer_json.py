@@ -9,10 +9,9 @@ import tiny
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.export.package import marian_tokenizer_json
-from smelt.models.length_limits import NO_LIMIT
-from smelt.models.open_tokenizer import MarianTokenizer
-from smelt.models.tokenizer import RustTokenizer, read_tokenizer_info, write_tokenizer_info
+from smelt.export.package import transformers_js
+from smelt.models.text_rules import NO_LIMIT
+from smelt.models.tokenizer import MarianTokenizer, RustTokenizer, read_tokenizer_info, write_tokenizer_info
 
 
 @pytest.fixture
@@ -38,18 +37,18 @@ def both(source, folder):
 
 
 def test_ids_and_texts_are_the_models_own(source, tmp_path):
-    marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+    transformers_js.write_marian_tokenizer_json(source, tmp_path)
     own, made = both(source, tmp_path)
     for text in [*tiny.SENTENCES, "", "  two   dogs ", "unknown \u6f22\u5b57!", "a</s>b", "\ufb01ve"]:
         assert ids(made, text) == ids(own, text)
         assert made.decode_batch([ids(own, text)]) == own.decode_batch([ids(own, text)])
-    assert len(marian_tokenizer_json.comparison_texts(source, read_tokenizer_info(source))) > 9_900
+    assert len(transformers_js.comparison_texts(source, read_tokenizer_info(source))) > 9_900
 
 
 def test_a_word_of_the_target_alone_is_never_read_but_written(source, tmp_path):
     with_word(source, "\u00e4")  # SentencePiece has each letter of its pieces as a piece
     place = with_word(source, "\u2581dogs\u00e4")
-    marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+    transformers_js.write_marian_tokenizer_json(source, tmp_path)
     own, made = both(source, tmp_path)
     assert ids(made, "two dogs") == ids(own, "two dogs")
     assert made.decode_batch([[place]]) == own.decode_batch([[place]]) == ["dogs\u00e4"]
@@ -57,7 +56,7 @@ def test_a_word_of_the_target_alone_is_never_read_but_written(source, tmp_path):
 
 def test_a_character_of_the_target_alone_has_its_id(source, tmp_path):
     place = with_word(source, "\u00e4")
-    marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+    transformers_js.write_marian_tokenizer_json(source, tmp_path)
     own, made = both(source, tmp_path)
     assert place in ids(made, "two \u00e4 dogs")
     assert ids(made, "two \u00e4 dogs") == ids(own, "two \u00e4 dogs")
@@ -72,7 +71,7 @@ def test_words_of_the_target_alone_are_cut_as_sentencepiece_cuts(words, source, 
 
     for word in words:
         with_word(source, word)
-    marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+    transformers_js.write_marian_tokenizer_json(source, tmp_path)
     known, unknown = json.loads((source / "vocab.json").read_text()), read_tokenizer_info(source).unknown
     reader = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
     made = both(source, tmp_path)[1]
@@ -90,18 +89,18 @@ def test_words_of_the_target_alone_are_cut_as_sentencepiece_cuts(words, source, 
 
 def test_languages_are_tokens_of_their_own(source, tmp_path):
     place = with_word(source, ">>deu<<")
-    marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+    transformers_js.write_marian_tokenizer_json(source, tmp_path)
     own, made = both(source, tmp_path)
     assert ids(made, ">>deu<< two dogs") == ids(own, ">>deu<< two dogs")
     assert ids(made, ">>deu<< two dogs")[0] == place
 
 
 def test_what_reads_otherwise_is_refused_and_leaves_nothing(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(marian_tokenizer_json, "_added_token_score", lambda word: 0.0)
+    monkeypatch.setattr(transformers_js, "_added_token_score", lambda word: 0.0)
     with_word(source, "\u2581t\u2581")
     with_word(source, "og")
     with raises_code("tokenizer-differs", InputError) as caught:
-        marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+        transformers_js.write_marian_tokenizer_json(source, tmp_path)
     assert caught.value.file == str(source / "source.spm")
     assert not (tmp_path / "tokenizer.json").exists()
 
@@ -110,7 +109,7 @@ def test_ids_with_gaps_are_refused(source, tmp_path):
     words = json.loads((source / "vocab.json").read_text())
     (source / "vocab.json").write_text(json.dumps(words | {"far": 10_000}))
     with raises_code("vocabulary-gaps", InputError):
-        marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+        transformers_js.write_marian_tokenizer_json(source, tmp_path)
 
 
 def test_a_model_that_is_none_of_unigrams_is_refused(source, tmp_path):
@@ -123,14 +122,14 @@ def test_a_model_that_is_none_of_unigrams_is_refused(source, tmp_path):
     )  # fmt: skip
     shutil.copyfile(tmp_path / "bpe.model", source / "source.spm")
     with raises_code("unsupported-tokenizer", InputError):
-        marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+        transformers_js.write_marian_tokenizer_json(source, tmp_path)
     (source / "source.spm").write_bytes(b"\xff\xff")
     with raises_code("damaged-file", InputError):
-        marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+        transformers_js.write_marian_tokenizer_json(source, tmp_path)
 
 
 def test_another_end_of_texts_is_kept(source, tmp_path):
     details = read_tokenizer_info(source)
     write_tokenizer_info(source, details.model_copy(update={"eos": details.pad}))
-    marian_tokenizer_json.write_marian_tokenizer_json(source, tmp_path)
+    transformers_js.write_marian_tokenizer_json(source, tmp_path)
     assert ids(both(source, tmp_path)[1], "two dogs")[-1] == details.pad

@@ -10,7 +10,7 @@ from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.export.graph_files import read_graph
-from smelt.export.package.optimum_decoders import optimum_graphs
+from smelt.export.package.optimum import optimum_graphs
 
 FOLDERS = {
     "marian": lambda: exported_artifacts.exported_artifact("translator"),

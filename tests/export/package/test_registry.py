@@ -3,8 +3,8 @@
 import pytest
 from expected_errors import raises_code
 
+from smelt.api.package import PACKAGE_FORMATS, find_package_format
 from smelt.core.errors import InputError
-from smelt.export.package.registry import PACKAGE_FORMATS, find_package_format
 
 pytestmark = pytest.mark.quick
 

@@ -16,13 +16,11 @@ import smelt
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError
 from smelt.export.graph_files import read_graph
-from smelt.export.package.marian_tokenizer_json import comparison_texts
 from smelt.export.package.package_format import PackageOrigin
-from smelt.export.package.transformers_js import TransformersJsFormat, transformers_js_dtype
+from smelt.export.package.transformers_js import TransformersJsFormat, comparison_texts, transformers_js_dtype
 from smelt.export.package.write_package import write_package
-from smelt.models.length_limits import NO_LIMIT
-from smelt.models.open_tokenizer import MarianTokenizer
-from smelt.models.tokenizer import TokenizerInfo, read_tokenizer_info, write_tokenizer_info
+from smelt.models.text_rules import NO_LIMIT
+from smelt.models.tokenizer import MarianTokenizer, TokenizerInfo, read_tokenizer_info, write_tokenizer_info
 
 KINDS = {"translator": "seq2seq", "t5": "seq2seq", "writer": "causal"}
 KINDS |= {"classifier": "classifier", "embedder": "sentence"}

@@ -8,8 +8,8 @@ import onnx
 import pytest
 from graph_edits import insert_after_node
 
+from smelt.export.parity.check_parity import locate_first_mismatch
 from smelt.export.parity.dequantized_copy import dequantize_graph
-from smelt.export.parity.locate_mismatch import locate_first_mismatch
 
 # a product or norm somewhere in the middle, by a constant that its last node reads
 PLACES = {

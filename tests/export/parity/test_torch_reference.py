@@ -25,7 +25,7 @@ def quantized(folder, source, task, scheme):
 
 def plain(folder):
     """Return the model in `folder` with ordinary linear layers of the dequantized weights."""
-    from smelt.models.structure import replace_module
+    from smelt.models.edits import replace_module
 
     model, _ = load_model(folder)
     for name, layer in list(model.named_modules(remove_duplicate=False)):

@@ -7,11 +7,11 @@ from torch import nn
 from smelt.export.precision.half_graphs import (
     FP16_MAX,
     FP16_SAFE_MAX,
+    ValueRanges,
     is_norm_module,
     module_of_nodes,
     select_fp32,
 )
-from smelt.export.precision.value_ranges import ValueRanges
 
 
 def scoped(node, *scopes):

@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.data.batch import Batch
 from smelt.export.parity.torch_reference import TorchReference
-from smelt.export.precision.value_ranges import measure_ranges, split_batch
+from smelt.export.precision.half_graphs import measure_ranges, split_batch
 
 IDS = np.array([[3, 1, 0], [2, 5, 4]])
 

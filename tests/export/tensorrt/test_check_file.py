@@ -9,8 +9,8 @@ import pytest
 import third_party_graphs as graphs
 from onnx import helper
 
-from smelt.export.tensorrt import check_file as module
-from smelt.export.tensorrt.check_file import check_onnx_for_tensorrt, subprocess_main
+from smelt.export.tensorrt import preflight as module
+from smelt.export.tensorrt.preflight import check_onnx_for_tensorrt, subprocess_main
 from smelt.runtimes.third_party.isolated_process import ProcessLimits
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from smelt.core.messages import warning
-from smelt.export.tensorrt.messages import ParserError, explain_log, explain_parser_error, explain_warning
+from smelt.export.tensorrt.build_engine import ParserError, explain_log, explain_parser_error, explain_warning
 
 pytestmark = pytest.mark.quick
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from smelt.export.graph_files import write_graph
+from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.graphs.graph_spec import GraphSpec
 from smelt.export.simplify_graph import expand_placeholders
 
 WIDE = 1024

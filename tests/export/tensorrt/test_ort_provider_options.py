@@ -15,13 +15,13 @@ from smelt.core.messages import message_codes
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.tensorrt.ort_provider_options import export_provider_options, tensorrt_options
 from smelt.export.tensorrt.settings import ProviderSettings
-from smelt.runtimes.ort_tensorrt_options import (
+from smelt.runtimes.ort_tensorrt_backend import (
     ALLOWED_OPTIONS,
     engine_cache_root,
     parse_shapes,
     read_provider_options,
+    with_cache_options,
 )
-from smelt.runtimes.ort_tensorrt_session import with_cache_options
 
 SHAPES = {"input_ids": ((1, 1), (1, 8), (4, 32)), "past": ((1, 2, 0, 16), (1, 2, 4, 16), (4, 2, 11, 16))}
 ALL = ProviderSettings(optimization_level=5, hardware_compatibility="ampere+", context_memory="shared")

@@ -21,8 +21,8 @@ from smelt.export.tensorrt.build_engine import BuildOptions, ProfileShapes, Size
 from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import TensorrtStage
-from smelt.runtimes import tensorrt_module
-from smelt.runtimes.tensorrt_sidecar import EngineSidecar, graph_hash, read_sidecar
+from smelt.runtimes import tensorrt_engine
+from smelt.runtimes.tensorrt_engine import EngineSidecar, graph_hash, read_sidecar
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] word"
 
@@ -101,7 +101,7 @@ def test_onnx_for_another_target_is_refused(source: Path, out: Path) -> None:
 def test_missing_tensorrt_says_how_to_install_it(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt_module, "TENSORRT_PACKAGES", ("a_package_that_nobody_has",))
+    monkeypatch.setattr(tensorrt_engine, "TENSORRT_PACKAGES", ("a_package_that_nobody_has",))
     with raises_code("not-installed", MissingDependencyError) as caught:
         TensorrtStage()(artifact(source), TensorrtSettings(), context(out, [3]))
     assert "pip install tensorrt" in str(caught.value)
@@ -113,7 +113,7 @@ def test_older_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "tensorrt", raising=False)
     with raises_code("outdated-package", InputError) as caught:
-        tensorrt_module.import_tensorrt()
+        tensorrt_engine.import_tensorrt()
     assert "10.9.0.34" in str(caught.value)
     __import__("sys").modules.pop("tensorrt", None)
 

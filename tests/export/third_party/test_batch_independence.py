@@ -9,7 +9,7 @@ import third_party_graphs as graphs
 from onnx import helper, numpy_helper
 
 from smelt.data.npz_arrays import SampleArrays
-from smelt.export.third_party.batch_independence import batch_dependence_warnings
+from smelt.export.third_party.output_comparison import batch_dependence_warnings
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.validate_graph import subprocess_main
 
@@ -66,7 +66,7 @@ def test_rows_that_are_computed_each_alone_are_no_matter(tmp_path: Path, size: A
 
 
 def test_a_large_mean_in_halves_is_no_other_output(tmp_path: Path) -> None:
-    from smelt.export.third_party.batch_independence import _relative_difference
+    from smelt.export.third_party.output_comparison import _relative_difference
 
     wanted = 2000 + np.arange(8.0)
     assert _relative_difference(wanted, wanted + 1) is None

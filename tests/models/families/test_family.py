@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from smelt.export.graphs.attention import AttentionModule
-from smelt.models.conv1d import replace_conv1d
+from smelt.models.empty_model import replace_conv1d
 from smelt.models.families.model_blocks import blocks_of, model_attentions
 from smelt.models.families.registry import FAMILIES
 

@@ -5,7 +5,7 @@ import pytest
 
 from smelt.evaluate.quality import score_labels, score_texts, score_windows
 from smelt.evaluate.significance import compare_steps, difference_interval, metric_interval
-from smelt.pipeline.execute.gate_verdicts import (
+from smelt.pipeline.execute.report_builder import (
     GateStatistics,
     examples_needed,
     judge_gate,

@@ -15,7 +15,7 @@ from smelt.cli.store import find_unused, remove_unused
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import no_progress
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 from smelt.data.splits import Example, Split
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
@@ -156,7 +156,7 @@ def test_kept_step_is_neither_scored_nor_timed_anew(whole):
 
 def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkeypatch):
     """`measure` is stood in for: what is asked of it is what matters here."""
-    from smelt.core.store.store import Store
+    from smelt.core.store import Store
     from smelt.pipeline.execute.latency_scores import LatencyScores
 
     asked = []

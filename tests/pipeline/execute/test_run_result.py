@@ -7,7 +7,7 @@ import shlex
 import pytest
 import sample_report
 
-from smelt.evaluate.frontier import pareto_front
+from smelt.evaluate.report.schema import pareto_front
 from smelt.pipeline.execute.run_result import (
     Result,
     deployment_notes,

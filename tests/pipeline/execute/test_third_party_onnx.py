@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import third_party_graphs as graphs
 
-from smelt.core.store.store import Store
+from smelt.core.store import Store
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
-from smelt.pipeline.execute import third_party_onnx
+from smelt.pipeline.execute import sources
 from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
 from smelt.runtimes.third_party.signature import GraphSignature
@@ -53,7 +53,7 @@ def test_it_is_a_whole_artifact_and_made_once(tmp_path: Path, monkeypatch: pytes
         Silent(),
         {},  # type: ignore[arg-type]
     )
-    made, cached = third_party_onnx.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
+    made, cached = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert not cached
     assert sorted(made.manifest.files) == ["model.onnx", "model.onnx_data", "signature.json"]
     assert (made.format, made.manifest.details["foreign"], made.manifest.details["opset"]) == (
@@ -63,10 +63,10 @@ def test_it_is_a_whole_artifact_and_made_once(tmp_path: Path, monkeypatch: pytes
     )
     assert [feeds["x"].shape for _, feeds, _ in tried] == [(4, 8)]  # as many rows as the graph takes
     made.verify()
-    again, cached = third_party_onnx.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
+    again, cached = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert cached
     assert again.key == made.key
     # other weights in the file next to it are another model
     (tmp_path / "weights.bin").write_bytes(bytes((tmp_path / "weights.bin").stat().st_size))
-    other, _ = third_party_onnx.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
+    other, _ = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
     assert other.key != made.key

@@ -11,7 +11,7 @@ import harness
 import tiny
 
 from smelt.core.artifact import read_artifact
-from smelt.evaluate.latency.worker_process import WorkerProcess
+from smelt.evaluate.latency.measurement import WorkerProcess
 from smelt.evaluate.report.schema import validate_report
 
 RECIPE = """

@@ -14,7 +14,7 @@ from expected_errors import command_error
 from fork_server import ForkServer
 
 from smelt.core.artifact import read_artifact
-from smelt.core.store.locks import read_owner
+from smelt.core.locks import read_owner
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.plan.load_plan import load_plan
 

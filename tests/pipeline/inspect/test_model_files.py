@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from smelt.core.messages import message_codes
-from smelt.pipeline.inspect.model_files import check_file_consistency, damaged_tensor_problem
+from smelt.pipeline.inspect.model_folder import check_file_consistency, damaged_tensor_problem
 
 pytestmark = pytest.mark.quick
 

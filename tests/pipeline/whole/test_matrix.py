@@ -23,7 +23,7 @@ from ort_sessions import HAS_NO_VNNI
 import smelt
 from smelt.data.splits import TEXT_TO_TEXT_TASKS
 from smelt.models.families.registry import FAMILIES
-from smelt.runtimes.ort_tensorrt_options import read_provider_options
+from smelt.runtimes.ort_tensorrt_backend import read_provider_options
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 
 MODELS = {

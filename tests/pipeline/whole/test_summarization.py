@@ -69,8 +69,8 @@ def test_predict_puts_the_prefix_before_the_words(home):
     """The same words with the prefix written out, on a copy that has none, give the same."""
     from smelt.core.artifact import read_artifact
     from smelt.generation.config import GenerationSettings
+    from smelt.models.checkpoint import write_text_rules
     from smelt.models.text_rules import TextRules
-    from smelt.models.write_text_rules import write_text_rules
     from smelt.runtimes.predict_texts import generate_texts
     from smelt.runtimes.registry import open_runner
 

@@ -106,8 +106,8 @@ def products(scheme: str) -> tuple[np.ndarray, np.ndarray]:
     """Return what a layer's graph gives for three rows, and for them among others, one of them huge."""
     import onnxruntime
 
+    from smelt.export.graphs.attention import GraphSpec
     from smelt.export.graphs.export_graph import export_graph
-    from smelt.export.graphs.graph_spec import GraphSpec
     from smelt.export.simplify_graph import expand_placeholders
     from smelt.runtimes.onnx_session import session_options
 

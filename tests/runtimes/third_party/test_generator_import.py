@@ -22,9 +22,9 @@ from smelt.export.package.write_package import write_package
 from smelt.generation.config import GenerationSettings
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_folder
-from smelt.runtimes.third_party import import_generator as generator_import
-from smelt.runtimes.third_party.import_generator import import_generator, subprocess_main
-from smelt.runtimes.third_party.optimum_layout import required_graphs
+from smelt.runtimes.third_party import import_graph as generator_import
+from smelt.runtimes.third_party.convert_optimum import required_graphs
+from smelt.runtimes.third_party.import_graph import import_generator, subprocess_main
 
 TEXTS = [*tiny.SENTENCES[:4], "dogs"]
 
@@ -33,7 +33,7 @@ TEXTS = [*tiny.SENTENCES[:4], "dogs"]
 def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask in this process: that a new one is limited, test_isolated_process.py asks."""
     monkeypatch.setattr(
-        "smelt.runtimes.third_party.import_generator.run_isolated",
+        "smelt.runtimes.third_party.import_graph.run_isolated",
         lambda _, arguments, __: subprocess_main(arguments),
     )
 

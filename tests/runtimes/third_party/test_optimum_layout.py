@@ -2,7 +2,7 @@
 
 import pytest
 
-from smelt.runtimes.third_party.optimum_layout import layout_problems, required_graphs
+from smelt.runtimes.third_party.convert_optimum import layout_problems, required_graphs
 from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec
 
 pytestmark = pytest.mark.quick

@@ -23,8 +23,8 @@ def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **opt
     """
     from transformers import AutoModel
 
+    from smelt.models.empty_model import silence_transformers
     from smelt.models.import_model import configure_embedder
-    from smelt.models.silence_transformers import silence_transformers
     from smelt.models.text_rules import SentenceRules
 
     own = {name: options.pop(name) for name in list(options) if name in SentenceRules.model_fields}
@@ -63,8 +63,8 @@ def expected_vectors(folder: Path, texts: list[str], pooling: str = "mean", norm
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from smelt.models.length_limits import max_input_length
-    from smelt.models.silence_transformers import silence_transformers
+    from smelt.models.empty_model import silence_transformers
+    from smelt.models.text_rules import max_input_length
 
     with silence_transformers():
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -154,7 +154,7 @@ def _write_model(folder: Path, family: str, task: Task | None, **config: Any) ->
 
 
 def _write_tokenizer(folder: Path, family: str) -> None:
-    from smelt.models.train_tokenizer import train_tokenizer
+    from smelt.models.new_model import train_tokenizer
 
     form = FAMILIES[family].tokenizer_spec
     if form is None:

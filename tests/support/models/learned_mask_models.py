@@ -10,9 +10,9 @@ import every_family
 import torch
 
 from smelt.compress.prune.learned_masks import LearnedMasks
-from smelt.compress.prune.learned_settings import LearnedMasksSettings
+from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.models.checkpoint import load_model
-from smelt.models.structure import Edit
+from smelt.models.edits import Edit
 
 MASK_TARGETS = ("heads", "ffn", "width")
 

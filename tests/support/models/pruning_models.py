@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer
-from smelt.models.structure import replace_module
+from smelt.models.edits import replace_module
 from smelt.training.losses import token_loss
 
 

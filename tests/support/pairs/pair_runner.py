@@ -76,7 +76,7 @@ class PairRunner:
 
     def _import_model(self, plan: Plan) -> Artifact:
         if self._model_artifact is None:
-            from smelt.core.store.store import Store
+            from smelt.core.store import Store
             from smelt.pipeline.execute.display import Display
             from smelt.pipeline.execute.scoring import Scorer
             from smelt.pipeline.execute.sources import import_user_model

@@ -37,11 +37,9 @@ _MAX_MESSAGE_BYTES = 1 << 20
 
 def install(monkeypatch: Any) -> None:
     """Fork timing processes until the test ends."""
-    from smelt.evaluate.latency import worker_process
+    from smelt.evaluate.latency import measurement
 
-    monkeypatch.setattr(
-        worker_process, "subprocess", SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE)
-    )
+    monkeypatch.setattr(measurement, "subprocess", SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE))
 
 
 class ForkedWorker:

@@ -140,11 +140,13 @@ def _run_requests_inline() -> None:
     """Let stages do in this process, which is watched, what they ask of processes of their own."""
     import importlib
 
-    def ask(module: str, arguments: Any, limits: Any) -> Any:
-        return json.loads(json.dumps(importlib.import_module(module).answer(list(arguments))))
+    def run_here(name: str, arguments: Any, limits: Any) -> Any:
+        module, _, function = name.partition(":")
+        main = getattr(importlib.import_module(module), function or "subprocess_main")
+        return json.loads(json.dumps(main(list(arguments))))
 
     for name in ("smelt.export.third_party.simplify_stage", "smelt.runtimes.third_party.trial_run"):
-        importlib.import_module(name).ask = ask  # type: ignore[attr-defined]
+        importlib.import_module(name).run_isolated = run_here  # type: ignore[attr-defined]
 
 
 def _run_stage(

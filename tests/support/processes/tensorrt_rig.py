@@ -181,7 +181,7 @@ def _run_request(request: dict[str, Any]) -> dict[str, Any]:
     from smelt.core.errors import RunError
     from smelt.core.messages import message_codes, messages_to_json
     from smelt.export.tensorrt.build_engine import BuildOptions, build_engine
-    from smelt.runtimes.tensorrt_module import import_tensorrt
+    from smelt.runtimes.tensorrt_engine import import_tensorrt
 
     cache = Path(request["timing_cache"]) if "timing_cache" in request else None
     options = BuildOptions(256, 1, True, "none", False, cache)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from smelt.core.errors import RunError
-from smelt.evaluate import frontier
-from smelt.evaluate.latency import summary, worker_process
+from smelt.evaluate.latency import measurement, summary
+from smelt.evaluate.report import schema
 
 
 class FakeWorker:
@@ -55,10 +55,10 @@ class FakeWorker:
 def install(monkeypatch: Any) -> Any:
     """Use made-up workers until the test ends; return their class, to set what they do."""
     kind = type("Worker", (FakeWorker,), {"asked": []})
-    monkeypatch.setattr(worker_process, "WorkerProcess", kind)
-    monkeypatch.setattr(worker_process, "_SETTLE_SECONDS", 0)
+    monkeypatch.setattr(measurement, "WorkerProcess", kind)
+    monkeypatch.setattr(measurement, "_SETTLE_SECONDS", 0)
     # the times are made up, and so is whether random tiny models are worth having
-    monkeypatch.setattr(frontier, "is_chance_level", lambda *score: False)
+    monkeypatch.setattr(schema, "is_chance_level", lambda *score: False)
     return kind
 
 

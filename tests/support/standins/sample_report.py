@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-from smelt.evaluate.frontier import pareto_front
+from smelt.evaluate.report.schema import pareto_front
 
 # name, stage, parent, format, target, BLEU, p50 ms at batch 1, MB, million parameters
 STEPS = [

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from smelt.export.package.standalone.parts.classes import predict_class, prediction_line
-from smelt.export.package.standalone.parts.command_line import run_command_line
 from smelt.export.package.standalone.parts.finite_outputs import finite_outputs
 from smelt.export.package.standalone.parts.pixels import preprocess_image
-from smelt.export.package.standalone.parts.session import open_graph
+from smelt.export.package.standalone.parts.session import open_graph, run_command_line
 
 
 class ImageClassifier:

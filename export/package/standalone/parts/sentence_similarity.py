@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from smelt.export.package.standalone.parts.batches import length_batches
-from smelt.export.package.standalone.parts.command_line import run_command_line
 from smelt.export.package.standalone.parts.finite_outputs import finite_outputs
-from smelt.export.package.standalone.parts.session import open_graph
+from smelt.export.package.standalone.parts.session import open_graph, run_command_line
 from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
 
 

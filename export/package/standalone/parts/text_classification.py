@@ -15,9 +15,8 @@ import tokenizers
 
 from smelt.export.package.standalone.parts.batches import length_batches
 from smelt.export.package.standalone.parts.classes import predict_class, prediction_line
-from smelt.export.package.standalone.parts.command_line import run_command_line
 from smelt.export.package.standalone.parts.finite_outputs import finite_outputs
-from smelt.export.package.standalone.parts.session import open_graph
+from smelt.export.package.standalone.parts.session import open_graph, run_command_line
 
 
 class Classifier:

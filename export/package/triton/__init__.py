@@ -1,1 +1,0 @@
-"""The form `triton`: a model repository for NVIDIA's Triton Inference Server."""

@@ -1,1 +1,0 @@
-"""What TensorRT would reject or silently do otherwise: one rule is one small function, in one table."""

@@ -1,0 +1,283 @@
+"""Rules on values, inputs and sizes: overflow, inputs that became constants, too many axes.
+
+Rules on element types: which are supported, where, and in which combinations.
+
+TensorRT's networks are strongly typed: values are converted only by a Cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from smelt.export.tensorrt.checked_graph import (
+    TENSORRT_REEXPORT_HINT,
+    CheckedGraph,
+    RuleFinding,
+    input_name,
+    node_attribute,
+    node_location,
+    type_name,
+)
+
+_FP16_MAX = 65504.0
+_MAX_AXES = 8
+_FP16_HINT = "Weights above 65504 do not fit into fp16: export with dtype: fp32."
+
+
+def missing_external_data(model: Any, path: Path) -> Iterator[RuleFinding]:
+    """Find external weights that are missing, or outside of the file's folder."""
+    folder = path.parent.resolve()
+    for tensor in model.graph.initializer:
+        for entry in (e for e in tensor.external_data if e.key == "location"):
+            file = path.parent / entry.value
+            name = f"the weights of '{tensor.name}'"
+            if not (folder / entry.value).resolve().is_relative_to(folder):
+                yield RuleFinding(
+                    name,
+                    f"their location {entry.value} is outside of the graph's folder.",
+                    "Save the model again with its weights next to it.",
+                )
+                return
+            if not file.is_file():
+                yield RuleFinding(name, f"the file {file} is missing.", "Copy that file too.")
+                return
+
+
+def non_finite_values(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find constants that overflowed in half precision; TensorRT builds them silently."""
+    for name, kind, values in graph.non_finite_constants:
+        if not _is_mask(values):
+            import numpy as np
+
+            count = int((~np.isfinite(values)).sum())
+            yield RuleFinding(
+                f"the constant '{name}' ({kind})",
+                f"it contains {count} infinite or NaN values; TensorRT would build it silently.",
+                _FP16_HINT,
+            )
+
+
+def mask_constants(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find constants of 0 and -inf, which may be intended masks."""
+    for name, kind, values in graph.non_finite_constants:
+        if _is_mask(values):
+            yield RuleFinding(
+                f"the constant '{name}' ({kind})",
+                "it is a mask with -inf; a fully masked row gives NaN.",
+                "",
+            )
+
+
+def _is_mask(values: Any) -> bool:
+    import numpy as np
+
+    return bool(np.isin(values, (0.0, -np.inf)).all())
+
+
+def overflowing_casts(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find constants that a Cast to float16 makes infinite: usually the -3.4e38 of a mask."""
+    from onnx import TensorProto
+
+    for node in graph.nodes_of_type("Cast"):
+        if node_attribute(node, "to") != TensorProto.FLOAT16 or input_name(node, 0) not in graph.constants:
+            continue
+        values = graph.constant_value(node.input[0]).astype("float64")
+        if values.size and abs(values).max() > _FP16_MAX:
+            yield RuleFinding(
+                node_location(node),
+                f"the constant '{node.input[0]}' contains {values.flat[abs(values).argmax()]:.3g},"
+                " which is infinite in float16.",
+                "Use -65504 or a smaller magnitude, or keep the sum in float32.",
+            )
+
+
+def norms_in_fp16(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find a mean of squares in float16: infinite for values above 256. TensorRT warns and builds it."""
+    from onnx import TensorProto
+
+    for node in graph.nodes_of_type("ReduceMean"):
+        maker = graph.producers.get(input_name(node, 0))
+        if maker is None or graph.element_type(node.input[0]) != TensorProto.FLOAT16:
+            continue
+        squares = maker.op_type == "Mul" and len(set(maker.input)) == 1
+        if maker.op_type == "Pow" or squares:
+            yield RuleFinding(
+                node_location(node),
+                "the mean of squares of a norm in float16 overflows: the square of 256 is infinite.",
+                "Export again with onnx: {target: tensorrt}, which keeps norms in float32.",
+            )
+
+
+def default_inputs(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find inputs with a default: TensorRT makes the default a constant and removes the input."""
+    for value in graph.model.graph.input:
+        if value.name in {tensor.name for tensor in graph.model.graph.initializer}:
+            yield RuleFinding(
+                f"the input '{value.name}'",
+                "it has a default; TensorRT makes it a constant, and the engine has no such input.",
+                "Remove the default if the input is needed. " + TENSORRT_REEXPORT_HINT,
+            )
+
+
+def unnamed_sizes(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find dynamic sizes without a name, for which no profile can be made."""
+    for value in graph.model.graph.input:
+        kind = value.type.tensor_type
+        if value.name in graph.constants:
+            continue
+        unknown = [at for at, d in enumerate(kind.shape.dim) if not (d.dim_param or d.HasField("dim_value"))]
+        if unknown or not kind.HasField("shape"):
+            what = f"the sizes at {unknown} have no name" if unknown else "it has no shape"
+            yield RuleFinding(
+                f"the input '{value.name}'",
+                f"{what}, so no lengths can be set for them.",
+                "Name dynamic axes at export, or fix their sizes.",
+            )
+
+
+def too_many_axes(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find tensors with more than 8 axes."""
+    hint = "Merge some of its axes."
+    for name, tensor in graph.constants.items():
+        if len(tensor.dims) > _MAX_AXES:
+            yield RuleFinding(
+                f"the constant '{name}'", f"{len(tensor.dims)} axes; TensorRT supports at most 8.", hint
+            )
+    for value in graph.model.graph.input:
+        if len(value.type.tensor_type.shape.dim) > _MAX_AXES:
+            count = len(value.type.tensor_type.shape.dim)
+            yield RuleFinding(
+                f"the input '{value.name}'", f"{count} axes; TensorRT supports at most 8.", hint
+            )
+    for node in graph.nodes_of_type("Reshape"):
+        shape = graph.constant_value(input_name(node, 1))
+        if shape is not None and shape.size > _MAX_AXES:
+            yield RuleFinding(node_location(node), f"{shape.size} axes; TensorRT supports at most 8.", hint)
+
+
+_UNSUPPORTED_TYPES = frozenset({
+    "int16", "uint16", "uint32", "uint64", "string", "complex64", "complex128", "uint4", "int2", "uint2",
+    "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz",
+})  # fmt: skip
+# Operators whose numeric tensors must all have one type, and which inputs those are (None: all).
+_SAME_TYPE_INPUTS: dict[str, tuple[int, ...] | None] = {
+    "MatMul": None, "Gemm": None, "Conv": None, "Add": None, "Sub": None, "Mul": None, "Div": None,
+    "Max": None, "Min": None, "Concat": None, "Where": (1, 2), "LayerNormalization": None, "PRelu": None,
+    "Equal": None, "Less": None, "Greater": None, "Einsum": None,
+}  # fmt: skip
+# Types that the parser rejects although the ONNX standard allows them: operator -> types of its first input.
+_UNSUPPORTED_OP_TYPES: dict[str, tuple[str, ...]] = {
+    "MatMul": ("int32", "int64"), "Gemm": ("int32", "int64"), "Einsum": ("int32", "int64"),
+    "ReduceL2": ("int32", "int64"), "ReduceMax": ("bool",), "ReduceMin": ("bool",), "Relu": ("int32",),
+}  # fmt: skip
+_CAST_HINT = "TensorRT's networks are strongly typed: add a Cast, or export again with one dtype."
+
+
+def unsupported_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find element types that TensorRT does not support, in inputs, constants, casts and quantized values."""
+    for place, kind in _declared_types(graph):
+        if kind and (type_name(kind) in _UNSUPPORTED_TYPES or type_name(kind).startswith("type ")):
+            yield RuleFinding(place, f"the type {type_name(kind)}, which TensorRT does not support.",
+                        "Cast to float, int32 or int64 before the graph, or in the model.")  # fmt: skip
+
+
+def _declared_types(graph: CheckedGraph) -> Iterator[tuple[str, int]]:
+    for value in graph.model.graph.input:
+        if value.name not in graph.constants:
+            yield f"the input '{value.name}'", value.type.tensor_type.elem_type
+    for name, tensor in graph.constants.items():
+        if name not in graph.quantized_values:  # covered by the rules on quantization
+            yield f"the constant '{name}'", tensor.data_type
+    for node in graph.nodes_of_type("Cast"):
+        yield node_location(node), int(node_attribute(node, "to") or 0)
+
+
+def mixed_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find operators whose inputs have two types."""
+    for node in graph.nodes_of_type(*_SAME_TYPE_INPUTS):
+        places = _SAME_TYPE_INPUTS[node.op_type] or range(len(node.input))
+        named = [
+            (node.input[i], _type_as_read(graph.element_type(node.input[i])))
+            for i in places
+            if i < len(node.input)
+        ]
+        known = {kind: name for name, kind in named if name and kind}
+        if len(known) > 1:
+            words = " and ".join(f"{type_name(kind)} ('{name}')" for kind, name in known.items())
+            yield RuleFinding(node_location(node), f"inputs of different types: {words}.", _CAST_HINT)
+
+
+def _type_as_read(kind: int) -> int:
+    """Return the type as which TensorRT reads a value: double is read as float."""
+    from onnx import TensorProto
+
+    return int(TensorProto.FLOAT) if kind == TensorProto.DOUBLE else kind
+
+
+def unsupported_op_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find operators on types that ONNX allows and TensorRT does not: integer matrices, maximum of bools."""
+    for node in graph.nodes_of_type(*_UNSUPPORTED_OP_TYPES):
+        kind = graph.element_type(input_name(node, 0))
+        if kind and type_name(kind) in _UNSUPPORTED_OP_TYPES[node.op_type]:
+            yield RuleFinding(
+                node_location(node),
+                f"TensorRT does not support it in {type_name(kind)}.",
+                "Cast the input to float.",
+            )
+
+
+def internal_uint8(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find uint8 between operators; TensorRT supports it only as an input or output of the network."""
+    from onnx import TensorProto
+
+    outputs = {value.name for value in graph.model.graph.output}
+    for node in graph.nodes_of_type():
+        uint8_outputs = [
+            n for n in node.output if graph.element_type(n) == TensorProto.UINT8 and n not in outputs
+        ]
+        if uint8_outputs and node.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear", "Constant"):
+            yield RuleFinding(node_location(node), "it outputs uint8 to other operators; TensorRT supports"
+            " uint8 only at the network's"
+                        " inputs and outputs.", "Cast to int32 instead.")  # fmt: skip
+        uint8_inputs = [
+            n for n in _input_names(graph) if n in node.input and graph.element_type(n) == TensorProto.UINT8
+        ]
+        if uint8_inputs and node.op_type not in ("Cast", "DequantizeLinear", "Identity"):
+            yield RuleFinding(
+                node_location(node),
+                f"it computes with the input '{uint8_inputs[0]}' in uint8.",
+                "Cast the input first.",
+            )
+
+
+def _input_names(graph: CheckedGraph) -> list[str]:
+    return [value.name for value in graph.model.graph.input if value.name not in graph.constants]
+
+
+def casts_to_float8(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find a Cast to float8; in TensorRT only QuantizeLinear produces float8."""
+    for node in graph.nodes_of_type("Cast"):
+        if type_name(int(node_attribute(node, "to") or 0)).startswith("float8e4m3fn"):
+            yield RuleFinding(
+                node_location(node),
+                "in TensorRT only QuantizeLinear produces float8.",
+                "Quantize with a scale.",
+            )
+
+
+def double_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
+    """Find double values, which TensorRT silently reads as float."""
+    from onnx import TensorProto
+
+    hint = "Export in float, or compute outside of the graph what needs the precision."
+    for value in (*graph.model.graph.input, *graph.model.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.DOUBLE:
+            yield RuleFinding(f"'{value.name}'", "double; TensorRT computes and binds it as float.", hint)
+    for name, tensor in graph.constants.items():
+        if tensor.data_type == TensorProto.DOUBLE:
+            yield RuleFinding(f"the constant '{name}'", "double; TensorRT rounds it to float.", hint)
+    for node in graph.nodes_of_type("Cast"):
+        if node_attribute(node, "to") == TensorProto.DOUBLE:
+            yield RuleFinding(node_location(node), "a cast to double; TensorRT continues in float.", hint)

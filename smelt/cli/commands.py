@@ -1,0 +1,425 @@
+"""The commands `bench`, `init`, `package`, `predict` and `tensorrt-check`, and the options that commands share."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import click
+
+from smelt.core.errors import InputError
+from smelt.pipeline.recipe.mistakes import other_name_hint
+
+FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
+
+
+def print_untrusted(text: str, err: bool = False) -> None:
+    """Print untrusted text, from data, model folders or recipes, with control characters escaped."""
+    from smelt.core.messages import escape_controls
+
+    click.echo(escape_controls(text), err=err)
+
+
+def generation_options(command: Any) -> Any:
+    """Add the options for text generation."""
+    most = click.option(
+        "--max-new-tokens",
+        type=click.IntRange(1, 4096),
+        metavar="N",
+        help="Maximum output length (default: the model's, else 128).",
+    )
+    beams = click.option(
+        "--num-beams",
+        default=1,
+        show_default=True,
+        type=click.IntRange(1, 64),
+        help="Number of beams; 1 is greedy search.",
+    )
+    return beams(most(command))
+
+
+def device_options(command: Any) -> Any:
+    """Add the options for the device and for trusting TensorRT engines."""
+    places = click.Choice(["auto", "cpu", "cuda"])
+    command = click.option(
+        "--trust-engine", is_flag=True, help="Allow a TensorRT engine built elsewhere (it is native code)."
+    )(command)
+    return click.option("--device", default="auto", show_default=True, type=places, help="Device to run on.")(
+        command
+    )
+
+
+CheckGroup = Literal["machine", "packages", "runtimes", "processor"]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of the output of `smelt doctor`.
+
+    ok: True if it works, False if not, None for information. detail: version or cause. remedy: command or
+    page to install what is missing; empty if nothing is.
+    """
+
+    group: CheckGroup
+    name: str
+    ok: bool | None
+    detail: str
+    remedy: str = ""
+
+
+def first_error_line(error: BaseException) -> str:
+    """Return the first line of an error's message, at most 200 characters."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first if len(first) <= 200 else first[:197] + "..."
+
+
+def check_runtime(name: str, check: Callable[[], str], remedy: str = "") -> CheckResult:
+    """Test one runtime and return the result. check: runs the test and returns the detail."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # ONNX Runtime prints its failures
+            return CheckResult("runtimes", name, True, check())
+    except ModuleNotFoundError as error:
+        return CheckResult("runtimes", name, False, f"{error.name or name} is not installed", remedy)
+    except Exception as error:  # any error of a runtime is the result
+        return CheckResult("runtimes", name, False, first_error_line(error), remedy)
+
+
+@click.command(short_help="Compare the latency of artifacts.")
+@click.argument("artifacts", nargs=-1, required=True, type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="File with the texts: a table, or one text per line (.txt).",
+)
+@click.option("--column", metavar="NAME", help="Column with the texts (default: as in a recipe).")
+@click.option(
+    "--batch-size",
+    "sizes",
+    multiple=True,
+    default=(1, 8),
+    show_default=True,
+    type=click.IntRange(1, 4096),
+    help="Texts per call; may be repeated.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="CPU threads per process (default: the artifact's setting, else 1).",
+)
+@device_options
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(3, 1000))
+@click.option(
+    "--texts", default=16, show_default=True, type=click.IntRange(1, 10_000), help="Number of texts."
+)
+@click.option("--max-new-tokens", type=click.IntRange(1, 4096), metavar="N", help="Maximum output length.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(
+    artifacts: tuple[Path, ...],
+    data: Path | None,
+    column: str | None,
+    sizes: tuple[int, ...],
+    threads: int | None,
+    device: str,
+    trust_engine: bool,
+    rounds: int,
+    texts: int,
+    max_new_tokens: int | None,
+    as_json: bool,
+) -> None:
+    """Measure the latency of ARTIFACTS and compare each with the first."""
+    import json
+
+    from smelt.api.benchmark import time_artifacts as measure
+    from smelt.api.benchmark import timing_table
+    from smelt.pipeline.execute.display import Display
+
+    settings = {
+        "batch_sizes": tuple(dict.fromkeys(sizes)),
+        "threads": threads,
+        "rounds": rounds,
+        "texts": texts,
+    }
+    generation = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    if max_new_tokens is not None:
+        settings["new_tokens"] = max_new_tokens  # language models are timed with exactly this many
+    display = Display()  # writes to standard error, so that standard output is valid JSON
+    display.start_work("latency")
+    try:
+        result = measure(
+            artifacts, data, column, settings, generation, device, display.progress, trust_engine
+        )
+    finally:
+        display.close()
+    click.echo(json.dumps(result, indent=1) if as_json else timing_table(result))
+    sys.exit(1 if any(a["error"] for a in result["artifacts"].values()) else 0)
+
+
+@click.command(short_help="Write a first recipe for a model.")
+@click.argument("model")
+@click.option(
+    "--data",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Folder with train, validation and test, or one file, which is split; may be repeated.",
+)
+@click.option("--out", metavar="FILE", help="File to write (default: NAME.yaml here); - prints the recipe.")
+@click.option("--task", help="Task, if the model's family supports several.")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="ROLE=NAME",
+    help="Name of a column, such as label=stars; may be repeated.",
+)
+@click.option("--source-language", metavar="CODE", help="Multilingual models: source, such as en_XX.")
+@click.option("--target-language", metavar="CODE", help="Multilingual models: target, such as de_DE.")
+@click.option("--fast", is_flag=True, help="Propose stronger compression with longer training.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+def init(
+    model: str,
+    data: tuple[Path, ...],
+    out: str | None,
+    task: Any,
+    columns: tuple[str, ...],
+    source_language: str | None,
+    target_language: str | None,
+    fast: bool,
+    force: bool,
+) -> None:
+    """Write a first recipe for MODEL (a folder, a hub id or an .onnx file)."""
+    from smelt.core.errors import InputError, did_you_mean
+    from smelt.data.splits import ALL_TASKS
+    from smelt.pipeline.inspect.data_files import parse_columns
+    from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
+
+    if task is not None and task not in ALL_TASKS:
+        known = ", ".join(ALL_TASKS)
+        raise InputError(
+            f"--task {task}: unknown task. Supported tasks: {known}.{did_you_mean(task, ALL_TASKS)}",
+            code="unknown-task",
+        )
+    named = parse_columns(columns).model_dump(exclude_unset=True)
+    options = InitOptions(task, named, (source_language, target_language), fast)
+    text, path = init_recipe(model, data, out, task, force, options)
+    if path is None:
+        click.echo(text, nl=False)
+        return
+    click.echo(f"Wrote {path}.")
+    if not data:
+        click.echo("Set your files under data in the recipe.")
+    click.echo(f"Next: smelt plan {path}")
+
+
+def _format_list() -> str:
+    """Return the list of formats with their summaries, for --help."""
+    from smelt.api.package import PACKAGE_FORMATS
+
+    width = max(map(len, PACKAGE_FORMATS))
+    return "\b\n" + "\n".join(f"{name:{width}}  {form.summary}" for name, form in PACKAGE_FORMATS.items())
+
+
+class _PackageCommand(click.Command):
+    """A command whose help lists the formats, which are imported only then."""
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.epilog = f"Formats:\n\n{_format_list()}"
+        super().format_help(ctx, formatter)
+
+
+@click.command(cls=_PackageCommand, short_help="Write an artifact as a folder for deployment.")
+@click.argument("artifact", type=FOLDER_TYPE)
+@click.option(
+    "--format",
+    "format_",
+    metavar="FORMAT",
+    default="standalone",
+    show_default=True,
+    help="One of the formats below.",
+)
+@click.option("--out", metavar="FOLDER", help="The folder to write (default: NAME-FORMAT here).")
+def package(artifact: Path, format_: str, out: str | None) -> None:
+    """Write ARTIFACT as a self-contained folder for deployment.
+
+    ARTIFACT is a folder such as runs/x/artifacts/onnx-int8. The package has a README.md with its scores and
+    how to load it. If packaging fails, no folder is written.
+    """
+    from smelt.api.package import package_artifact, package_lines
+
+    for line in package_lines(package_artifact(artifact, format_, out)):
+        print_untrusted(line)
+
+
+@click.command("tensorrt-check", short_help="Check an ONNX file for problems with TensorRT.")
+@click.argument("path", metavar="FILE|ARTIFACT", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def tensorrt_check(path: Path, as_json: bool) -> None:
+    """Check FILE.onnx or ARTIFACT for what TensorRT rejects or computes differently.
+
+    Needs neither TensorRT nor a GPU. Each problem is listed with its node, the reason and a fix. If TensorRT
+    is installed and its builder works, its parser is run too. Exits with 1 if TensorRT would reject the
+    graph, or build an engine with different results.
+    """
+    from smelt.export.tensorrt.preflight import check_tensorrt_graphs, describe_checks
+    from smelt.export.tensorrt.preflight import checks_as_json as listed
+
+    checks = check_tensorrt_graphs(path)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(listed(checks), indent=1))
+    else:
+        print_untrusted(describe_checks(checks))
+    if any(checked.rejected for checked in checks):
+        sys.exit(1)
+
+
+class _PredictCommand(click.Command):
+    """A command whose errors explain how to pass texts that begin with a dash."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = other_name_hint(error.option_name, [word for param in self.params for word in param.opts])
+            if hint:
+                raise click.UsageError(f"{error.message}{hint}", ctx) from error
+            message = f"{error.format_message()} Put texts that begin with a dash after --:"
+            raise click.UsageError(f"{message} smelt predict ARTIFACT -- TEXT", ctx) from error
+
+
+@click.command(cls=_PredictCommand, short_help="Run an artifact on texts, images or arrays.")
+@click.argument("artifact", type=FOLDER_TYPE)
+@click.argument("text", nargs=-1)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Input file: a table, one text per line (.txt), or arrays (.npz).",
+)
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="NAME",
+    help="Column of --data with the texts; text_pair=NAME for the second text of pairs.",
+)
+@click.option(
+    "--out",
+    metavar="FILE.npz",
+    type=click.Path(path_type=Path),
+    help="Task custom: write the outputs to this file instead of printing them.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per sample.")
+@click.option("--batch-size", default=32, show_default=True, type=click.IntRange(1, 4096))
+@generation_options
+@click.option("--sample", "do_sample", is_flag=True, help="Sample tokens instead of greedy search.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 100, min_open=True),
+    help="Sampling temperature; higher is more varied.",
+)
+@click.option("--top-k", type=click.IntRange(min=0), help="Sample among the K most likely tokens; 0: all.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Sample among the most likely tokens with this total probability.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Random seed for sampling (default: 0).")
+@click.option("--threads", type=click.IntRange(min=1))
+@device_options
+def predict(
+    artifact: Path,
+    text: tuple[str, ...],
+    data: Path | None,
+    columns: tuple[str, ...],
+    out: Path | None,
+    as_json: bool,
+    batch_size: int,
+    threads: int | None,
+    device: str,
+    trust_engine: bool,
+    **generation: Any,
+) -> None:
+    """Run ARTIFACT on each TEXT, on the samples of --data, or on the lines of standard input.
+
+    An artifact of the task `custom` needs --data FILE.npz. It prints the outputs of each sample as JSON, or
+    writes all outputs as arrays to --out FILE.npz.
+
+    Separate the two texts of a pair with a tab. A sentence embedder prints the vector of a text, or the
+    cosine similarity of a pair.
+    """
+    for name in ("temperature", "top_k", "top_p", "seed"):
+        if generation[name] is not None and not generation["do_sample"]:
+            raise click.UsageError(f"--{name.replace('_', '-')} needs --sample.")
+    if data is not None and text:
+        raise click.UsageError("pass texts or --data, not both.")
+    if columns and data is None:
+        raise click.UsageError("--column needs --data.")
+    from smelt.api.array_models import reads_arrays
+
+    if reads_arrays(artifact):
+        _predict_arrays(artifact, data, out, as_json, threads, device, batch_size, bool(text or columns))
+        return
+    if out is not None:
+        raise click.UsageError("--out is only for the task custom; other outputs are printed.")
+    from smelt.api.predict import Predictor, as_examples, read_examples
+
+    predictor = Predictor(artifact, generation, threads, device, batch_size, trust_engine)
+    if data is None:
+        texts, name = (text, "text") if text else (_stdin_lines(sys.stdin), "standard input, line")
+        examples = as_examples(texts, predictor.task, name)
+    else:
+        examples = read_examples(data, predictor.task, columns)
+    for answer in predictor.run(examples):
+        line = answer.json_line if as_json else answer.line
+        if sys.stdout.isatty():
+            print_untrusted(line)  # a model may generate control characters
+        else:
+            click.echo(line)
+    for warning in predictor.warnings:
+        print_untrusted(f"warning: {warning}", err=True)
+
+
+def _predict_arrays(
+    artifact: Path,
+    data: Path | None,
+    out: Path | None,
+    as_json: bool,
+    threads: int | None,
+    device: str,
+    batch_size: int,
+    texts: bool,
+) -> None:
+    """Print the outputs of a `custom` artifact per sample, or write them to the file `out`."""
+    from smelt.api.array_models import predict_to_file, prediction_lines
+
+    if out is None:
+        click.echo("\n".join(prediction_lines(artifact, data, as_json, threads, device, batch_size, texts)))
+        return
+    if data is None or as_json:
+        raise click.UsageError("--out needs --data FILE.npz and cannot be combined with --json.")
+    count = predict_to_file(artifact, data, out, threads, device, batch_size)
+    print_untrusted(f"Wrote the outputs of {count:,} samples to {out}.", err=True)
+
+
+def _stdin_lines(stream: TextIO) -> list[str]:
+    """Return the lines of `stream`; on a terminal, print a prompt first.
+
+    Raises:
+        InputError: the input is not valid text in the system's encoding.
+    """
+    if stream.isatty():
+        print_untrusted("Reading texts, one per line. End with Ctrl-D (on Windows: Ctrl-Z, Enter).", err=True)
+    from smelt.api.predict import strip_lines
+
+    try:
+        return strip_lines(stream)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"standard input: not valid {error.encoding}. Convert it to UTF-8.", code="not-utf8"
+        ) from error

@@ -1,1 +1,0 @@
-"""The store: artifacts and scores by key, locks and heartbeats."""

@@ -1,0 +1,119 @@
+"""A process is told from another with its number, on this machine and on others."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from smelt.core import locks
+from smelt.core.locks import current_owner, read_owner, write_owner
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def _record(process):
+    return replace(current_owner(), process=process, started=locks._process_start_time(process))
+
+
+def test_this_process_is_alive_and_has_a_beginning():
+    me = current_owner()
+    assert me.process == os.getpid()
+    assert me.is_alive() is True
+    assert me.started is not None
+    assert str(me) == f"process {os.getpid()}"
+
+
+def test_a_process_is_dead_when_it_has_ended_also_before_its_parent_was_told(child):
+    it = _record(child.pid)
+    assert it.is_alive() is True
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
+    assert it.is_alive() is False
+    child.wait()
+    assert it.is_alive() is False
+
+
+def test_a_process_with_the_number_of_one_that_ended_is_not_taken_for_it(child):
+    it = _record(child.pid)
+    assert replace(it, started=it.started - 30).is_alive() is False
+    assert replace(it, started=None).is_alive() is True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count from their start")
+def test_setting_the_clock_does_not_make_a_process_another_one(child, monkeypatch):
+    """The kernel tells its start in seconds since 1970, and moves it when the clock is set."""
+    import psutil
+
+    it = _record(child.pid)
+    boot = psutil.boot_time()
+    module = sys.modules["psutil._pslinux"]
+    monkeypatch.setattr(module, "boot_time", lambda: boot + 7200)
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot + 7200)
+    assert abs(psutil.Process(child.pid).create_time() - time.time()) > 3600
+    assert it.is_alive() is True
+
+
+@pytest.mark.parametrize("elsewhere", [{"kernel": "another"}, {"namespace": 1}])
+def test_of_a_process_elsewhere_nothing_is_known_and_its_machine_is_named(elsewhere):
+    it = replace(current_owner(), host="node2", process=7, **elsewhere)
+    assert it.is_alive() is None
+    assert str(it) == "process 7 on node2"
+
+
+def test_no_process_is_sent_a_signal_to_see_whether_it_runs(child, monkeypatch):
+    """On Windows os.kill(pid, 0) ends the process."""
+
+    def kill(process, number):
+        raise AssertionError("a signal was sent")
+
+    it = _record(child.pid)
+    monkeypatch.setattr(os, "kill", kill)
+    assert it.is_alive() is True
+    assert replace(it, process=2**22 + 1, started=None).is_alive() is False
+
+
+def test_a_record_survives_being_written_over_a_longer_one(tmp_path):
+    path = tmp_path / "x"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    long = replace(current_owner(), host="h" * 200, locked=True)
+    for record in (long, current_owner()):
+        write_owner(descriptor, record)
+        assert read_owner(path) == record
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("content", [b"", b" ", b" {", b' {"host": "x"}', b' {"more": 1}', b" []", b" \xff"])
+def test_a_record_that_is_none_is_nobodys(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    assert read_owner(tmp_path / "x") is None
+    assert read_owner(tmp_path / "nothing") is None
+
+
+def test_a_forked_process_is_itself():
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, str(current_owner().started is not None and current_owner().process).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 100).decode() == str(child)
+
+
+def test_without_linux_a_machine_is_known_by_its_name_and_its_network_card(monkeypatch):
+    import platform
+    import uuid
+
+    def missing(*arguments, **settings):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(locks.Path, "read_text", missing)
+    assert locks._boot_id.__wrapped__() == f"{platform.node()} {uuid.getnode():012x}"

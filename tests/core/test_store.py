@@ -1,0 +1,413 @@
+"""An artifact is complete or absent."""
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from concurrent_processes import disable_file_locks
+from expected_errors import raises_code
+
+from smelt.core.artifact import MANIFEST, Manifest, read_artifact
+from smelt.core.errors import InputError
+from smelt.core.locks import STALE_AFTER_S, current_owner, read_owner, write_owner
+from smelt.core.store import Store
+
+KEY = "ab" * 32
+
+
+def _manifest(key=KEY):
+    return Manifest(
+        key=key, format="torch", task="translation", stage="x", settings={}, seed=0, parent=None, versions={}
+    )
+
+
+def _write(store, text="hello"):
+    with store.workspace() as space:
+        out = space / "out"
+        (out / "deep").mkdir(parents=True)
+        (out / "model.safetensors").write_text(text)
+        (out / "deep" / "b.json").write_text("b")
+        return store.commit(out, _manifest())
+
+
+def test_commit_makes_an_artifact_whose_files_verify(tmp_path):
+    store = Store(tmp_path)
+    made = _write(store)
+    found = store.find(KEY)
+    assert found == made
+    assert set(found.manifest.files) == {"model.safetensors", "deep/b.json"}
+    assert found.size_bytes == 5
+    found.verify()
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_verify_names_the_file_that_changed_or_is_gone(tmp_path):
+    made = _write(Store(tmp_path))
+    (made.path / "model.safetensors").write_text("hellO")
+    with raises_code("changed-file", InputError) as caught:
+        made.verify()
+    assert "model.safetensors" in str(caught.value)
+    (made.path / "model.safetensors").unlink()
+    with raises_code("missing-file", InputError) as caught:
+        made.verify()
+    assert "model.safetensors" in str(caught.value)
+
+
+@pytest.mark.quick
+def test_the_first_of_two_writers_wins(tmp_path):
+    store = Store(tmp_path)
+    _write(store, "first")
+    assert (_write(store, "second").path / "model.safetensors").read_text() == "first"
+
+
+def test_a_failed_stage_leaves_nothing(tmp_path):
+    store = Store(tmp_path)
+
+    def fail():
+        with store.workspace() as space:
+            (space / "half").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert store.find(KEY) is None
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_work_of_a_killed_process_is_swept(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from smelt.core.store import Store\n"
+        "with Store(Path(sys.argv[1])).workspace() as space:\n"
+        "    (space / 'x').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    assert len(list((tmp_path / "tmp").iterdir())) == 2  # the folder and its marker
+    Store(tmp_path)
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_work_of_a_living_process_is_left_alone(tmp_path, locks, monkeypatch):
+    if not locks:
+        disable_file_locks(monkeypatch)
+    store = Store(tmp_path)
+    with store.workspace() as space:
+        assert list(space.iterdir()) == []
+        for path in (space, _marker(space)):
+            os.utime(path, (0, 0))
+        Store(tmp_path)
+        assert space.is_dir()
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def _marker(space):
+    return space.with_name(f"{space.name}.owner")
+
+
+def _work_of(store, silent_s, **changes):
+    """Leave the work of another process in the store, of which nothing was heard for so long."""
+    with store.workspace() as space:
+        record = replace(read_owner(_marker(space)), **changes)
+    space.mkdir()
+    (space / "x").write_text("half")
+    descriptor = os.open(_marker(space), os.O_RDWR | os.O_CREAT)
+    write_owner(descriptor, record)
+    os.close(descriptor)
+    for path in (space, _marker(space)):
+        os.utime(path, (time.time() - silent_s,) * 2)
+    return space
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_work_of_another_machine_is_swept_only_after_long_silence(tmp_path, locks, monkeypatch):
+    """Its number is nobody's here, and its lock, if it has one, may be seen by its own machine alone."""
+    if not locks:
+        disable_file_locks(monkeypatch)
+    store = Store(tmp_path)
+    other = {"kernel": "another", "host": "node2", "process": 2**22 + 1, "locked": locks}
+    fresh, old = _work_of(store, STALE_AFTER_S - 60, **other), _work_of(store, STALE_AFTER_S + 60, **other)
+    Store(tmp_path)
+    assert (fresh / "x").is_file()
+    assert not old.exists()
+    assert {path.name for path in (tmp_path / "tmp").iterdir()} == {fresh.name, _marker(fresh).name}
+
+
+def test_work_of_a_process_whose_number_was_given_away_is_swept(tmp_path, monkeypatch):
+    disable_file_locks(monkeypatch)
+    store = Store(tmp_path)
+    kept = _work_of(store, 0)  # as of this very process
+    gone = _work_of(store, 0, started=current_owner().started - 60)
+    Store(tmp_path)
+    assert kept.is_dir()
+    assert not gone.exists()
+
+
+def test_a_folder_without_a_marker_is_swept_only_after_long_silence(tmp_path):
+    for name, silent_s in (("fresh", STALE_AFTER_S - 60), ("old", STALE_AFTER_S + 60)):
+        folder = Store(tmp_path).root / "tmp" / name
+        folder.mkdir()
+        os.utime(folder, (time.time() - silent_s,) * 2)
+    Store(tmp_path)
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["fresh"]
+
+
+@pytest.mark.parametrize("where", ["scores", "checked", "runs"])
+def test_half_written_files_are_swept_when_they_are_old(tmp_path, where):
+    (Store(tmp_path).root / where).mkdir(exist_ok=True)
+    kept, fresh, old = (tmp_path / where / name for name in ("k.json", ".k.json.1a.part", ".k.json.2b.part"))
+    for path in (kept, fresh, old):
+        path.touch()
+    for path in (kept, old):
+        os.utime(path, (0, 0))
+    Store(tmp_path)
+    assert sorted((tmp_path / where).iterdir()) == sorted([kept, fresh])
+
+
+def test_scores_are_kept_and_a_broken_one_counts_as_none(tmp_path):
+    store = Store(tmp_path)
+    assert store.read_score("k") is None
+    store.write_score("k", {"bleu": 1.5})
+    assert Store(tmp_path).read_score("k") == {"bleu": 1.5}
+    (tmp_path / "scores" / "k.json").write_text("{")
+    assert store.read_score("k") is None
+
+
+def test_find_notices_a_changed_manifest(tmp_path):
+    store = Store(tmp_path)
+    manifest = _write(store).path / MANIFEST
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"stage": "', '"stage": "other '))
+    for _ in range(2):
+        with raises_code("changed-manifest", InputError):
+            store.find(KEY)
+    manifest.write_text(text)
+    assert store.find(KEY) is not None
+
+
+def test_a_note_of_the_artifact_before_does_not_speak_against_the_new_one(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    _write(store)
+    monkeypatch.setattr(Store, "_write_checked", lambda *_: None)  # as on a full disk
+    with store.workspace() as space:
+        (space / "out").mkdir()
+        (space / "out" / "model.safetensors").write_text("other")
+        made = store.commit(space / "out", _manifest().model_copy(update={"seconds": 9.0}), replace=True)
+    assert store.find(KEY) == made
+
+
+def test_what_is_no_part_of_a_model_never_enters_the_store(tmp_path):
+    store = Store(tmp_path)
+    with store.workspace() as space:
+        (space / "out").mkdir()
+        (space / "out" / "LICENSE.txt").write_text("free")
+        with pytest.raises(InputError) as error:
+            store.commit(space / "out", _manifest())
+    assert error.value.code == "unknown-file"
+    assert list((tmp_path / "artifacts").iterdir()) == []
+
+
+@pytest.mark.quick
+def test_remove_forgets(tmp_path):
+    store = Store(tmp_path)
+    _write(store)
+    store.remove(KEY)
+    assert store.find(KEY) is None
+    store.remove(KEY)
+
+
+def test_a_manifest_that_points_outside_is_refused(tmp_path):
+    made = _write(Store(tmp_path))
+    file = made.path / "manifest.json"
+    file.write_text(file.read_text().replace("deep/b.json", "../../evil"))
+    with raises_code("path-outside-folder", InputError) as caught:
+        read_artifact(made.path)
+    assert "../../evil" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"key": 3}', "[1]"])
+def test_a_manifest_that_is_none_is_explained(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with raises_code("damaged-manifest", InputError) as caught:
+        read_artifact(tmp_path)
+    assert "manifest.json" in str(caught.value)
+
+
+def test_a_folder_without_manifest_is_no_artifact(tmp_path):
+    with raises_code("not-an-artifact", InputError):
+        read_artifact(tmp_path)
+    with raises_code("missing-folder", InputError):
+        read_artifact(tmp_path / "nothing")
+
+
+def test_find_notices_a_changed_byte_and_names_the_file(tmp_path):
+    made = _write(Store(tmp_path))
+    weights = made.path / "model.safetensors"
+    weights.write_text("hellO")
+    with raises_code("changed-file", InputError) as caught:
+        Store(tmp_path).find(KEY, "Do this.")
+    assert all(part in str(caught.value) for part in ("model.safetensors", "Do this."))
+    weights.write_text("hello")
+    assert Store(tmp_path).find(KEY) == made
+
+
+def test_find_notices_a_changed_byte_behind_an_old_date(tmp_path):
+    made = _write(Store(tmp_path))
+    weights = made.path / "model.safetensors"
+    before = weights.stat()
+    weights.write_text("hellO")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with raises_code("changed-file", InputError):
+        Store(tmp_path).find(KEY)
+
+
+def test_find_hashes_only_what_may_have_changed(tmp_path, monkeypatch):
+    from smelt.core import artifact
+
+    made = _write(Store(tmp_path))
+    hashed = []
+    original = artifact.sha256_of
+    monkeypatch.setattr(artifact, "sha256_of", lambda path: hashed.append(path.name) or original(path))
+    assert Store(tmp_path).find(KEY) == made
+    assert hashed == []
+    (made.path / "model.safetensors").touch()
+    assert Store(tmp_path).find(KEY) == made
+    assert sorted(hashed) == ["b.json", "model.safetensors"]
+    assert Store(tmp_path).find(KEY) == made
+    assert len(hashed) == 2
+
+
+def test_find_refuses_the_manifest_of_another_artifact(tmp_path):
+    store = Store(tmp_path)
+    made = _write(store)
+    made.path.rename(made.path.with_name("cd" * 32))
+    with raises_code("wrong-manifest", InputError):
+        store.find("cd" * 32)
+
+
+def test_replace_puts_a_new_artifact_in_the_place_of_the_old(tmp_path):
+    store = Store(tmp_path)
+    _write(store, "first")
+    with store.workspace() as space:
+        out = space / "out"
+        out.mkdir()
+        (out / "model.safetensors").write_text("second")
+        store.commit(out, _manifest(), replace=True)
+    assert (store.find(KEY).path / "model.safetensors").read_text() == "second"
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_the_old_artifact_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    _write(store, "first")
+    rename = os.rename
+
+    def fails_for_the_new(source, target):
+        if Path(source).name == "out":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with store.workspace() as space:
+        (space / "out").mkdir()
+        (space / "out" / "model.safetensors").write_text("second")
+        monkeypatch.setattr(os, "rename", fails_for_the_new)
+        with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
+            store.commit(space / "out", _manifest(), replace=True)
+    assert (store.find(KEY).path / "model.safetensors").read_text() == "first"
+
+
+def test_a_file_that_is_called_as_the_manifest_and_lies_deeper_is_hashed_like_others(tmp_path):
+    store = Store(tmp_path)
+    with store.workspace() as space:
+        (space / "out" / "deep").mkdir(parents=True)
+        (space / "out" / "deep" / "manifest.json").write_text("{}")
+        made = store.commit(space / "out", _manifest())
+    assert set(made.manifest.files) == {"deep/manifest.json"}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
+def test_everything_in_a_store_follows_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        store = Store(tmp_path / "s")
+        with store.workspace() as space:
+            modes = {path: _mode(path) for path in (space, _marker(space))}
+            out = space / "out"
+            out.mkdir(mode=0o700)
+            (out / "model.safetensors").touch(0o600)
+            store.commit(out, _manifest())
+            with store.lock("x", print):
+                modes |= {path: _mode(path) for path in (tmp_path / "s").rglob("*")}
+        store.write_score("k", {})
+        modes |= {path: _mode(path) for path in (tmp_path / "s").rglob("*")}
+    finally:
+        os.umask(before)
+    assert len(modes) >= 12
+    folders = {path for path, mode in modes.items() if not path.suffix}
+    assert {modes[path] for path in folders} == {0o777 & ~umask}
+    assert {modes[path] for path in modes.keys() - folders} == {0o666 & ~umask}
+
+
+def _mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "..", "a/../../b", "..\\b", "C:\\b", "", ".", "a\0b"])
+def test_file_names_that_lead_out_are_refused(tmp_path, name):
+    made = _write(Store(tmp_path))
+    content = json.loads((made.path / "manifest.json").read_text())
+    content["files"][name] = {"sha256": "0" * 64, "size_bytes": 1}
+    (made.path / "manifest.json").write_text(json.dumps(content))
+    with raises_code("path-outside-folder", InputError):
+        read_artifact(made.path)
+
+
+@pytest.mark.parametrize("target", ["../../outside", "/etc/hostname", ".loop"])
+def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
+    made = _write(Store(tmp_path))
+    (made.path / "deep" / "model.safetensors").symlink_to("../model.safetensors")
+    with raises_code("unknown-file", InputError) as caught:
+        read_artifact(made.path)
+    assert "deep/model.safetensors" in str(caught.value)
+    (made.path / "deep" / "model.safetensors").unlink()
+    (made.path / "deep" / ".inner").symlink_to("b.json")
+    assert read_artifact(made.path) == made
+    (tmp_path / "outside").write_text("secret")
+    (made.path / "deep" / ".loop").symlink_to(".loop")
+    (made.path / "deep" / "b.json").unlink()
+    (made.path / "deep" / "b.json").symlink_to(target)
+    if target == ".loop":
+        with raises_code("missing-file", InputError) as caught:
+            read_artifact(made.path).verify()
+        assert "b.json" in str(caught.value)
+        return
+    with raises_code("path-outside-folder", InputError) as caught:
+        read_artifact(made.path)
+    assert "b.json" in str(caught.value)
+
+
+def test_a_store_that_may_not_be_written_is_explained_to_a_plain_user(tmp_path):
+    """As root, who may write everywhere, through a child that becomes nobody."""
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from smelt.core.store import Store; from smelt.core.errors import InputError\n"
+        "os.geteuid() or os.setuid(65534)\n"
+        "try: Store(Path(sys.argv[1]))\n"
+        "except InputError as error: print(error.code, error.__cause__.errno, error)\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        store = Path(folder) / "s"
+        Store(store)
+        for path in (store, *store.iterdir()):
+            path.chmod(0o555)
+        command = [sys.executable, "-c", code, str(store)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.stdout.startswith(f"unusable-store {errno.EACCES} {store}: "), done.stderr

@@ -1,0 +1,179 @@
+"""A model repository for Triton: what its model in Python answers, with a stand-in for Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import exported_artifacts
+import numpy as np
+import pytest
+import tiny
+from expected_errors import raises_code
+from triton_stand_in import TritonStandIn, parse_model_config
+
+import smelt
+from smelt.core.artifact import Artifact, Manifest, read_artifact
+from smelt.core.errors import InputError
+from smelt.export.package.package_format import PackageOrigin
+from smelt.export.package.triton_format import TritonFormat
+
+PROMPTS = ["she sings", "the old house stands", "a"]
+
+
+def written(kind: str, folder: Path, **generation: Any) -> Path:
+    folder.mkdir()
+    artifact = read_artifact(exported_artifacts.exported_artifact(kind))
+    TritonFormat().check(artifact)
+    TritonFormat().write(artifact, PackageOrigin(generation=generation), folder)
+    return folder / "model_repository"
+
+
+def asked(repository: Path, texts: list[str], monkeypatch: Any, broken: str | None = None) -> Any:
+    """Return what model.py answers to requests of two texts each, and the stand-in."""
+    triton = TritonStandIn(repository, broken)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
+    spec = importlib.util.spec_from_file_location("shipped_model", repository / "text" / "1" / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.TritonPythonModel()
+    model.initialize({"model_repository": str(repository / "text"), "model_version": "1"})
+    requests = []
+    for at in range(0, len(texts), 2):
+        rows = np.array([[text.encode()] for text in texts[at : at + 2]], dtype=object)
+        requests.append([triton.Tensor("TEXT", rows)])
+    return model.execute(requests), triton
+
+
+def lines(responses: list[Any]) -> list[Any]:
+    arrays = [tensor.as_numpy() for one in responses for tensor in one.tensors]
+    assert all(tensor.name == "ANSWER" for one in responses for tensor in one.tensors)
+    return [row for array in arrays for row in array]
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "generation"),
+    [
+        ("translator", tiny.SENTENCES, {"max_new_tokens": 7}),
+        ("translator", tiny.SENTENCES, {"max_new_tokens": 7, "num_beams": 3}),
+        ("t5", tiny.SENTENCES, {"max_new_tokens": 7}),
+        ("gpt2", PROMPTS, {"max_new_tokens": 6}),
+        ("writer", PROMPTS, {"max_new_tokens": 6}),
+        ("int8-caches", PROMPTS, {"max_new_tokens": 6}),
+    ],
+)
+def test_texts_are_those_of_smelt_and_one_call_answers_all_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, texts: list[str], generation: dict[str, int]
+) -> None:
+    responses, triton = asked(written(kind, tmp_path / "p", **generation), texts, monkeypatch)
+    assert triton.batches == [len(texts)]
+    with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
+        expected = model.generate(texts, **generation)
+    assert [row[0].decode() for row in lines(responses)] == expected
+
+
+def test_the_prefix_of_a_model_is_put_before_each_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_artifact(exported_artifacts.exported_artifact("translator"))
+    shutil.copytree(source.path, tmp_path / "a")
+    (tmp_path / "a" / "text.json").write_text(json.dumps({"prefix": "ein lied "}))
+    (tmp_path / "p").mkdir()
+    artifact = Artifact(tmp_path / "a", source.manifest)
+    TritonFormat().write(artifact, PackageOrigin(generation={"max_new_tokens": 7}), tmp_path / "p")
+    responses, _ = asked(tmp_path / "p" / "model_repository", PROMPTS, monkeypatch)
+    with smelt.load(exported_artifacts.exported_artifact("translator")) as model:
+        expected = model.generate([f"ein lied {text}" for text in PROMPTS], max_new_tokens=7)
+        assert expected != model.generate(PROMPTS, max_new_tokens=7)
+    assert [row[0].decode() for row in lines(responses)] == expected
+
+
+def test_a_classifier_gives_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = written("classifier", tmp_path / "p")
+    found = np.array(lines(asked(repository, tiny.SENTENCES, monkeypatch)[0]))
+    with smelt.load(exported_artifacts.exported_artifact("classifier")) as model:
+        expected = [list(one.probabilities.values()) for one in model.predict(tiny.SENTENCES)]
+    odds = np.exp(found - found.max(axis=1, keepdims=True))
+    np.testing.assert_allclose(odds / odds.sum(axis=1, keepdims=True), expected, atol=1e-4)
+    assert list(parse_model_config((repository / "text" / "config.pbtxt").read_text()).output[0].dims) == [2]
+
+
+def test_an_error_of_the_graph_is_the_answer_to_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    responses, _ = asked(written("translator", tmp_path / "p"), ["a", "b", "c"], monkeypatch, "out of memory")
+    assert [one.error().message() for one in responses] == ["out of memory"] * 2
+
+
+def test_an_engine_of_a_classifier_is_served_by_tensorrt(tmp_path: Path) -> None:
+    """The bytes of the engine are copied; nothing here could read them."""
+    source = read_artifact(exported_artifacts.exported_artifact("classifier"))
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for name in source.manifest.files:
+        if not name.endswith(".onnx"):
+            (folder / name).write_bytes((source.path / name).read_bytes())
+    (folder / "model.plan").write_bytes(b"engine")
+    details = {"target": "tensorrt", "profile": {"batch": [1, 4, 24]}}
+    manifest: Manifest = source.manifest.model_copy(update={"format": "tensorrt", "details": details})
+    engine = Artifact(folder, manifest)
+    TritonFormat().check(engine)
+    (tmp_path / "p").mkdir()
+    TritonFormat().write(engine, PackageOrigin(), tmp_path / "p")
+    graph = tmp_path / "p" / "model_repository" / "graph"
+    config = parse_model_config((graph / "config.pbtxt").read_text())
+    assert (config.backend, config.max_batch_size, config.instance_group[0].kind) == ("tensorrt", 24, 1)
+    assert [one.name for one in config.input] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert (graph / "1" / "model.plan").read_bytes() == b"engine"
+
+
+STAND_IN = """
+class InferInput:
+    def __init__(self, name, shape, kind):
+        assert (name, kind) == ("TEXT", "BYTES")
+    def set_data_from_numpy(self, values):
+        self.values = values
+class InferenceServerClient:
+    def __init__(self, server):
+        self.server = server
+    def infer(self, model, inputs):
+        if self.server == "nowhere":
+            raise ConnectionRefusedError(111, "Connection refused")
+        self.values = inputs[0].values
+        return self
+    def as_numpy(self, name):
+        return self.values
+"""
+
+
+def test_the_client_sends_texts_and_says_where_no_server_is(tmp_path: Path) -> None:
+    written("translator", tmp_path / "p")
+    (tmp_path / "tritonclient").mkdir()
+    (tmp_path / "tritonclient" / "http.py").write_text(STAND_IN)
+    (tmp_path / "tritonclient" / "utils.py").write_text("class InferenceServerException(Exception): ...")
+
+    def client(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, tmp_path / "p" / "client.py", *words], capture_output=True, encoding="utf-8",
+            check=False, env=dict(os.environ) | {"PYTHONPATH": str(tmp_path), "PYTHONUTF8": "1"},
+        )  # fmt: skip
+        return done.returncode, done.stdout or done.stderr.splitlines()[-1]
+
+    assert client("s\u00fc\u00df", "two dogs") == (0, "s\u00fc\u00df\ntwo dogs\n")
+    assert client("a", "--server", "nowhere") == (1, "client.py: nowhere: [Errno 111] Connection refused")
+    assert client() == (2, "client.py: error: the following arguments are required: text")
+
+
+def test_engines_of_models_that_generate_are_refused() -> None:
+    source = read_artifact(exported_artifacts.exported_artifact("translator"))
+    manifest = source.manifest.model_copy(update={"format": "tensorrt"})
+    with raises_code("unsupported-task", InputError):
+        TritonFormat().check(Artifact(source.path, manifest))

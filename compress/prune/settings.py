@@ -1,4 +1,4 @@
-"""The settings of `prune`, their checks against a model's config, and the settings `learned_masks` (no torch)."""
+"""The settings of `prune`, their checks against a model's config, and `learned_masks` (no torch)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration,
 arXiv:2306.00978, and its published code (llm-awq). Rounding W s and multiplying with X / s has a smaller
-error than rounding W if s is large for the important channels. The scales are searched as in its code. The float model is calibrated once and changed afterwards; its outputs do not change until
-weights are quantized.
+error than rounding W if s is large for the important channels. The scales are searched as in its code. The
+float model is calibrated once and changed afterwards; its outputs do not change until weights are quantized.
 
 With `clip`, ranges are clipped where that reduces the output error of the scaled layers; except for queries
 and keys, whose own errors hardly predict those of attention scores (as in llm-awq's auto_clip.py).

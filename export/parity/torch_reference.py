@@ -66,7 +66,8 @@ LOGITS_TOLERANCES = {
     # 0.007 to 0.034 was measured on tiny models of eight families, 0.012 on a BERT-base of random weights
     "bf16": Tolerance(max_difference=None, mean_difference=0.1),
     # compared with the same graph with float caches: 0.021 to 0.053 on tiny models of seven families, also
-    # with quantized weights; wrong graphs are found by the comparison with numpy (export/precision/kv_cache.py)
+    # with quantized weights; wrong graphs are found by the comparison with numpy
+    # (export/precision/kv_cache.py)
     "int8-caches": Tolerance(max_difference=None, mean_difference=0.2),
     **{
         name: Tolerance(max_difference=None, mean_difference=scheme.tolerance)

@@ -1,10 +1,9 @@
 """Find, before the build, what TensorRT would reject in an ONNX file or silently compute differently.
 
 TensorRT's parser stops at the first import error and names it by an assertion; some errors (an infinite
-constant, a profile longer than the position table) it does not report at all. The rules
-(`operator_rules.py`, `value_rules.py`) find all of them at once, with the node and what to do; this module runs them and
-checks profiles. Limits and rules: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt), tested with
-11.4.
+constant, a profile longer than the position table) it does not report at all. The rules (`operator_rules.py`,
+`value_rules.py`) find all of them at once, with the node and what to do; this module runs them and checks
+profiles. Limits and rules: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt), tested with 11.4.
 
 Check a third-party ONNX file with the TensorRT rules, in a subprocess with limits.
 

@@ -1,4 +1,4 @@
-"""The commands `bench`, `init`, `package`, `predict` and `tensorrt-check`, and the options that commands share."""
+"""The commands `bench`, `init`, `package`, `predict`, `tensorrt-check`, and options that commands share."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from smelt.compress.prune.costs import (
 )
 from smelt.compress.prune.importance import UnitScores, magnitude_scores
 from smelt.compress.prune.latency_costs import latency_costs
-from smelt.compress.prune.settings import Budget, PruneSettings
+from smelt.compress.prune.settings import IMPORTANCES, Budget, PruneSettings
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -238,7 +238,7 @@ def _comparable_scores(
     """
     heads = [group for group in groups if isinstance(group, AttentionGroup)]
     blocks = [group for group in groups if isinstance(group, FeedForwardGroup)]
-    if scores is None or settings.importance == "magnitude":
+    if scores is None or not IMPORTANCES[settings.importance].compares_kinds:
         among = (scores or magnitude_scores(model, heads, blocks)).normalized()
         return among.heads | among.neurons
     found = dict(scores.heads | scores.neurons)

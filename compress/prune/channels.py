@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from smelt.calibration.samples import model_outputs
 from smelt.compress.model_input import count_stored_parameters, load_float_model
-from smelt.compress.prune.importance import UnitScores, score_on_labelled_samples
+from smelt.compress.prune.importance import ScoredModel, UnitScores, score_on_labelled_samples
 from smelt.compress.prune.settings import PruneSettings, check_units, count_kept_channels
 from smelt.compress.prune.units import allocate_globally
 from smelt.core.artifact import Artifact
@@ -73,12 +73,12 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     ctx.details["parameters_before"] = count_stored_parameters(model)
     ctx.details["flops_before"] = count_macs(model, size)
     groups = find_channels(model)
-    scores = _channel_scores(model, groups, src, settings, ctx)
+    scores = CHANNEL_SCORES[settings.importance](ScoredModel(model, src, settings, ctx), groups)
     kept = _kept_counts(model, groups, scores, settings)
     ctx.warnings.extend(_rounding_warnings(model, groups, kept, settings))
     for group in groups:
         if kept[group.name] < group.count(model):
-            stay = scores[group.name].topk(kept[group.name]).indices.sort().values
+            stay = scores.neurons[group.name].topk(kept[group.name]).indices.sort().values
             cut_channels(model, edits, group, stay)
     ctx.details["kept_channels"] = kept
     ctx.details["parameters_after"] = count_stored_parameters(model)
@@ -187,27 +187,40 @@ def whole_kernel(module: nn.Module) -> Tensor:
     return whole
 
 
-def _channel_scores(
-    model: Any, groups: Sequence[ChannelGroup], src: Artifact, settings: PruneSettings, ctx: Context
-) -> dict[str, Tensor]:
-    if settings.importance == "magnitude":
-        return filter_magnitudes(model, groups)
-    if settings.importance == "random":
-        draw = torch.Generator().manual_seed(ctx.seed)
-        return {g.name: torch.rand(g.count(model), generator=draw, dtype=torch.float64) for g in groups}
-    return score_on_labelled_samples(
-        model, src, settings, ctx, lambda batches: gate_scores(model, groups, batches, label_objective())
-    )
+def _random_scores(model: Any, groups: Sequence[ChannelGroup], seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {g.name: torch.rand(g.count(model), generator=draw, dtype=torch.float64) for g in groups}
+
+
+def _gradient_scores(squared: bool) -> Callable[[ScoredModel, Sequence[ChannelGroup]], UnitScores]:
+    def score(scored: ScoredModel, groups: Sequence[ChannelGroup]) -> UnitScores:
+        found = score_on_labelled_samples(
+            scored,
+            lambda batches: gate_scores(scored.model, groups, batches, label_objective()),
+            single=squared,
+        )
+        return UnitScores({}, found, comparable_across_layers=True)
+
+    return score
+
+
+# By importance: a function that returns the scores of channels, as those of neurons.
+CHANNEL_SCORES: Mapping[str, Callable[[ScoredModel, Sequence[ChannelGroup]], UnitScores]] = {
+    "taylor": _gradient_scores(squared=False),
+    "fisher": _gradient_scores(squared=True),
+    "magnitude": lambda scored, groups: UnitScores({}, filter_magnitudes(scored.model, groups)),
+    "random": lambda scored, groups: UnitScores(
+        {}, _random_scores(scored.model, groups, scored.ctx.seed), comparable_across_layers=True
+    ),
+}
 
 
 def _kept_counts(
-    model: Any, groups: Sequence[ChannelGroup], scores: Mapping[str, Tensor], settings: PruneSettings
+    model: Any, groups: Sequence[ChannelGroup], scores: UnitScores, settings: PruneSettings
 ) -> dict[str, int]:
     """Return the number of kept channels by group name."""
     if settings.scope == "global":
-        among = UnitScores(
-            {}, dict(scores), comparable_across_layers=settings.importance != "magnitude"
-        ).normalized()
+        among = scores.normalized()
         return allocate_globally(among.neurons, settings.keep_ratio_of("channels"), settings.multiple_of)
     return {group.name: count_kept_channels(group.count(model), settings) for group in groups}
 

@@ -9,7 +9,7 @@ Shapes: H = heads of a layer, F = neurons of its feed-forward block.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -221,53 +221,56 @@ def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:
     return terms.detach().double().cpu()
 
 
+Groups = tuple[list[AttentionGroup], list[FeedForwardGroup]]
 ScoresT = TypeVar("ScoresT")
 
 
-def score_units(
-    model: Any,
-    src: Artifact,
-    settings: Any,
-    ctx: Context,
-    *,
-    attentions: list[AttentionGroup],
-    blocks: list[FeedForwardGroup],
-) -> UnitScores:
-    """Return the scores of `attentions` and `blocks` by the PruneSettings `settings`.
+@dataclass(frozen=True)
+class ScoredModel:
+    """The model that is scored, the artifact it comes from, and the stage's settings (PruneSettings)."""
 
-    Raises:
-        InputError: the importance needs labelled samples, and there are none.
-    """
-    if settings.importance == "magnitude":
-        return magnitude_scores(model, attentions, blocks)
-    if settings.importance == "random":
-        return random_scores(model, attentions, blocks, ctx.seed)
-    score = fisher_scores if settings.importance == "fisher" else taylor_scores
-    return score_on_labelled_samples(
-        model,
-        src,
-        settings,
-        ctx,
-        lambda batches: score(model, attentions, blocks, batches, label_objective()),
-    )
+    model: Any
+    src: Artifact
+    settings: Any
+    ctx: Context
+
+
+# By importance: a function that returns the scores of attentions and feed-forward blocks. Functions raise
+# InputError if they need samples that do not exist.
+UNIT_SCORES: Mapping[str, Callable[[ScoredModel, Groups], UnitScores]] = {
+    "taylor": lambda scored, groups: score_on_labelled_samples(
+        scored, lambda batches: taylor_scores(scored.model, *groups, batches, label_objective())
+    ),
+    "fisher": lambda scored, groups: score_on_labelled_samples(
+        scored,
+        lambda batches: fisher_scores(scored.model, *groups, batches, label_objective()),
+        single=True,
+    ),
+    "magnitude": lambda scored, groups: magnitude_scores(scored.model, *groups),
+    "random": lambda scored, groups: random_scores(scored.model, *groups, scored.ctx.seed),
+}
 
 
 def score_on_labelled_samples(
-    model: Any,
-    src: Artifact,
-    settings: Any,
-    ctx: Context,
+    scored: ScoredModel,
     score: Callable[[Iterator[dict[str, torch.Tensor]]], ScoresT],
+    *,
+    single: bool = False,
 ) -> ScoresT:
-    """Return the result of `score` on batches of labelled samples, with `model` on the device.
+    """Return the result of `score` on batches of labelled samples, with the model on the device.
+
+    Args:
+        scored: its `settings.batch_size` is the size of the batches.
+        score: a function of the batches.
+        single: whether each batch is one sample, for squared gradients; the loss of sentence pairs compares
+            pairs, so it needs batches anyway.
 
     Raises:
         InputError: there are no labelled samples.
     """
-    rows = _labelled_samples(model, src, settings, ctx)
-    # one sample per batch for squared gradients; the loss of sentence pairs compares pairs, so it needs
-    # batches
-    alone = settings.importance == "fisher" and ctx.task != SENTENCE_SIMILARITY
+    model, settings, ctx = scored.model, scored.settings, scored.ctx
+    rows = _labelled_samples(model, scored.src, settings, ctx)
+    alone = single and ctx.task != SENTENCE_SIMILARITY
     groups = group_by_length(rows, 1 if alone else settings.batch_size, None, None)
     device = torch_device(ctx.device)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,10 +16,35 @@ from smelt.data.splits import SENTENCE_SIMILARITY, Task
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 from smelt.models.text_rules import position_limit
 
-# Importance by gradients of the loss.
-GRADIENT_IMPORTANCES = ("taylor", "fisher")
-# Importance that needs calibration samples, with labels or without.
-CALIBRATED_IMPORTANCES = (*GRADIENT_IMPORTANCES, "activation")
+
+@dataclass(frozen=True)
+class Importance:
+    """How units are scored. The function of each target is in the table of that target (see `targets`)."""
+
+    description: str
+    """For the documentation of the setting."""
+    targets: tuple[str, ...]
+    """Units that it scores. heads, ffn: `UNIT_SCORES` in importance.py; width: `WIDTH_SCORES` in width.py;
+    channels: `CHANNEL_SCORES` in channels.py."""
+    needs: Literal["weights", "samples", "labels"]
+    """What scores are computed from: weights alone, calibration samples, or samples with labels."""
+    compares_kinds: bool = True
+    """Whether the score of a head can be compared with that of a neuron; a budget needs it."""
+    is_local: bool = False
+    """Whether the weights of one block suffice, so that a large model is pruned block by block."""
+
+
+IMPORTANCES: Mapping[str, Importance] = {
+    "taylor": Importance("gradient times value", ("heads", "ffn", "width", "channels"), "labels"),
+    "fisher": Importance(
+        "squared gradient (default with a budget)", ("heads", "ffn", "width", "channels"), "labels"
+    ),
+    "magnitude": Importance(
+        "weight norms", ("heads", "ffn", "width", "channels"), "weights", compares_kinds=False, is_local=True
+    ),
+    "random": Importance("the baseline", ("heads", "ffn", "width", "channels"), "weights"),
+    "activation": Importance("hidden states (default for width)", ("width",), "samples"),
+}
 # Settings that a budget replaces.
 _REPLACED_BY_BUDGET = ("keep_ratio", "scope")
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -103,10 +129,9 @@ class PruneSettings(Settings):
         default="layer",
         description="layer: the same fraction in each layer; global: units of one kind compete across layers",
     )
-    importance: Literal["taylor", "fisher", "magnitude", "random", "activation"] = Field(
+    importance: Literal[tuple(IMPORTANCES)] = Field(  # type: ignore[valid-type]
         default="taylor",
-        description="taylor: gradient times value; fisher: squared gradient (default with a budget);"
-        " magnitude: weight norms; activation: hidden states (default for width)",
+        description="; ".join(f"{name}: {known.description}" for name, known in IMPORTANCES.items()),
     )
     calibration_samples: int = Field(
         default=256,
@@ -159,13 +184,15 @@ class PruneSettings(Settings):
 
     @model_validator(mode="after")
     def _width_alone(self) -> Self:
+        scored = IMPORTANCES[self.importance].targets
+        if not set(self.targets) <= set(scored):
+            others = [n for n, known in IMPORTANCES.items() if set(self.targets) <= set(known.targets)]
+            raise SettingError(
+                f"importance: {self.importance} applies only to targets: [{', '.join(scored)}]; use"
+                f" {' or '.join(others)}",
+                code="wrong-importance",
+            )
         if "width" not in self.targets:
-            if self.importance == "activation":
-                raise SettingError(
-                    "importance: activation applies only to targets: [width]; use taylor, fisher,"
-                    " magnitude or random",
-                    code="wrong-importance",
-                )
             return self
         if len(set(self.targets)) > 1:
             raise SettingError(
@@ -210,10 +237,11 @@ class PruneSettings(Settings):
                 f"a budget decides how many units are kept; remove {' and '.join(both)}",
                 code="settings-conflict",
             )
-        if self.importance == "magnitude" and len(set(self.targets)) > 1:
+        if not IMPORTANCES[self.importance].compares_kinds and len(set(self.targets)) > 1:
+            others = [name for name, known in IMPORTANCES.items() if known.needs == "labels"]
             raise SettingError(
-                "importance: magnitude cannot compare heads with neurons, which a budget requires;"
-                " use importance: taylor or fisher, or one target",
+                f"importance: {self.importance} cannot compare heads with neurons, which a budget requires;"
+                f" use importance: {' or '.join(others)}, or one target",
                 code="wrong-importance",
             )
         return self

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.model_input import QuantizedInput, count_stored_parameters
 from smelt.compress.prune.settings import (
-    CALIBRATED_IMPORTANCES,
     EMBEDDER_WIDTH_ERROR,
-    GRADIENT_IMPORTANCES,
+    IMPORTANCES,
     PruneSettings,
     check_length,
     check_units,
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from smelt.compress.prune.budget import BudgetAllocation
-    from smelt.compress.prune.importance import UnitScores
+    from smelt.compress.prune.importance import Groups, UnitScores
     from smelt.compress.prune.reconstruct import UnitSelection
     from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
     from smelt.models.streamed_model import StreamedModel
@@ -96,10 +95,11 @@ class Prune:
 
         Reconstruction uses samples if there are any. It only requires them if it is set explicitly.
         """
-        if "channels" in settings.targets and settings.importance not in CALIBRATED_IMPORTANCES:
+        by_weights = IMPORTANCES[settings.importance].needs == "weights"
+        if "channels" in settings.targets and by_weights:
             return frozenset()
         asked = settings.reconstruct and "reconstruct" in settings.model_fields_set
-        needs_none = settings.importance not in CALIBRATED_IMPORTANCES and not asked
+        needs_none = by_weights and not asked
         if needs_none and not (settings.reconstruct and {"calibration", "train"} & set(given)):
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
@@ -109,7 +109,7 @@ class Prune:
         """Return errors about the data: the loss of a sentence embedder needs similarity scores."""
         if "width" in settings.targets and task == SENTENCE_SIMILARITY:
             return [error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="targets")]
-        looks = settings.importance in GRADIENT_IMPORTANCES
+        looks = IMPORTANCES[settings.importance].needs == "labels"
         found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
         return (
             [
@@ -146,7 +146,7 @@ class Prune:
                 self._prune(src, settings, ctx)
 
     def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
-        from smelt.compress.prune.importance import score_units
+        from smelt.compress.prune.importance import UNIT_SCORES, ScoredModel
         from smelt.compress.prune.reconstruct import cut_units, load_reconstruction_samples
         from smelt.compress.prune.units import find_groups, rounding_warnings, update_config
         from smelt.compress.quantize.requantize import load_dequantized
@@ -162,14 +162,13 @@ class Prune:
         ctx.warnings.extend(fixed_heads_warnings(settings.targets, model.config.to_dict()))
         attentions = attentions if "heads" in settings.targets else []
         blocks = blocks if "ffn" in settings.targets else []
-        scores = None
-        if streamed is None:
-            scores = score_units(model, src, settings, ctx, attentions=attentions, blocks=blocks)
+        score = partial(UNIT_SCORES[settings.importance], ScoredModel(model, src, settings, ctx))
+        scores = score((attentions, blocks)) if streamed is None else None
         if settings.scope == "layer" and settings.budget is None:
             ctx.warnings.extend(rounding_warnings(model, attentions, blocks, settings))
         spent = _allocate_budget(model, [*attentions, *blocks], scores, src, settings, ctx)
         kept = spent.kept if spent else _unit_counts(model, attentions, blocks, scores, settings)
-        chosen = _select_units(model, attentions, blocks, scores, kept)
+        chosen = _select_units(model, attentions, blocks, scores, score, kept)
         rows = load_reconstruction_samples(model, src, settings, ctx) if chosen else None
         ctx.details["reconstruction_error"] = cut_units(model, edits, chosen, rows, ctx, streamed, codes)
         edits = update_config(model, edits)
@@ -194,21 +193,21 @@ def _select_units(
     attentions: list[AttentionGroup],
     blocks: list[FeedForwardGroup],
     scores: UnitScores | None,
+    score: Callable[[Groups], UnitScores],
     kept: Mapping[str, int],
 ) -> UnitSelection:
     """Return each group that loses units, with a function that returns its kept units.
 
-    Without `scores` the units are chosen by weight magnitude when the group is cut, because only then are the
-    weights of a large model in memory. kept: the number of kept units by group name.
+    Without `scores` a group is scored by `score` when it is cut, because only then are the weights of a large
+    model in memory. kept: the number of kept units by group name.
     """
-    from smelt.compress.prune.importance import magnitude_scores
 
     def stay_of_heads(group: AttentionGroup) -> Tensor:
-        found = (scores or magnitude_scores(model, [group], [])).heads[group.name]
+        found = (scores or score(([group], []))).heads[group.name]
         return found.topk(kept[group.name]).indices.sort().values
 
     def stay_of_neurons(block: FeedForwardGroup) -> Tensor:
-        found = (scores or magnitude_scores(model, [], [block])).neurons[block.name]
+        found = (scores or score(([], [block]))).neurons[block.name]
         return found.topk(kept[block.name]).indices.sort().values
 
     chosen: list[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]] = []
@@ -228,7 +227,8 @@ def _open_streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> Stre
     from smelt.models.streamed_model import open_streamed
     from smelt.runtimes.device import torch_device
 
-    alone = settings.importance == "magnitude" and settings.scope == "layer" and settings.budget is None
+    is_local = IMPORTANCES[settings.importance].is_local
+    alone = is_local and settings.scope == "layer" and settings.budget is None
     if not alone or torch_device(ctx.device) != "cpu":
         return None
     family = find_family(read_json_object(src.path / "config.json"))

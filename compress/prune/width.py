@@ -19,7 +19,7 @@ Shapes: T = tokens, D = channels before, k = after, N = outputs of a linear laye
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from smelt.calibration.samples import CalibrationSamples, load_calibration_sampl
 from smelt.calibration.sequential import RunningBlock, run_blocks
 from smelt.compress.model_input import count_stored_parameters
 from smelt.compress.prune.channels import activation_scores, channel_magnitudes, gradient_scores
-from smelt.compress.prune.importance import score_on_labelled_samples
+from smelt.compress.prune.importance import ScoredModel, score_on_labelled_samples
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner, load_reconstruction_samples
 from smelt.compress.prune.settings import PruneSettings, count_kept_channels, fixed_width_error
 from smelt.compress.prune.units import linear_with_inputs
@@ -299,7 +299,8 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     kept = count_kept_channels(width, settings)
     ctx.details["parameters_before"], ctx.details["width_before"] = before, width
     if kept < width:
-        keep = _channel_scores(model, width, src, settings, ctx).topk(kept).indices.sort().values
+        scores = WIDTH_SCORES[settings.importance](ScoredModel(model, src, settings, ctx), width)
+        keep = scores.topk(kept).indices.sort().values
         rows = load_reconstruction_samples(model, src, settings, ctx)
         whole = copy.deepcopy(model) if rows is not None else None
         edit = prune_hidden_width(model, keep.tolist())
@@ -330,25 +331,32 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         codes.write_master_weights(model, ctx)
 
 
-def _channel_scores(model: Any, width: int, src: Artifact, settings: PruneSettings, ctx: Context) -> Tensor:
-    """Return the importance of each channel, float64 [D]."""
-    if settings.importance == "magnitude":
-        return channel_magnitudes(model)
-    if settings.importance == "random":
-        return torch.rand(width, generator=torch.Generator().manual_seed(ctx.seed), dtype=torch.float64)
-    if settings.importance == "activation":
-        rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "prune")
-        device = torch_device(ctx.device)
-        try:
-            batches = ({n: v.to(device) for n, v in batch.items()} for batch in rows.batches)
-            return activation_scores(model.to(device), width, batches)
-        finally:
-            model.to("cpu")
-    squared = settings.importance == "fisher"
-    return score_on_labelled_samples(
-        model,
-        src,
-        settings,
-        ctx,
-        lambda batches: gradient_scores(model, width, batches, label_objective(), squared),
+def _activation_scores(scored: ScoredModel, width: int) -> Tensor:
+    settings, ctx = scored.settings, scored.ctx
+    rows = load_calibration_samples(scored.model, scored.src, settings.calibration_samples, ctx, "prune")
+    device = torch_device(ctx.device)
+    try:
+        batches = ({n: v.to(device) for n, v in batch.items()} for batch in rows.batches)
+        return activation_scores(scored.model.to(device), width, batches)
+    finally:
+        scored.model.to("cpu")
+
+
+def _gradient_scores(squared: bool) -> Callable[[ScoredModel, int], Tensor]:
+    return lambda scored, width: score_on_labelled_samples(
+        scored,
+        lambda batches: gradient_scores(scored.model, width, batches, label_objective(), squared),
+        single=squared,
     )
+
+
+# By importance: a function that returns the scores of the channels of the hidden states, float64 [D].
+WIDTH_SCORES: Mapping[str, Callable[[ScoredModel, int], Tensor]] = {
+    "taylor": _gradient_scores(squared=False),
+    "fisher": _gradient_scores(squared=True),
+    "magnitude": lambda scored, width: channel_magnitudes(scored.model),
+    "random": lambda scored, width: torch.rand(
+        width, generator=torch.Generator().manual_seed(scored.ctx.seed), dtype=torch.float64
+    ),
+    "activation": _activation_scores,
+}

@@ -118,7 +118,7 @@ def test_help_names_the_commands() -> None:
 
 
 MEASURING = (
-    "factorize.layer_metrics", "prune.importance", "prune.width", "drop_layers.select_layers",
+    "factorize.svd", "prune.importance", "prune.width", "drop_layers.select_layers",
     "drop_layers.drop_parts", "quantize.ranges",
 )  # fmt: skip
 

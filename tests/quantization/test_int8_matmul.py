@@ -8,8 +8,8 @@ import torch
 from onnx import TensorProto, helper
 from ort_sessions import ort_session
 
-from smelt.quantization import layers
-from smelt.quantization.layers import dynamic_scale_zero_point, fake_quantize_dynamic, is_int8_matmul_exact
+from smelt.quantization import int8
+from smelt.quantization.int8 import dynamic_scale_zero_point, fake_quantize_dynamic, is_int8_matmul_exact
 
 pytestmark = pytest.mark.quick
 
@@ -42,11 +42,11 @@ def test_values_and_grid_are_those_of_the_onnx_operator(x):
 @pytest.mark.parametrize("exactly", [True, False])
 def test_sums_of_products_are_exact_for_any_codes(rows, inputs, exactly, monkeypatch):
     if not exactly or not is_int8_matmul_exact():
-        monkeypatch.setattr(layers, "is_int8_matmul_exact", lambda: False)
+        monkeypatch.setattr(int8, "is_int8_matmul_exact", lambda: False)
     x = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, generator=CODES)
     codes = torch.randint(-127, 128, (40, inputs), dtype=torch.int8, generator=CODES)
     x[0], codes[0] = -128, -127  # the largest sum there can be
-    found = layers.int8_matmul(x, codes)
+    found = int8.int8_matmul(x, codes)
     assert found.dtype == torch.int32
     assert torch.equal(found.long(), x.long() @ codes.long().t())
 
@@ -55,7 +55,7 @@ def test_sums_are_exact_where_torch_has_no_instructions_for_them():
     """What torch's library does on x86 without VNNI, where it adds pairs of products in 16 bits."""
     code = """
 import torch
-from smelt.quantization.layers import int8_matmul, is_int8_matmul_exact
+from smelt.quantization.int8 import int8_matmul, is_int8_matmul_exact
 for rows in (1, 40):
     x = torch.randint(-128, 128, (rows, 300), dtype=torch.int8)
     codes = torch.randint(-127, 128, (50, 300), dtype=torch.int8)

@@ -85,7 +85,7 @@ class Int8Dynamic(Int8PerChannel):
             return int8.block_linear(matrix, x, bias)
         import torch
 
-        from smelt.quantization.layers import dynamic_scale_zero_point, int8_matmul
+        from smelt.quantization.int8 import dynamic_scale_zero_point, int8_matmul
 
         codes = matrix.tensor("codes")
         rows = x.detach().reshape(-1, matrix.width)
@@ -101,7 +101,7 @@ class Int8Dynamic(Int8PerChannel):
 
     def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
         """Return quantized and dequantized activations; their range contains all, so none is clipped."""
-        from smelt.quantization.layers import fake_quantize_dynamic
+        from smelt.quantization.int8 import fake_quantize_dynamic
 
         return fake_quantize_dynamic(x)
 
@@ -205,7 +205,7 @@ class Int8Static(Int8PerChannel):
         """Multiply quantized weights and activations."""
         import torch
 
-        from smelt.quantization.layers import int8_matmul
+        from smelt.quantization.int8 import int8_matmul
 
         codes, scale = matrix.tensor("codes"), matrix.tensor(INPUT_SCALE)
         rows = x.detach().reshape(-1, matrix.width)

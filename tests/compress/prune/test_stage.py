@@ -11,7 +11,9 @@ from expected_errors import raises_code
 from pruning_models import bert_model, example_batch, example_loss, factorized_model, marian_model
 from transformers import AutoModelForSeq2SeqLM
 
-from smelt.compress.prune.importance import magnitude_scores, taylor_scores
+from smelt.compress.prune.channels import CHANNEL_SCORES
+from smelt.compress.prune.importance import UNIT_SCORES, magnitude_scores, taylor_scores
+from smelt.compress.prune.settings import IMPORTANCES
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import (
     count_kept_heads,
@@ -22,6 +24,7 @@ from smelt.compress.prune.units import (
     linear_with_inputs,
     update_config,
 )
+from smelt.compress.prune.width import WIDTH_SCORES
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
@@ -293,3 +296,9 @@ def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):
     assert (edits, plain.config.encoder_ffn_dim, plain.config.decoder_ffn_dim) == ([], 32, 24)
     torch.testing.assert_close(outputs(plain), outputs(ours))
     assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == 2 * (32 + 24) * (32 + 1 + 32)
+
+
+@pytest.mark.parametrize("name", IMPORTANCES)
+def test_each_importance_has_a_function_for_each_of_its_targets(name):
+    tables = {"heads": UNIT_SCORES, "ffn": UNIT_SCORES, "width": WIDTH_SCORES, "channels": CHANNEL_SCORES}
+    assert {target for target, table in tables.items() if name in table} == set(IMPORTANCES[name].targets)

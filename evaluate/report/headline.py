@@ -162,7 +162,9 @@ def _step_text(report: ReportData, step: StepReport, times: LatencyReport, by_pr
             shown = view.metric_digits(metric)
             lost = found.against_baseline.get(metric)
             change = (
-                f" ({view.difference_text(lost, metric)}, {view.p_value_text(lost.p_value)})" if lost else ""
+                f" ({view.difference_text(lost, metric)}, {view.p_value_text(view.corrected_p_value(lost))})"
+                if lost
+                else ""
             )
             parts.append(f"{of}{view.metric_label(metric)} {view.number_text(score.value, shown)}{change}")
     share = view.size_ratio(step, report.baseline_step)

@@ -187,7 +187,8 @@ def _steps_section(report: ReportData) -> str:
         else ""
     )
     of = "" if report.judged_on == "test" else f" Scores are of {report.judged_on} samples."
-    return f"{_markdown_table(head, rows, left=4)}\n\n{legend} {against}; \\* p < 0.05.{of}{doubt}"
+    stars = "\\* p < 0.05, corrected (Holm)."
+    return f"{_markdown_table(head, rows, left=4)}\n\n{legend} {against}; {stars}{of}{doubt}"
 
 
 def _score_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
@@ -451,7 +452,9 @@ def _legend_lines(
     if report.baseline_step and report.baseline_step.quality:
         parts.append(f"diff{' and speed-up' * bool(sizes)} relative to '{report.baseline}'")
     if any(metric in step.against_baseline for step in report.steps):
-        parts.append("differences include the graph's random numbers" if report.is_random else "* p < 0.05")
+        parts.append(
+            "differences include the graph's random numbers" if report.is_random else "* p < 0.05 (Holm)"
+        )
     if sizes:
         parts.append(f"batch {sizes[0]}")
     if bits:

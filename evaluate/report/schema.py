@@ -222,10 +222,15 @@ class LatencyReport(_ReportModel):
 
 
 class ScoreDifference(_WithInterval):
-    """Difference between this step and another one (this minus other), on the same examples."""
+    """Difference between this step and another one (this minus other), on the same examples.
+
+    p_value_holm: p_value corrected for all comparisons with the baseline in the report, which decides whether
+    the difference is marked as significant; None for other comparisons.
+    """
 
     difference: float
     p_value: float = Field(ge=0, le=1)
+    p_value_holm: float | None = Field(default=None, ge=0, le=1)
     _is_random: bool = PrivateAttr(default=False)
 
     @property

@@ -224,12 +224,21 @@ def runtime_label(step: StepReport) -> str:
 def is_significant(difference: ScoreDifference) -> bool:
     """Return whether the difference is significant at 5 %, and not zero in all digits that are shown.
 
+    The p-value is corrected for the number of comparisons with the baseline, where it is one of them.
+
     Where a graph computes in another order, every sample may differ in the last digit of a float, all in one
     direction: significant, but not relevant. Differences caused by random numbers are not counted either.
     """
     if difference.is_random:
         return False
-    return is_significant_p_value(difference.p_value) and bool(round(difference.difference, _MAX_DIGITS))
+    return is_significant_p_value(corrected_p_value(difference)) and bool(
+        round(difference.difference, _MAX_DIGITS)
+    )
+
+
+def corrected_p_value(difference: ScoreDifference) -> float:
+    """Return the p-value corrected for the comparisons in the report; its own where it is not one of them."""
+    return difference.p_value if difference.p_value_holm is None else difference.p_value_holm
 
 
 def is_significant_p_value(p_value: float) -> bool:

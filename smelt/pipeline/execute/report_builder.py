@@ -6,7 +6,7 @@ Evaluate the gates of a recipe on a step, and the number of samples that a decis
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -433,6 +433,8 @@ class ReportBuilder:
 
         So the report of a killed run has the right status.
         """
+        _correct_p_values(step["against_baseline"] for step in self.data["steps"])
+        _correct_p_values(step["test"]["against_baseline"] for step in self.data["steps"] if step.get("test"))
         under_way = self.status == "passed" and not self.finished
         return {**self.data, "status": "interrupted"} if under_way else self.data
 
@@ -454,6 +456,15 @@ def _paired_differences(statistics: Mapping[str, Any], name: str, other: str | N
         for metric in own
         if metric in others
     }
+
+
+def _correct_p_values(comparisons: Iterable[dict[str, Any] | None]) -> None:
+    """Set `p_value_holm` of all paired differences, one family: every step that was scored, every metric."""
+    from smelt.evaluate.significance import holm
+
+    found = [difference for by_metric in comparisons for difference in (by_metric or {}).values()]
+    for difference, corrected in zip(found, holm([each["p_value"] for each in found]), strict=True):
+        difference["p_value_holm"] = corrected
 
 
 def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, Any]) -> dict[str, Any]:

@@ -72,8 +72,8 @@ class Report(Mapping[str, Any]):
         """Return a pandas DataFrame with one row per step.
 
         Columns: step, stage, parent, status, format, target, parameters, size_bytes; for each metric its
-        value, `_difference` from the baseline and `_p_value`; for each measured batch size `latency_ms_N`
-        (p50, milliseconds) and `speedup_N`.
+        value, `_difference` from the baseline, `_p_value` and `_p_value_holm`; for each measured
+        batch size `latency_ms_N` (p50, milliseconds) and `speedup_N`.
 
         Raises:
             MissingDependencyError: pandas is not installed.
@@ -120,7 +120,11 @@ def _frame_row(step: Mapping[str, Any]) -> dict[str, Any]:
     for metric, score in (step["quality"] or {}).items():
         row[metric] = score["value"]
         if test := (step["against_baseline"] or {}).get(metric):
-            row |= {f"{metric}_difference": test["difference"], f"{metric}_p_value": test["p_value"]}
+            row |= {
+                f"{metric}_difference": test["difference"],
+                f"{metric}_p_value": test["p_value"],
+                f"{metric}_p_value_holm": test["p_value_holm"],
+            }
     for timed in step["latency"] or []:
         row[f"latency_ms_{timed['batch_size']}"] = timed["p50_ms"]
         row[f"speedup_{timed['batch_size']}"] = timed["speedup"]

@@ -83,6 +83,7 @@ def test_a_difference_that_is_zero_in_all_digits_has_no_star():
     assert is_significant(ScoreDifference(difference=-0.000001, ci95=None, p_value=0.001))
     assert not is_significant(ScoreDifference(difference=-4e-7, ci95=None, p_value=0.001))
     assert not is_significant(ScoreDifference(difference=-0.5, ci95=None, p_value=0.2))
+    assert not is_significant(ScoreDifference(difference=-0.5, ci95=None, p_value=0.01, p_value_holm=0.06))
 
 
 def test_what_has_no_interval_is_drawn_without_brackets(report):

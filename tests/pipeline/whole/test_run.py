@@ -103,7 +103,12 @@ def test_until_may_stop_before_the_baseline(home, tmp_path):
     assert _run(home, *places).exit_code == 0
     report = _report(tmp_path / "r")
     assert report["baseline"] == "quantize"
-    assert report["steps"][1]["against_baseline"]["bleu"]["p_value"] is not None
+    tests = [test for step in report["steps"] for test in step["against_baseline"].values()]
+    assert tests
+    for test in tests:  # Holm's largest factor is the number of comparisons, his smallest 1
+        assert test["p_value"] <= test["p_value_holm"] <= min(1.0, len(tests) * test["p_value"])
+    smallest = min(tests, key=lambda test: test["p_value"])
+    assert smallest["p_value_holm"] == pytest.approx(min(1.0, len(tests) * smallest["p_value"]))
 
 
 def test_a_teacher_of_another_branch_is_used_and_is_part_of_the_key(home, tmp_path):

@@ -323,6 +323,8 @@ _MIN_NAME_WIDTH = 10
 _MAX_WARNINGS = 3
 
 
+# not rich's tables: they have no cell across columns, which the reason of a failed step needs, and for this
+# and the tables of `smelt bench` and `smelt store` they take as many lines of code
 def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
     """Return the headline, and the steps as a tree with metric, difference, p50, speed-up and size.
 

@@ -134,6 +134,8 @@ def deduplicate_matrices(model: Any) -> int:
 
     Vectors and attributes of nodes are not changed.
     """
+    # not onnx_ir 1.1's DeduplicateInitializersPass: it also merges vectors, such as biases that happen to be
+    # zero and change in a refit, takes 7 times as long (0.068 s for 48 MB) and copies every weight
     graph = model.graph
     outside = {value.name for value in (*graph.input, *graph.output)}
     firsts: dict[tuple[Any, ...], list[Any]] = {}

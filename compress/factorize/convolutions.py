@@ -56,6 +56,8 @@ _RIDGE = 1e-6  # relative to the mean of a problem's diagonal
 _AXIS_LETTERS = "tsde"
 
 
+# not tensorly 0.10: its CP takes up to 2.3 times as long (64 terms of 128 x 64 x 3 x 3), its error is within
+# 1 % of ours, and without a ridge its terms grow to 6 times the size; its Tucker-2 is equal, and slower
 def cp_decompose(kernel: Tensor, rank: int, seed: int) -> list[Tensor]:
     """Return the vectors of the axes, float64 [T, R], [S, R], [D, R], [E, R].
 

@@ -45,14 +45,14 @@ def render_html(report: Mapping[str, Any]) -> str:
         InputError: not a report of schema 3.
     """
     checked = validate_report(report)
+    picture = chart.scatter_chart(checked)
     text: str = _template().render(
         report=checked,
         view=view,
         notes=notes,
-        pictures=[
-            ("wide", chart.scatter_chart(checked)),
-            ("narrow", chart.scatter_chart(checked, chart.NARROW_CANVAS)),
-        ],
+        picture=picture,
+        drawings=_drawings(picture, checked) if picture else [],
+        colors=_css_colors,
         headline=headline(checked),
         rows=view.tree_rows(checked),
         metrics=view.metric_names(checked),
@@ -62,6 +62,19 @@ def render_html(report: Mapping[str, Any]) -> str:
         badge=lambda status: _BADGES.get(status, "plain"),
     )
     return text
+
+
+def _drawings(picture: chart.Chart, report: ReportData) -> list[str]:
+    """Return the chart as markup for desktops and for phones; CSS hides one of them."""
+    label = (
+        f"{picture.metric} against the speed-up at batch {picture.batch_size}; the same numbers are in the"
+        f" table of steps. Pareto-optimal: {', '.join(report.frontier) or 'none'}."
+    )
+    return [chart.page_svg(picture, size, label) for size in (chart.WIDE, chart.NARROW)]
+
+
+def _css_colors(theme: str) -> str:
+    return " ".join(f"--{name}: {color};" for name, color in chart.PALETTES[theme].items())
 
 
 @cache
@@ -323,6 +336,8 @@ _MIN_NAME_WIDTH = 10
 _MAX_WARNINGS = 3
 
 
+# not rich's tables: they have no cell across columns, which the reason of a failed step needs, and for this
+# and the tables of `smelt bench` and `smelt store` they take as many lines of code
 def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
     """Return the headline, and the steps as a tree with metric, difference, p50, speed-up and size.
 

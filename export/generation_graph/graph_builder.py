@@ -43,6 +43,9 @@ class LoopCarried:
 LoopBody = Callable[["GraphBuilder", str, list[str]], tuple[str, list[str]]]
 
 
+# not onnxscript 0.7: a loop of a `script` function carries a fixed number of values, but the number of caches
+# depends on the model, and it takes 62 nodes for the 36 of n-grams; its GraphBuilder repeats names in inner
+# graphs, which ONNX forbids, and takes 28 times as long per node
 class GraphBuilder:
     """Nodes in the order in which they are added; methods return the names of values.
 

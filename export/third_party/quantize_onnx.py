@@ -70,6 +70,7 @@ def finalize_quantized(quantized: Path, source: Path) -> Any:
 
 def _sort_topologically(graph: Any) -> None:
     """Sort nodes topologically and otherwise keep their order; also in inner graphs."""
+    # not onnx_ir 1.1's TopologicalSortPass: reading a graph, onnx_ir drops its sparse initializers
     producers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
     nodes = list(graph.node)
     before = [sorted({producers[name] for name in node_inputs(node) if name in producers}) for node in nodes]

@@ -321,7 +321,7 @@ def _write_placeholder_rows(task: Task, place: str, folder: Path) -> Path:
 
 
 def redraw_report(folder: Path) -> str:
-    """Write report.md and report.html of the run in `folder` from its report.json; return the table.
+    """Write report.md, report.html and the chart of the run in `folder` from report.json; return the table.
 
     Raises:
         InputError: there is no report, or this version of smelt cannot read it.

@@ -170,6 +170,8 @@ def _ignore_wait(holder: str) -> None:
     """Wait silently."""
 
 
+# not filelock's FileLock (4.2): it keeps its file, one for each key of the store, fails on file systems that
+# answer ENOLCK, ENOTSUP or EINVAL, and falls back to a lock that does not expire on another machine
 @contextlib.contextmanager
 def file_lock(path: Path, on_wait: Callable[[str], None] = _ignore_wait) -> Iterator[None]:
     """Hold the lock file `path`; wait for its present owner.
@@ -366,6 +368,8 @@ HEARTBEAT_S = 60.0
 STALE_AFTER_S = 3600.0
 
 
+# not filelock's SoftFileLease (4.2): only a process that waits as long as a lease detects that it expired, so
+# to a single check, as `is_active`, a process of another machine that died counts as alive forever
 @contextlib.contextmanager
 def heartbeat(marker: Path) -> Iterator[None]:
     """Hold the file `marker` for this process until the context ends."""

@@ -13,7 +13,7 @@ PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"
     "package-dir"
 ]
 HEAVY = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnxsim", "tensorrt", "openvino"]
-HEAVY += ["datasets", "sklearn", "sacrebleu", "pandas", "scipy", "accelerate"]
+HEAVY += ["datasets", "sklearn", "sacrebleu", "pandas", "scipy", "accelerate", "rich", "matplotlib"]
 EXTRAS = ["tensorrt", "tensorrt_bindings", "openvino", "bitsandbytes", "tensorboard", "wandb", "swanlab"]
 
 

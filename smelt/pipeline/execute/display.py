@@ -1,56 +1,59 @@
-"""Progress of a run: a line with the time left on a terminal, plain lines elsewhere.
+"""Progress of a run: a bar with the time left on a terminal, plain lines in pipes and in CI.
 
 All lines are also written to the run's `log.txt`, with time stamps.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from smelt.core.messages import escape_controls
 
-_REDRAW_SECONDS = 0.1
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+# drawing takes about 1 ms of the processor on which latency is measured
+_REDRAW_SECONDS = 0.25
 _PLAIN_LINE_SECONDS = 30.0
 
 
 class Display:
-    """Prints lines for finished work, and one progress line that is updated in place."""
+    """Prints lines for finished work, and a progress bar below them on a terminal."""
 
     def __init__(self, log: Path | None = None, stream: TextIO | None = None, quiet: bool = False) -> None:
         self._stream = stream or sys.stderr
-        self._moving = self._stream.isatty()
+        plain = os.environ.get("CI") or os.environ.get("TERM") == "dumb"
+        self._moving = self._stream.isatty() and not plain
         self._quiet = quiet
         self._log = log.open("a", encoding="utf-8") if log else None
         self.log_path = log or Path("log.txt")
-        self._drawn = False
+        self._bar: tuple[Progress, TaskID] | None = None
         self.start_work("")
 
     def start_work(self, what: str) -> None:
         """Set the label of the following `progress` calls."""
+        self._clear()
         self._what = what
         self._started = time.monotonic()
         self._last = self._started if not self._moving else 0.0
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Show `done` of `total` with the time left, at most ten times a second."""
+        """Show `done` of `total` with the time left, at most four times a second."""
         now = time.monotonic()
         if self._quiet or now - self._last < (_REDRAW_SECONDS if self._moving else _PLAIN_LINE_SECONDS):
             return
         self._last = now
-        left = (now - self._started) / done * (total - done) if done else None
-        text = f"  {self._what}: {done}/{total} {note}" + (
-            f", {duration(left)} left" if left is not None else ""
-        )
         if self._moving:
-            self._stream.write(f"\r\x1b[K{escape_controls(text)[:79]}")
-            self._stream.flush()
-            self._drawn = True
-        else:
-            self._stream.write(text + "\n")
+            bar, task = self._bar = self._bar or _start_bar(self._stream, escape_controls(self._what), total)
+            bar.update(task, completed=done, total=total, note=escape_controls(note), refresh=True)
+            return
+        left = f", {duration((now - self._started) / done * (total - done))} left" if done else ""
+        self._stream.write(escape_controls(f"  {self._what}: {done}/{total} {note}{left}") + "\n")
 
     def print_line(self, text: str) -> None:
         """Print a permanent line, and write it to the log."""
@@ -87,9 +90,31 @@ class Display:
             self._log = None
 
     def _clear(self) -> None:
-        if self._drawn:
-            self._stream.write("\r\x1b[K")
-            self._drawn = False
+        if self._bar:
+            self._bar[0].stop()
+            self._bar = None
+
+
+def _start_bar(stream: TextIO, what: str, total: int) -> tuple[Progress, TaskID]:
+    """Return a bar that is drawn on request only: a thread would disturb measurements and forks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    bar = Progress(
+        TextColumn("  {task.description}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+        console=Console(file=stream),
+        auto_refresh=False,
+        transient=True,
+        expand=True,
+        redirect_stdout=False,
+    )
+    bar.start()
+    return bar, bar.add_task(what, total=total, note="")
 
 
 def duration(seconds: float) -> str:

@@ -399,7 +399,7 @@ class _PlanRunner:
             RunError: the last report cannot be written.
         """
         try:
-            write_report(self.folder, self.report.snapshot())
+            write_report(self.folder, self.report.snapshot(), charts=last)
         except OSError as error:
             failure = explain_step_error(error, "report", self.folder, self.display.log_path)
             if last:

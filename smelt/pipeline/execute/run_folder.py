@@ -24,6 +24,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import json_hash, load_json, partial_files, write_atomically, write_json
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.store import OWNER_SUFFIX
+from smelt.evaluate.report.chart import CHART_FILES
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner
@@ -125,7 +126,7 @@ def linked_keys(store: Path, folder: Path) -> dict[str, str]:
 _LOG_FILE = "log.txt"
 # Files of a run that was killed right after its start.
 _INITIAL_FILES = {".lock", _LOG_FILE}
-_REPORT_FILES = ("report.json", "report.md", "report.html")
+_REPORT_FILES = ("report.json", "report.md", "report.html", *CHART_FILES)
 
 
 def require_run_folder(folder: Path) -> None:

@@ -164,13 +164,21 @@ class Result:
         return folder
 
 
-def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write report.json, report.md and report.html to `folder`."""
+def write_report(folder: Path, report: Mapping[str, Any], charts: bool = True) -> None:
+    """Write report.json, report.md and report.html to `folder`; `charts`: also the chart's files."""
+    from smelt.evaluate.report.chart import CHART_FILES, chart_files
     from smelt.evaluate.report.render import render_html, render_markdown
+    from smelt.evaluate.report.schema import validate_report
 
     write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     write_atomically(folder / "report.md", render_markdown(dict(report)))
     write_atomically(folder / "report.html", render_html(dict(report)))
+    if charts:
+        drawn = chart_files(validate_report(report))
+        for name in CHART_FILES.keys() - drawn:
+            (folder / name).unlink(missing_ok=True)
+        for name, content in drawn.items():
+            write_atomically(folder / name, content)
 
 
 def summary_lines(result: Result) -> Sequence[str]:

@@ -1,13 +1,24 @@
 """The chart of quality over speed."""
 
+import io
+import re
+import xml.etree.ElementTree as ET
+
 import pytest
+from PIL import Image
 from sample_report import STEPS, HtmlOutline, ten_step_report
 
-from smelt.evaluate.report.chart import NARROW_CANVAS, WIDE_CANVAS, scatter_chart
-from smelt.evaluate.report.render import render_html
-from smelt.evaluate.report.schema import (
-    validate_report,
+from smelt.evaluate.report.chart import (
+    CHART_FILES,
+    NARROW,
+    PALETTES,
+    WIDE,
+    chart_files,
+    page_svg,
+    scatter_chart,
 )
+from smelt.evaluate.report.render import render_html
+from smelt.evaluate.report.schema import validate_report
 
 pytestmark = pytest.mark.quick
 
@@ -17,58 +28,142 @@ def report():
     return ten_step_report()
 
 
-@pytest.mark.parametrize("canvas", [WIDE_CANVAS, NARROW_CANVAS])
-def test_chart_places_better_higher_and_faster_to_the_right(report, canvas):
-    chart = scatter_chart(validate_report(report), canvas)
+def drawn(report, size=WIDE):
+    """Return the chart on the page, and by text its (x, y, text-anchor, opacity)."""
+    root = ET.fromstring(page_svg(scatter_chart(validate_report(report)), size, "a chart"))
+    texts = {}
+    for text in root.iter("text"):
+        style = text.get("style")
+        place = [float(v) for v in re.findall(r"-?[\d.]+", text.get("transform"))][-2:]
+        anchor = re.search(r"text-anchor: (\w+)", style)
+        texts[text.text] = (*place, anchor[1] if anchor else "start", "opacity" in style)
+    return root, texts
+
+
+def test_chart_holds_the_steps_with_their_intervals(report):
+    chart = scatter_chart(validate_report(report))
     points = {point.name: point for point in chart.points}
     assert set(points) == {row[0] for row in STEPS if row[5] is not None}
-    assert points["control"].y < points["model"].y < points["onnx-int8"].y
-    assert points["onnx-int8"].x > points["onnx-fp32"].x > points["model"].x
-    assert all(canvas.left < p.x < canvas.end and canvas.top < p.y < canvas.floor for p in chart.points)
-    assert points["onnx-int8"].x_low < points["onnx-int8"].x < points["onnx-int8"].x_high
-    assert points["model"].y_high < points["model"].y < points["model"].y_low
+    for step in report["steps"]:
+        if step["name"] in points:
+            point, speed = points[step["name"]], step["latency"][0]
+            assert (point.x, [point.x_low, point.x_high]) == (speed["speedup"], speed["speedup_ci95"])
+            assert [point.y_low, point.y_high] == step["quality"]["bleu"]["ci95"]
+            assert f"{point.y:.2f}" in point.title
     assert chart.logarithmic
     assert [name for name, point in points.items() if point.front] == report["frontier"]
     assert [name for name, point in points.items() if not point.competes] == ["quantize"]
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW])
+def test_the_drawing_has_every_step_with_a_title_and_faster_to_the_right(report, size):
+    root, texts = drawn(report, size)
+    points = scatter_chart(validate_report(report)).points
+    assert [title.text for title in root.iter("title")] == [point.title for point in points]
+    places = [[float(m.get(axis)) for axis in "xy"] for m in root.iter("use")]
+    markers = {point.title: place for point, place in zip(points, marker_places(root), strict=True)}
+    assert len(places) >= len(points)
+    by_speed = sorted(points, key=lambda point: point.x)
+    assert [markers[p.title][0] for p in by_speed] == sorted(place[0] for place in markers.values())
+    by_score = sorted(points, key=lambda point: -point.y)
+    assert [markers[p.title][1] for p in by_score] == sorted(place[1] for place in markers.values())
+    for x, y in markers.values():
+        assert size.left < x < size.width - size.right
+        assert size.top < y < size.height - size.bottom
+    assert {point.name for point in points} <= texts.keys()
+    assert [point.name for point in points if texts[point.name][3]] == ["quantize"]
+    assert "log scale" in " ".join(texts)
+
+
+def marker_places(root):
+    """Return (x, y) of the markers that have a title."""
+    for group in root.iter("g"):
+        if group.find("title") is not None:
+            use = next(group.iter("use"))
+            yield float(use.get("x")), float(use.get("y"))
 
 
 def test_a_step_at_chance_is_left_out_and_does_not_stretch_the_axis(report):
     whole = scatter_chart(validate_report(report))
     low = report["steps"][1]["quality"]["bleu"]
     low.update(value=0.1, ci95=[0.0, 0.3], chance=0.2)
-    drawn = scatter_chart(validate_report(report))
-    assert {p.name for p in whole.points} - {p.name for p in drawn.points} == {report["steps"][1]["name"]}
+    shown = scatter_chart(validate_report(report))
+    assert {p.name for p in whole.points} - {p.name for p in shown.points} == {report["steps"][1]["name"]}
     for step in report["steps"]:
         for score in step["quality"].values():
             score["chance"] = score["value"]
     assert len(scatter_chart(validate_report(report)).points) == len(whole.points)  # better than no picture
 
 
-@pytest.mark.parametrize("canvas", [WIDE_CANVAS, NARROW_CANVAS])
-def test_chart_of_a_single_step_without_spread(report, canvas):
+@pytest.mark.parametrize("size", [WIDE, NARROW])
+def test_chart_of_a_single_step_without_spread(report, size):
     report["steps"] = report["steps"][:1]
     report["frontier"] = ["model"]
     report["steps"][0]["quality"]["bleu"].update(value=100.0, ci95=[100.0, 100.0])
     report["steps"][0]["latency"][0].update(speedup=1.0, speedup_ci95=[1.0, 1.0])
-    chart = scatter_chart(validate_report(report), canvas)
-    (point,) = chart.points
-    assert point.x_low == point.x == point.x_high
-    assert not chart.logarithmic
-    assert canvas.left < point.x < canvas.end
-    assert canvas.top < point.y < canvas.floor
-    assert all(canvas.left <= x <= canvas.end for x, _ in chart.x_ticks)
-    assert len(chart.x_ticks) >= 2
-    assert len(chart.y_ticks) >= 2
+    root, texts = drawn(report, size)
+    ((x, y),) = marker_places(root)
+    assert size.left < x < size.width - size.right
+    assert size.top < y < size.height - size.bottom
+    assert sum("×" in text for text in texts) >= 2
+    assert not any("log scale" in text for text in texts)
     assert HtmlOutline(render_html(report)).open == []
 
 
 def test_chart_labels_do_not_cover_each_other(report):
-    chart = scatter_chart(validate_report(report))
+    _, texts = drawn(report)
     boxes = []
-    for p in chart.points:
-        length = len(p.name) * 6
-        left = {"start": p.label_x, "end": p.label_x - length, "middle": p.label_x - length / 2}[p.anchor]
-        boxes.append((left, p.label_y - 10, left + length, p.label_y))
+    for point in scatter_chart(validate_report(report)).points:
+        x, y, anchor, _ = texts[point.name]
+        length = len(point.name) * 6
+        left = {"start": x, "end": x - length, "middle": x - length / 2}[anchor]
+        boxes.append((left, y - 10, left + length, y))
     for i, a in enumerate(boxes):
         for b in boxes[:i]:
             assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def test_two_drawings_on_a_page_share_no_id_and_follow_its_theme(report):
+    page = render_html(report)
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    pictures = re.findall(r'<svg class="(?:wide|narrow)".*?</svg>', page, re.DOTALL)
+    assert len(pictures) == 2
+    for picture in pictures:
+        used = set(re.findall(r"var\(--(\w+)\)", picture))
+        assert {"card", "ink", "soft", "line", "accent", "torch", "onnx"} <= used <= PALETTES["light"].keys()
+        assert not re.search(r"#[0-9a-f]{6}|<style", picture)
+
+
+def test_names_are_texts_even_with_dollars_markup_and_control_characters(report):
+    name = "$\\frac{$ <b>&\x1b[2J"
+    report["steps"][0]["name"] = report["baseline"] = name
+    report["steps"][1]["parent"] = report["steps"][2]["parent"] = name
+    root, texts = drawn(report)
+    assert "$\\frac{$ <b>&\\x1b[2J" in texts
+    assert any(title.text.startswith("$\\frac{$ <b>&\\x1b[2J: ") for title in root.iter("title"))
+    assert len(chart_files(validate_report(report))) == len(CHART_FILES)
+
+
+def test_files_are_pictures_in_both_themes_and_equal_each_time(report):
+    files = chart_files(validate_report(report))
+    assert files.keys() == CHART_FILES.keys()
+    assert files == chart_files(validate_report(report))
+    for name, theme in CHART_FILES.items():
+        background = PALETTES[theme]["card"]
+        if name.endswith(".png"):
+            corner = Image.open(io.BytesIO(files[name])).convert("RGB").getpixel((0, 0))
+            assert "#" + bytes(corner).hex() == background
+        else:
+            texts = [
+                text.text for text in ET.fromstring(files[name]).iter("{http://www.w3.org/2000/svg}text")
+            ]
+            assert {"onnx-int8", "baseline", "Pareto front"} <= set(texts)
+            assert background in files[name].decode()
+
+
+def test_without_a_speed_up_there_is_no_file(report):
+    for step in report["steps"]:
+        step["latency"] = []
+    report["frontier"] = []
+    assert chart_files(validate_report(report)) == {}

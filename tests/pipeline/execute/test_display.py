@@ -2,10 +2,12 @@
 
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from smelt.pipeline.execute import display as module
 from smelt.pipeline.execute.display import Display
 
 pytestmark = pytest.mark.quick
@@ -33,3 +35,66 @@ def test_a_full_disk_ends_the_log_and_not_the_run():
     first, warning, second = stream.getvalue().splitlines()
     assert (first, second) == ("one", "two")
     assert all(value in warning for value in ("warning: /dev/full: ", "No space left on device"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    """Return what a display writes to a stream while it shows progress, and then a line."""
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(module, "_REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_PLAIN_LINE_SECONDS", 0.0)
+
+    def show(stream):
+        display = Display(stream=stream)
+        display.start_work("prune, [b]scoring[/b]")
+        for done in range(3):
+            display.progress(done, 40, "layers.3.\x1b[2Jself_attention.projection.and.more")
+        display.print_line("prune: done")
+        display.close()
+        return stream.getvalue()
+
+    return show
+
+
+def test_a_terminal_shows_a_bar_on_one_line_which_is_removed(progress):
+    shown = progress(Terminal())
+    *drawn, last = (
+        re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", part) for part in re.split(r"[\r\n]+", shown.strip())
+    )
+    bars = [line for line in drawn if line]
+    assert all(" prune, [b]scoring[/b] " in line and len(line) == 80 for line in bars)
+    assert {re.search(r"(\d+)/40", line)[1] for line in bars} == {"0", "1", "2"}
+    assert "\x1b[2J" not in shown
+    assert "\r\x1b[1A\x1b[2K" in shown  # the bar is erased before the line
+    assert last == "prune: done"
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is visible again
+
+
+@pytest.mark.parametrize(
+    ("stream", "variables"),
+    [
+        (io.StringIO, {"FORCE_COLOR": "1"}),
+        (Terminal, {"CI": "true"}),
+        (Terminal, {"TERM": "dumb"}),
+    ],
+    ids=["pipe", "CI", "dumb terminal"],
+)
+def test_elsewhere_progress_is_plain_lines(progress, monkeypatch, stream, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    lines = progress(stream()).splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert len(lines) == 4
+    assert all("prune" in line and f"{done}/40" in line for done, line in enumerate(lines[:3]))
+
+
+def test_a_color_is_no_part_of_a_bar_for_who_wants_none(progress, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[3\d", progress(Terminal()))

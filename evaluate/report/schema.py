@@ -357,6 +357,8 @@ class StepReport(_ReportModel):
         return next((entry for entry in self.latency if entry.batch_size == batch_size), None)
 
 
+SCORES_FOLDER = "scores"
+"""Folder of a run with a file per step, NAME.json.gz: statistics per sample and metric, and the outputs."""
 STEP_KEYS = ("name", "from", "optional")  # of a recipe's step, next to its stage
 
 

@@ -265,6 +265,45 @@ def report(run_folder: Path) -> None:
     print_untrusted(redraw_report(run_folder))
 
 
+@main.command(short_help="Compare several runs of one task.")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=FOLDER_TYPE)
+@click.option(
+    "--fail-if",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    help="Exit with 3 if a later run breaks it: 'bleu drops 0.5', 'size rises 5% at onnx'.",
+)
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write an HTML page.")
+@click.option("--markdown", is_flag=True, help="Print Markdown with all metrics.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def compare(
+    runs: tuple[Path, ...], rules: tuple[str, ...], html: Path | None, markdown: bool, as_json: bool
+) -> None:
+    """Compare the steps of several runs (folders) with those of the first one.
+
+    Scores are compared in pairs if the runs scored the same samples.
+    """
+    import json
+
+    from smelt.core.files import write_atomically
+    from smelt.evaluate.report import comparison as comparing
+
+    found = comparing.compare_runs(comparing.read_runs(runs))
+    broken = comparing.find_regressions(found, rules)
+    if html is not None:
+        write_atomically(html, comparing.comparison_html(found))
+    if as_json:
+        click.echo(json.dumps(found | {"regressions": [vars(each) for each in broken]}, indent=1))
+    elif markdown:
+        print_untrusted(comparing.comparison_markdown(found))
+    else:
+        print_untrusted(comparing.comparison_text(found))
+    for regression in broken:
+        print_untrusted(f"regression: {regression}", err=True)
+    sys.exit(3 if broken else 0)
+
+
 @main.command(short_help="Check the installation and this machine.")
 def doctor() -> None:
     """Check which packages, runtimes and devices work, and how to install missing ones."""

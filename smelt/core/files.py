@@ -36,16 +36,17 @@ def json_hash(value: Any) -> str:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write to a temporary file, flush it to disk, then rename it: readers see all of it or nothing.
+    """Write text (as UTF-8) or bytes; readers see all of it or nothing.
 
-    The file gets the umask's permissions (`tempfile` would restrict it to the owner).
+    It is written to a temporary file, flushed to disk, then renamed. The file gets the umask's permissions
+    (`tempfile` would restrict it to the owner).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL_SUFFIX}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.write(content.encode("utf-8") if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

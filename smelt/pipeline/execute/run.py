@@ -299,13 +299,14 @@ class _PlanRunner:
         score = self._score(name, artifact)
         self.artifacts[name] = artifact
         self.report.add_step(name, artifact, score, cached)
+        self.run_folder.write_scores(name, score)
         if name == self.plan.recipe.baseline and self.options.limit is None:
             self.add_warnings(few_windows_warnings(score["statistics"], self.plan.judged_on))
         if name == self.plan.recipe.baseline and self.scorer.needs_reference:
             for other in [n for n in self.report.statistics if n != name]:  # scored before the baseline
-                self.report.update_scores(
-                    other, self.artifacts[other], self._score(other, self.artifacts[other])
-                )
+                completed = self._score(other, self.artifacts[other])
+                self.report.update_scores(other, self.artifacts[other], completed)
+                self.run_folder.write_scores(other, completed)
         took = "from the store" if cached else duration(seconds)
         first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
         self.display.print_line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
@@ -347,6 +348,8 @@ class _PlanRunner:
                 reason = _unscored_reason(artifact)
                 score = None if reason else self.scorer.cached_score(artifact, self.data[self.plan.judged_on])
                 self.report.add_previous_step(step, artifact, score, reason)
+                if score is not None:
+                    self.run_folder.write_scores(step.name, score)
                 self.display.print_line(f"{step.name}: kept from an earlier run in this folder")
 
     def _report_waiting(self, what: str) -> Callable[[str], None]:

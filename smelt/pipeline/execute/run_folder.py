@@ -11,13 +11,15 @@ files, runs next to the store are found by their folders, all others by a record
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -25,6 +27,7 @@ from smelt.core.files import json_hash, load_json, partial_files, write_atomical
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.store import OWNER_SUFFIX
 from smelt.evaluate.report.chart import CHART_FILES
+from smelt.evaluate.report.schema import SCORES_FOLDER
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner
@@ -174,12 +177,21 @@ class RunFolder:
         for place in artifacts.iterdir() if artifacts.is_dir() else ():
             if place.name not in self.previous_keys:
                 _remove(place)
+        for scores in (self.path / SCORES_FOLDER).glob("*.json.gz"):
+            if scores.name.removesuffix(".json.gz") not in self.previous_keys:
+                scores.unlink()
         if not self.previous_keys:  # else the report describes kept artifacts until this run replaces it
             for name in _REPORT_FILES:
                 (self.path / name).unlink(missing_ok=True)
         for part in partial_files(self.path):
             part.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
         write_atomically(self.path / "recipe.yaml", plan.text)
+
+    def write_scores(self, name: str, score: Mapping[str, Any]) -> None:
+        """Write the statistics per sample and the outputs of a scored step, for `smelt compare`."""
+        kept = {key: score[key] for key in ("statistics", "predictions") if key in score}
+        content = gzip.compress(json.dumps(kept, ensure_ascii=False).encode("utf-8"), mtime=0)
+        write_atomically(self.path / SCORES_FOLDER / f"{name}.json.gz", content)
 
     def link_artifact(self, name: str, artifact: Artifact) -> None:
         """Create the link `artifacts/NAME` to `artifact`."""
@@ -215,6 +227,8 @@ class RunFolder:
             else:
                 known[step.name] = kept[step.name] = found
         self._remove_links(stale & self.previous_keys.keys())
+        for name in stale:
+            (self.path / SCORES_FOLDER / f"{name}.json.gz").unlink(missing_ok=True)
         return kept
 
     def _remove_links(self, names: Iterable[str]) -> None:

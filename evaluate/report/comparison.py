@@ -1,0 +1,371 @@
+"""Compare several runs: one table of scores, sizes and times, with paired tests where the samples are equal.
+
+The first run is the reference. Quality is compared in pairs, by the statistics per sample that a run keeps
+in `scores/`; where the samples or the metric's settings differ, only the values are shown, with the reason.
+Times of two runs were not measured in alternating rounds, so their ratio has no interval.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.messages import escape_controls
+from smelt.evaluate.metrics import METRICS
+from smelt.evaluate.report import view
+from smelt.evaluate.report.schema import (
+    SCORES_FOLDER,
+    ReportData,
+    ScoreDifference,
+    StepReport,
+    validate_report,
+)
+from smelt.evaluate.significance import Statistics, compare_steps, holm
+
+COMPARISON_SCHEMA = 1
+_SIZE, _LATENCY, _SPEEDUP = "size", "latency", "speedup"
+_RULE = re.compile(
+    r"(?P<what>[A-Za-z0-9_]+) +(?P<change>drops|rises) +(?P<limit>\d+(?:\.\d+)?) *(?P<percent>%?)"
+    r"(?: +at +(?P<step>\S+))?"
+)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that is compared: its name in the tables, its folder, and its report."""
+
+    name: str
+    folder: Path
+    report: ReportData
+
+    def statistics(self, step: str) -> Mapping[str, Any]:
+        """Return the statistics of a step by metric; empty where the run did not keep them.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        path = self.folder / SCORES_FOLDER / f"{step}.json.gz"
+        if not path.is_file():
+            return {}
+        try:
+            found: Mapping[str, Any] = json.loads(gzip.decompress(path.read_bytes()))["statistics"]
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path}: the scores of this step cannot be read: {error}. Run the recipe again.",
+                code="damaged-file",
+                file=str(path),
+            ) from error
+        return found
+
+
+def read_runs(folders: Sequence[Path]) -> list[FinishedRun]:
+    """Return the runs in `folders`, each with a name of its own.
+
+    Raises:
+        InputError: fewer than two runs, no report, or runs of different tasks.
+    """
+    if len(folders) < 2:
+        raise InputError(
+            "Only one run was given. Name at least two: smelt compare runs/OLD runs/NEW.",
+            code="too-few-runs",
+        )
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    runs = [
+        FinishedRun(name, folder, _read_report(folder)) for name, folder in zip(names, folders, strict=True)
+    ]
+    tasks = {run.name: str(run.report.recipe.get("task")) for run in runs}
+    if len(set(tasks.values())) > 1:
+        raise InputError(
+            "Runs of different tasks cannot be compared: "
+            + ", ".join(f"{name} is {task}" for name, task in tasks.items())
+            + ". Compare runs of one task.",
+            code="other-task",
+        )
+    return runs
+
+
+def _read_report(folder: Path) -> ReportData:
+    path = folder / "report.json"
+    try:
+        return validate_report(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(
+            f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.",
+            code="missing-file",
+            file=str(path),
+        ) from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}", code=error.code, file=str(path), found=error.found) from error
+    except ValueError as error:
+        raise InputError(f"{path}: invalid JSON: {error}", code="damaged-file", file=str(path)) from error
+
+
+def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Return the comparison as JSON values: for each step the scores, size and times of each run.
+
+    `steps` has every step of any run, in the order of the first run that has it. Each has for every run None
+    or an entry with `quality` (value; difference from the first run with ci95, p_value and p_value_holm,
+    corrected for all differences of the comparison; or the `reason` code why there is no paired test),
+    `size_bytes`, `latency_ms` and `speedup` (over its own run's baseline) at the smallest batch size.
+
+    Raises:
+        InputError: the stored scores of a run are damaged.
+    """
+    first = runs[0]
+    names = list(dict.fromkeys(step.name for run in runs for step in run.report.steps))
+    steps = []
+    differences: list[dict[str, Any]] = []
+    for name in names:
+        base = first.statistics(name)
+        entries: list[dict[str, Any] | None] = []
+        for run in runs:
+            step = next((step for step in run.report.steps if step.name == name), None)
+            if step is None or step.status not in ("done", "cached"):
+                entries.append(None)
+                continue
+            own = base if run is first else run.statistics(name)
+            quality: dict[str, dict[str, Any]] = {
+                metric: {"value": score.value, "unit": score.unit, "higher_is_better": score.higher_is_better}
+                | ({} if run is first else _paired(metric, own, base))
+                for metric, score in step.quality.items()
+            }
+            differences += [score["difference"] for score in quality.values() if "difference" in score]
+            entries.append({"run": run.name, "quality": quality, **_cost(step, run.report)})
+        steps.append({"step": name, "runs": entries})
+    for difference, corrected in zip(differences, holm([d["p_value"] for d in differences]), strict=True):
+        difference["p_value_holm"] = corrected
+    return {
+        "schema": COMPARISON_SCHEMA,
+        "task": first.report.recipe.get("task"),
+        "reference": first.name,
+        "runs": [{"name": run.name, "folder": str(run.folder)} for run in runs],
+        "same_machine": len({view.hardware(run.report) for run in runs}) == 1,
+        "steps": steps,
+    }
+
+
+def _paired(metric: str, own: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    if metric not in own or metric not in base:
+        return {"reason": "no-statistics"}
+    try:
+        found = compare_steps(Statistics.model_validate(own[metric]), Statistics.model_validate(base[metric]))
+    except InputError as error:
+        return {"reason": error.code}
+    return {"difference": dict(found)}
+
+
+def _cost(step: StepReport, report: ReportData) -> dict[str, Any]:
+    sizes = view.batch_sizes(report)
+    row = step.latency_at(sizes[0]) if sizes else None
+    return {
+        "size_bytes": step.size_bytes,
+        "batch_size": row.batch_size if row else None,
+        "latency_ms": row.p50_ms if row else None,
+        "speedup": row.speedup if row else None,
+    }
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A broken rule of `--fail-if`: the step, the run, and by how much the quantity changed."""
+
+    rule: str
+    step: str
+    run: str
+    change: float
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.run}, step {self.step}: {view.signed_text(self.change)}"
+
+
+def find_regressions(comparison: Mapping[str, Any], rules: Sequence[str]) -> list[Regression]:
+    """Return where a later run breaks a rule such as `bleu drops 0.5` or `size rises 5% at onnx-int8`.
+
+    A rule names a metric, `size`, `latency` (ms) or `speedup`; `drops` or `rises`; the largest change that is
+    accepted, in the quantity's unit or in percent of the first run; and optionally a step. Without a step it
+    is checked at every step that both runs have.
+
+    Raises:
+        InputError: a rule that cannot be read (`wrong-rule`), or that nothing of the runs can be checked by
+            (`nothing-to-compare`).
+    """
+    return [broken for rule in rules for broken in _broken(comparison, rule)]
+
+
+def _broken(comparison: Mapping[str, Any], rule: str) -> list[Regression]:
+    found = _RULE.fullmatch(rule.strip())
+    known = [*METRICS, _SIZE, _LATENCY, _SPEEDUP]
+    if found is None or found["what"] not in known:
+        hint = did_you_mean(found["what"], known) if found else ""
+        raise InputError(
+            f"--fail-if: cannot read {rule!r}. Expected QUANTITY drops|rises NUMBER[%] [at STEP], such as"
+            f" 'bleu drops 0.5' or 'size rises 5% at onnx-int8'. Quantities: {', '.join(known)}.{hint}",
+            code="wrong-rule",
+        )
+    limit, sign = float(found["limit"]), -1 if found["change"] == "drops" else 1
+    broken, compared = [], 0
+    for step in comparison["steps"]:
+        before, *later = step["runs"]
+        if before is None or found["step"] not in (None, step["step"]):
+            continue
+        for entry in later:
+            values = [_quantity(run, found["what"]) for run in (before, entry)]
+            if entry is None or None in values:
+                continue
+            compared += 1
+            change = values[1] - values[0]
+            size = 100 * change / abs(values[0]) if found["percent"] and values[0] else change
+            if sign * size > limit:
+                broken.append(Regression(rule.strip(), step["step"], entry["run"], size))
+    if not compared:
+        raise InputError(
+            f"--fail-if {rule!r}: no step of the runs has this quantity in both. Steps:"
+            f" {', '.join(step['step'] for step in comparison['steps'])}.",
+            code="nothing-to-compare",
+        )
+    return broken
+
+
+def _quantity(entry: Mapping[str, Any] | None, what: str) -> Any:
+    if entry is None:
+        return None
+    names = {_SIZE: "size_bytes", _LATENCY: "latency_ms", _SPEEDUP: "speedup"}
+    if what in names:
+        value = entry[names[what]]
+        return value / 1e6 if what == _SIZE and value is not None else value
+    return entry["quality"].get(what, {}).get("value")
+
+
+def comparison_rows(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table: a row per step and run, with every metric."""
+    metrics = list(
+        dict.fromkeys(
+            metric for step in comparison["steps"] for run in step["runs"] if run for metric in run["quality"]
+        )
+    )
+    timed = any(run and run["latency_ms"] for step in comparison["steps"] for run in step["runs"])
+    head = ["step", "run", *(text for m in metrics for text in (view.metric_label(m), "diff")), "MB"]
+    head += ["p50 ms", "speed-up"] if timed else []
+    rows = []
+    for step in comparison["steps"]:
+        for run, named in zip(step["runs"], comparison["runs"], strict=True):
+            cells = [step["step"], named["name"]]
+            if run is None:
+                rows.append([*cells, *[view.MISSING_TEXT] * (len(head) - 2)])
+                continue
+            for metric in metrics:
+                cells += _score_cells(run["quality"].get(metric), metric)
+            cells.append(view.megabytes(run["size_bytes"]))
+            if timed:
+                cells.append(view.significant_digits(run["latency_ms"]))
+                cells.append(f"{run['speedup']:.2f}×" if run["speedup"] else view.MISSING_TEXT)
+            rows.append(cells)
+    return head, rows
+
+
+def _score_cells(score: Mapping[str, Any] | None, metric: str) -> list[str]:
+    if score is None:
+        return [view.MISSING_TEXT] * 2
+    value = view.number_text(score["value"], view.metric_digits(metric))
+    if "difference" not in score:
+        return [value, view.MISSING_TEXT]
+    found = ScoreDifference.model_validate(score["difference"])
+    return [value, view.difference_text(found, metric) + ("*" if view.is_significant(found) else " ")]
+
+
+_REASONS = {
+    "no-statistics": "a run has no stored statistics",
+    "other-examples": "the samples differ",
+    "other-signature": "the metric's settings differ",
+    "count-mismatch": "the numbers of samples differ",
+}
+
+
+def comparison_notes(comparison: Mapping[str, Any]) -> list[str]:
+    """Return what a reader must know: the reference, the stars, and why differences are missing."""
+    notes = [f"Differences are from {comparison['reference']}; * p < 0.05 (paired test, Holm)."]
+    missing: dict[str, set[str]] = {}
+    for step in comparison["steps"]:
+        for run in step["runs"]:
+            for metric, score in (run or {"quality": {}})["quality"].items():
+                if "reason" in score:
+                    missing.setdefault(score["reason"], set()).add(f"{metric} of {run['run']}")
+    notes += [
+        f"No paired test for {', '.join(sorted(which))}: {_REASONS.get(reason, reason)}."
+        for reason, which in sorted(missing.items())
+    ]
+    if any(run and run["latency_ms"] for step in comparison["steps"] for run in step["runs"]):
+        where = "" if comparison["same_machine"] else " on different machines"
+        notes.append(f"Times were measured in separate runs{where}: compare speed-ups, or use smelt bench.")
+    return notes
+
+
+def comparison_text(comparison: Mapping[str, Any], width: int = 80) -> str:
+    """Return the comparison for a terminal: a table of the first metric, and the notes."""
+    head, rows = comparison_rows(_first_metric(comparison))
+    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+    room = max(8, width - sum(widths[2:]) - 2 * (len(head) - 1))  # of the two names
+    widths[1] = min(widths[1], max(4, room - widths[0], room // 2))
+    widths[0] = min(widths[0], max(4, room - widths[1]))
+    lines = [
+        "  ".join(
+            _cut(cell, size).ljust(size) if at < 2 else cell.rjust(size)
+            for at, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [head, *rows]
+    ]
+    return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], "", *comparison_notes(comparison)])
+
+
+def _first_metric(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    steps = [
+        {
+            **step,
+            "runs": [run and {**run, "quality": dict([*run["quality"].items()][:1])} for run in step["runs"]],
+        }
+        for step in comparison["steps"]
+    ]
+    return {**comparison, "steps": steps}
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 1]}…"
+
+
+def comparison_markdown(comparison: Mapping[str, Any]) -> str:
+    """Return the comparison in GitHub's Markdown, with every metric."""
+    from smelt.evaluate.report.render import escaped, markdown_table
+
+    head, rows = comparison_rows(comparison)
+    table = markdown_table(head, [[escaped(cell) for cell in row] for row in rows], left=2)
+    notes = "\n".join(f"- {escaped(note)}" for note in comparison_notes(comparison))
+    names = " and ".join(escaped(run["name"]) for run in comparison["runs"])
+    return f"# {names}\n\n{table}\n\n{notes}\n"
+
+
+def comparison_html(comparison: Mapping[str, Any]) -> str:
+    """Return the comparison as one HTML page without scripts, with every metric."""
+    import jinja2
+
+    source = files("smelt.evaluate.report").joinpath("comparison.html.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    head, rows = comparison_rows(comparison)
+    text: str = environment.from_string(source).render(
+        head=head,
+        rows=[[escape_controls(cell) for cell in row] for row in rows],
+        runs=len(comparison["runs"]),
+        title=" and ".join(escape_controls(run["name"]) for run in comparison["runs"]),
+        notes=[escape_controls(note) for note in comparison_notes(comparison)],
+    )
+    return text

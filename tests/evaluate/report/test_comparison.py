@@ -1,0 +1,153 @@
+"""Several runs in one table: paired tests where the samples are equal, rules, refusals."""
+
+import copy
+import gzip
+import json
+
+import harness
+import pytest
+from expected_errors import raises_code
+from sample_report import ten_step_report
+
+from smelt.core.errors import InputError
+from smelt.evaluate.quality import score_texts
+from smelt.evaluate.report.comparison import (
+    compare_runs,
+    comparison_html,
+    comparison_markdown,
+    comparison_text,
+    find_regressions,
+    read_runs,
+)
+from smelt.evaluate.report.schema import SCORES_FOLDER
+from smelt.evaluate.significance import Statistics, compare_steps, holm
+
+pytestmark = pytest.mark.quick
+
+REFERENCES = [f"the {animal} sat on the {place}" for animal in ("cat", "dog", "cow") for place in "abcdefgh"]
+WORSE = [text.replace("sat", "lay") if at % 2 else text for at, text in enumerate(REFERENCES)]
+
+
+def write_run(folder, outputs, task="translation", references=REFERENCES):
+    """Write the folder of a run whose only scored step, `prune`, wrote `outputs`; return the folder."""
+    report = copy.deepcopy(ten_step_report())
+    report["recipe"]["task"] = task
+    score = score_texts(["bleu"], outputs, [[text] for text in references])["bleu"]
+    for step in report["steps"]:
+        step["quality"] = {"bleu": score.to_report()} if step["quality"] else {}
+        step["against_baseline"] = step["against_parent"] = {}
+        step["gates"] = []
+    (folder / SCORES_FOLDER).mkdir(parents=True)
+    (folder / "report.json").write_text(json.dumps(report))
+    kept = {"statistics": {"bleu": score.statistics.dump()}, "predictions": outputs}
+    names = [step["name"] for step in report["steps"] if step["quality"]]
+    (folder / SCORES_FOLDER / f"{names[1]}.json.gz").write_bytes(gzip.compress(json.dumps(kept).encode()))
+    return folder, names
+
+
+@pytest.fixture(name="runs")
+def _runs(tmp_path):
+    old, names = write_run(tmp_path / "old", REFERENCES)
+    new, _ = write_run(tmp_path / "new", WORSE)
+    return old, new, names
+
+
+def entry(found, step):
+    return next(each for each in found["steps"] if each["step"] == step)["runs"]
+
+
+def test_differences_are_those_of_the_paired_test_corrected_over_the_comparison(runs):
+    old, new, names = runs
+    found = compare_runs(read_runs([old, new, old]))
+    sides = [
+        Statistics.model_validate(score_texts(["bleu"], texts, [[t] for t in REFERENCES])["bleu"].statistics)
+        for texts in (WORSE, REFERENCES)
+    ]
+    expected = [compare_steps(*sides), compare_steps(sides[1], sides[1])]
+    corrected = holm([each["p_value"] for each in expected])
+    got = [run["quality"]["bleu"].get("difference") for run in entry(found, names[1])]
+    assert got[0] is None
+    assert got[1:] == [each | {"p_value_holm": p} for each, p in zip(expected, corrected, strict=True)]
+    assert got[1]["difference"] < -10
+    # the other steps have no stored statistics
+    assert entry(found, names[0])[1]["quality"]["bleu"]["reason"] == "no-statistics"
+
+
+def test_other_samples_are_not_compared_in_pairs(runs, tmp_path):
+    old, _, names = runs
+    other, _ = write_run(tmp_path / "other", WORSE, references=[f"{text} today" for text in REFERENCES])
+    score = entry(compare_runs(read_runs([old, other])), names[1])[1]["quality"]["bleu"]
+    assert (score["reason"], "difference" in score) == ("other-examples", False)
+
+
+def test_rules_name_quantity_direction_limit_and_step(runs):
+    old, new, names = runs
+    found = compare_runs(read_runs([old, new]))
+    drop = (
+        entry(found, names[1])[0]["quality"]["bleu"]["value"]
+        - entry(found, names[1])[1]["quality"]["bleu"]["value"]
+    )
+    [broken] = find_regressions(found, [f"bleu drops 0.5 at {names[1]}"])
+    assert (broken.step, broken.run, broken.change) == (names[1], "new", pytest.approx(-drop))
+    assert find_regressions(found, [f"bleu drops {drop + 1:.2f}"]) == []
+    assert find_regressions(found, ["bleu rises 0"]) == []
+    [share] = find_regressions(found, [f"bleu drops 1% at {names[1]}"])
+    assert share.change == pytest.approx(-drop)  # of 100
+    assert find_regressions(found, ["size rises 0", "latency rises 0%", "speedup drops 0"]) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        ("bleu falls 1", "wrong-rule"),
+        ("bleuu drops 1", "wrong-rule"),
+        ("bleu drops", "wrong-rule"),
+        ("bleu drops 1 at nowhere", "nothing-to-compare"),
+        ("accuracy drops 1", "nothing-to-compare"),
+    ],
+)
+def test_a_rule_that_says_nothing_is_refused(runs, rule, code):
+    with raises_code(code, InputError):
+        find_regressions(compare_runs(read_runs(runs[:2])), [rule])
+
+
+def test_what_cannot_be_compared_is_refused(runs, tmp_path):
+    old, new, names = runs
+    other, _ = write_run(tmp_path / "summary", REFERENCES, task="summarization")
+    with raises_code("other-task", InputError):
+        read_runs([old, other])
+    with raises_code("too-few-runs", InputError):
+        read_runs([old])
+    with raises_code("missing-file", InputError):
+        read_runs([old, tmp_path])
+    (new / SCORES_FOLDER / f"{names[1]}.json.gz").write_bytes(b"no gzip")
+    with raises_code("damaged-file", InputError):
+        compare_runs(read_runs([old, new]))
+    (new / "report.json").write_text("{")
+    with raises_code("damaged-file", InputError):
+        read_runs([old, new])
+
+
+def test_the_renderings_hold_the_numbers_and_escape_names(tmp_path):
+    old, names = write_run(tmp_path / "old", REFERENCES)
+    odd, _ = write_run(tmp_path / "<script>|", WORSE)
+    found = compare_runs(read_runs([old, odd]))
+    page, text, table = comparison_html(found), comparison_text(found, 80), comparison_markdown(found)
+    value = f"{entry(found, names[1])[1]['quality']['bleu']['value']:.2f}"
+    assert all(value in each for each in (page, text, table))
+    assert "<script>" not in page + table
+    assert max(map(len, text.splitlines()[: len(found["steps"])])) <= 80
+
+
+def test_the_command_exits_with_3_if_a_rule_is_broken(runs, tmp_path):
+    old, new, names = runs
+    page = tmp_path / "c.html"
+    result = harness.smelt(
+        "compare", old, new, "--json", "--html", page, "--fail-if", "bleu drops 0.5", code=3
+    )
+    content = json.loads(result.stdout)
+    assert content["reference"] == "old"
+    assert {each["step"] for each in content["regressions"]} >= {names[1]}
+    assert page.is_file()
+    harness.smelt("compare", old, new, "--fail-if", "bleu drops 99", code=0)
+    harness.smelt("compare", old, code=2)

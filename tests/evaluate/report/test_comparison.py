@@ -83,10 +83,8 @@ def test_other_samples_are_not_compared_in_pairs(runs, tmp_path):
 def test_rules_name_quantity_direction_limit_and_step(runs):
     old, new, names = runs
     found = compare_runs(read_runs([old, new]))
-    drop = (
-        entry(found, names[1])[0]["quality"]["bleu"]["value"]
-        - entry(found, names[1])[1]["quality"]["bleu"]["value"]
-    )
+    before, after = (run["quality"]["bleu"]["value"] for run in entry(found, names[1]))
+    drop = before - after
     [broken] = find_regressions(found, [f"bleu drops 0.5 at {names[1]}"])
     assert (broken.step, broken.run, broken.change) == (names[1], "new", pytest.approx(-drop))
     assert find_regressions(found, [f"bleu drops {drop + 1:.2f}"]) == []
@@ -142,9 +140,8 @@ def test_the_renderings_hold_the_numbers_and_escape_names(tmp_path):
 def test_the_command_exits_with_3_if_a_rule_is_broken(runs, tmp_path):
     old, new, names = runs
     page = tmp_path / "c.html"
-    result = harness.smelt(
-        "compare", old, new, "--json", "--html", page, "--fail-if", "bleu drops 0.5", code=3
-    )
+    rule = ("--fail-if", "bleu drops 0.5")
+    result = harness.smelt("compare", old, new, "--json", "--html", page, *rule, code=3)
     content = json.loads(result.stdout)
     assert content["reference"] == "old"
     assert {each["step"] for each in content["regressions"]} >= {names[1]}

@@ -14,10 +14,6 @@ from smelt.pipeline.inspect.machine import has_cuda
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def part(name, code, seconds=60, report=None):
-    return gpu.Part(name, f"the {name}", (sys.executable, "-c", code), seconds, report)
-
-
 @pytest.mark.skipif(has_cuda(), reason="there it would run")
 def test_without_a_gpu_every_part_says_what_it_would_do_and_nothing_is_written():
     page = ROOT / "docs" / "measurements" / "gpu.md"
@@ -31,42 +27,6 @@ def test_without_a_gpu_every_part_says_what_it_would_do_and_nothing_is_written()
     for each in gpu.parts():
         assert f"\n{each.name} (at most {each.seconds} s) would do: {each.description}\n" in done.stdout
     assert (page.read_bytes() if page.exists() else None) == before
-
-
-def test_all_parts_together_take_no_more_than_thirty_minutes():
-    assert sum(each.seconds for each in gpu.parts()) <= 30 * 60
-
-
-def test_page_tells_what_ended_well_what_failed_and_what_was_stopped(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "_MIN_SECONDS", 0)
-    (tmp_path / "report.md").write_text("# The run\n\nA table.\n")
-    known = [
-        part("good", "print('all went well')", report=tmp_path / "report.md"),
-        part("bad", "raise SystemExit('no such kernel')", report=tmp_path / "report.md"),
-        part("slow", "import time; print('begun', flush=True); time.sleep(60)", seconds=3),
-    ]
-    assert gpu.main(["--out", str(tmp_path / "gpu.md")], known) == 1
-    text = (tmp_path / "gpu.md").read_text()
-    assert "| good | the good | done |" in text
-    assert "| bad | the bad | **failed** (exit code 1) |" in text
-    assert "| slow | the slow | stopped: its time was up |" in text
-    for words in ("all went well", "no such kernel", "begun\nstopped after 3 s", "### The run\n\nA table."):
-        assert words in text
-    assert f"written: {tmp_path / 'gpu.md'}" in capsys.readouterr().out
-
-
-def test_part_for_which_no_time_is_left_is_not_begun_and_said_so(tmp_path):
-    known = [part("late", "print('ran')")]
-    assert gpu.main(["--out", str(tmp_path / "gpu.md"), "--minutes", "0.1"], known) == 1
-    text = (tmp_path / "gpu.md").read_text()
-    assert "| late | the late | not begun | 0 |" in text
-    assert "not begun: the time of the whole script was up" in text
-
-
-def test_only_the_parts_that_are_asked_for_run(tmp_path):
-    known = [part("one", "print(1)"), part("two", "raise SystemExit(1)")]
-    assert gpu.main(["--only", "one", "--out", str(tmp_path / "gpu.md")], known) == 0
-    assert "two" not in (tmp_path / "gpu.md").read_text()
 
 
 def test_commands_name_what_is_there(tmp_path):

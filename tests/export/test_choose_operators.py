@@ -19,7 +19,6 @@ from smelt.export.graphs.export_graph import model_graphs
 from smelt.export.onnx_settings import AutotuneSettings, OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.export.parity import check_parity
-from smelt.export.parity.operator_checks import _match_layer
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
@@ -57,15 +56,6 @@ def export(folder, out, task="translation", **settings):
 
 def few_rows_are_for_blocks(scheme, options, width, outputs, rows, threads):
     return {DYNAMIC: 2.0 * rows, BLOCKS: rows * (1.0 if rows < 4 else 3.0)}
-
-
-def test_the_layers_that_are_looked_at_are_those_that_the_graphs_multiply_with(coded):
-    made = graph_exports.exported_graphs("marian", "int8")
-    for graph in made.subject.graphs:
-        model = onnx.load(made.folder / f"{graph.name}.onnx")
-        nodes = [node for node in model.graph.node if node.op_type == DYNAMIC]
-        found = {_match_layer(graph.name, model, graph.module, node).layer for node in nodes}
-        assert {linear for _, linear in quantized_layers(graph.module)} == found
 
 
 def test_each_product_leaves_as_what_is_fastest_for_its_rows_and_the_facts_say_so(

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from smelt.evaluate.latency.summary import (
-    MAX_ROUND_LOST_SHARE,
-    MIN_ROUNDS,
     ComputeResources,
     MachineLoad,
     RoundPair,
@@ -98,12 +96,6 @@ def test_a_baseline_alone_is_judged_by_what_disturbed_it():
     assert not judge_rounds([RoundPair(a_round(10, used=0.6), None)] * 3, ONE, ONE).stable
 
 
-def test_fewer_rounds_than_can_vary_claim_nothing():
-    assert not judge_rounds(pairs([2.0, 2.0]), ONE, ONE).stable
-    assert MIN_ROUNDS == 3
-    assert 0 < MAX_ROUND_LOST_SHARE < 0.5
-
-
 def test_speedup_is_students_interval_over_logarithms():
     from scipy import stats
 
@@ -114,12 +106,3 @@ def test_speedup_is_students_interval_over_logarithms():
     assert (low, high) == pytest.approx((math.exp(reference.low), math.exp(reference.high)))
     wider = mean_speedup(ratios, 0.99)[1]
     assert wider[0] < low < high < wider[1]
-
-
-def test_the_interval_covers_the_truth_as_often_as_it_says_when_there_are_three_rounds():
-    draw = np.random.default_rng(0)
-    covered = 0
-    for _ in range(2000):
-        _, (low, high) = mean_speedup(np.exp(draw.normal(0, 0.05, size=3)))
-        covered += low <= 1 <= high
-    assert 0.935 < covered / 2000 < 0.965

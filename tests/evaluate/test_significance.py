@@ -72,9 +72,9 @@ def test_better_step_has_positive_difference_and_small_p(metric):
 
 
 def test_step_against_itself_shows_no_difference():
-    same = statistics("bleu", GOOD)
-    found = compare_steps(same, same)
-    assert (found["difference"], found["p_value"]) == (0.0, 1.0)
+    for same in (statistics("bleu", GOOD), score_labels(["accuracy"], [1, 0], [1, 1])["accuracy"].statistics):
+        found = compare_steps(same, same)
+        assert (found["difference"], found["p_value"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("metric", TEXT_METRICS)
@@ -229,6 +229,8 @@ def test_other_examples_are_refused():
         compare_steps(one, other)
     with raises_code("other-metric", InputError):
         compare_steps(one, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)
+    with raises_code("count-mismatch", InputError):
+        compare_steps(one, one.model_copy(update={"rows": one.rows * 2}))
 
 
 def test_intervals_widen_with_their_confidence_and_095_is_the_reports():

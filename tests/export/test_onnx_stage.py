@@ -256,20 +256,19 @@ def test_half_on_the_cpu_is_refused_when_the_recipe_is_read():
 
 
 def test_threads_are_written_into_the_artifact_and_nothing_where_none_are_asked_for(bert, tmp_path):
-    assert "threads" not in export(bert, tmp_path / "plain").details
-    assert export(bert, tmp_path / "two", threads=2).details["threads"] == 2
-    details = export(bert, tmp_path / "tuned", threads="autotune").details
+    assert "threads" not in export(bert, tmp_path / "plain", simplify=False).details
+    assert export(bert, tmp_path / "two", threads=2, simplify=False).details["threads"] == 2
+    details = export(bert, tmp_path / "tuned", threads="autotune", simplify=False).details
     assert set(details["threads_ms"]) == {
         f"{n} thread{'s' * (n > 1)}" for n in range(1, available_cores() + 1)
     }
     assert 1 <= details["threads"] <= available_cores()
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "ort-cuda"])
-def test_threads_for_a_gpu_are_refused_when_the_recipe_is_read(target):
+def test_threads_for_a_gpu_are_refused_when_the_recipe_is_read():
     with raises_setting_codes("unused-setting") as caught:
-        OnnxSettings(target=target, threads=1)
-    assert target in str(caught.value)
+        OnnxSettings(target="ort-cuda", threads=1)
+    assert "ort-cuda" in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [0, 2000, "all", 1.5])

@@ -1,4 +1,4 @@
-"""Who is timed when: with real processes, and with made-up ones whose times are known."""
+"""Who is timed when: with forked processes, and with made-up ones whose times are known."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import fake_workers
+import forked_workers
 import pytest
 import tiny
 import torch
@@ -54,7 +55,10 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return store.commit(out, manifest).path
 
 
-def test_measure_goes_on_past_a_broken_artifact(classifier: Path, tmp_path: Path) -> None:
+def test_measure_goes_on_past_a_broken_artifact(
+    classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked_workers.install(monkeypatch)
     settings = LatencySettings(batch_sizes=(1, 4), threads=1, rounds=3, texts=4, min_round_ms=1)
     artifacts = {"model": classifier, "broken": tmp_path, "same": classifier}
     seen: list[tuple[int, int]] = []

@@ -99,7 +99,7 @@ def test_drawn_settings_give_what_generate_gives(kind, runners, tmp_path, monkey
 
 
 @pytest.mark.parametrize("graph", ["generate", "generate_beams"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["marian", "gpt2"])
 def test_of_a_batch_without_rows_nothing_is_made(runners, kind, graph):
     session = onnxruntime.InferenceSession(runners[kind].folder / f"{graph}.onnx")
     none = np.zeros((0, 5), np.int64)
@@ -173,7 +173,7 @@ def _rows_of(path, given, operator, folder):
     return [next(iter(shape[0].values()))[0] for shape in shapes]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["marian", "gpt2"])
 @pytest.mark.parametrize("name", ["generate", "generate_beams"])
 def test_constants_lie_no_two_levels_further_out_than_their_readers(runners, kind, name):
     """ONNX Runtime packs none that do: a step then takes twice as long."""

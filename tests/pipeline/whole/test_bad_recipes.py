@@ -17,16 +17,8 @@ pytest_plugins = ["invalid_recipes"]
 @pytest.mark.parametrize(
     ("stages", "code", "setting", "named"),
     [
-        ("[prnue]", "unknown-stage", "stages[0].prnue", ("'prnue'", "'prune'?")),
-        ("[{prune: {kep_ratio: 1}}]", "unknown-setting", "stages[0].prune.kep_ratio", ("'keep_ratio'?",)),
-        ("[{prune: {keep_ratio: half}}]", "wrong-value", "stages[0].prune.keep_ratio", ("'half'",)),
-        ("[{prune: {keep_ratio: 1.5}}]", "wrong-value", "stages[0].prune.keep_ratio", ("1.5",)),
         ("[{prune: [1]}]", "wrong-value", "stages[0].prune", ("[1]",)),
-        ("[onnx, prune]", "wrong-model-format", "stages[1].prune", ("'onnx'",)),
-        ("[tensorrt]", "wrong-model-format", "stages[0].tensorrt", ("it: onnx",)),
-        ("[quantize, factorize]", "already-quantized", "stages[1].factorize", ("'quantize'",)),
         ("prune", "wrong-value", "stages", ("'prune'",)),
-        ("[{prune: {}, from: nowhere}]", "unknown-step", "stages[0].from", ("'nowhere'",)),
         (
             "[{distill: {student: {decoder_layers: 1}}}]",
             "unknown-stack",

@@ -51,6 +51,9 @@ def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_st
     assert report["steps"][3]["size_bytes"] < report["steps"][2]["size_bytes"] / 2
     settings = report["steps"][3]["settings"]
     assert (settings["granularity"], "group_size" in settings) == ("channel", False)
+    for step in report["steps"]:
+        signatures = [score["signature"] for score in step["quality"].values()]
+        assert all(one.endswith(f"|device:{step['device']}") for one in signatures)
     for name in ("report.md", "report.html", "log.txt", "recipe.yaml", "artifacts/quantize/manifest.json"):
         assert (tmp_path / "one" / name).is_file(), name
     second = _run(home, "--out", tmp_path / "two", "--store", tmp_path / "s")
@@ -161,7 +164,8 @@ def test_training_takes_denormal_numbers_for_zero(home, tmp_path, monkeypatch):
         work(self, src, settings, ctx)
 
     monkeypatch.setattr(Finetune, "__call__", watch)
-    assert _run(home, "--out", tmp_path / "run", "--store", tmp_path / "store").exit_code == 0
+    places = ("--out", tmp_path / "run", "--store", tmp_path / "store")
+    assert _run(home, *places, "--until", "finetune").exit_code == 0
     assert seen
     assert set(seen) == {0.0}
     assert sys.float_info.min / 2 > 0

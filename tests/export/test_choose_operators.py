@@ -9,7 +9,6 @@ import onnx
 import pytest
 import tiny
 from expected_errors import raises_setting_codes
-from matrix import matrix_cells
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.messages import message_codes
@@ -190,23 +189,17 @@ def as_fast_as(bits):
 
 
 CODES = [
-    {"scheme": "int2", "group_size": 32, "symmetric": False},
-    {"scheme": "int4", "group_size": 32},
-    {"scheme": "int4", "group_size": 16, "symmetric": False},
-    {"scheme": "ternary", "granularity": "channel", "group_size": 32, "embedding_scheme": "ternary"},
-    {"scheme": "binary", "group_size": 32, "embedding_scheme": "int2"},
-    {"scheme": "int3", "group_size": 32, "symmetric": False, "embedding_scheme": "int3"},
+    (2, {"scheme": "int2", "group_size": 32, "symmetric": False}),
+    (8, {"scheme": "int4", "group_size": 16, "symmetric": False}),
+    (2, {"scheme": "ternary", "granularity": "channel", "group_size": 32, "embedding_scheme": "ternary"}),
+    (4, {"scheme": "binary", "group_size": 32, "embedding_scheme": "int2"}),
+    (8, {"scheme": "int3", "group_size": 32, "symmetric": False, "embedding_scheme": "int3"}),
 ]
 
 
-@pytest.mark.parametrize(("bits", "settings"), matrix_cells([2, 4, 8], CODES), ids=str)
+@pytest.mark.parametrize(("bits", "settings"), CODES, ids=str)
 def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tmp_path, monkeypatch):
     """The export compares each operator, each constant and the whole graph with torch."""
-    forms = find_scheme(settings["scheme"]).operator_variants(
-        default_options(find_scheme(settings["scheme"]))
-    )
-    if NBITS[bits] not in forms:
-        pytest.skip(f"{settings['scheme']} has more bits")
     monkeypatch.setattr(autotune, "measure_variants", as_fast_as(bits))
     source = tiny.write_marian(tmp_path / "model")
     graph_exports.randomize_biases(source)
@@ -270,7 +263,8 @@ def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
     assert microseconds["the same, int4"].keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
 
 
-def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
+def test_codes_with_one_operator_are_compared_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "_OPERATOR_ROUND_SECONDS", 0)
     source = tiny.write_marian(tmp_path / "model")
     harness.run_stage(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "codes")
     ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)

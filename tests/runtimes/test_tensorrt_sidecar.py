@@ -19,6 +19,7 @@ from smelt.runtimes.tensorrt_sidecar import (
 from smelt.runtimes.third_party import artifact_safety
 
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
+A40 = {"name": "NVIDIA A40", "compute_capability": "8.6"}
 A10 = {"name": "NVIDIA A10", "compute_capability": "8.6"}
 T4 = {"name": "Tesla T4", "compute_capability": "7.5"}
 
@@ -72,7 +73,8 @@ def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path,
         ({"version_compatible": True}, {"version": "11.5.0"}),
         ({}, {"version": "11.4.0.200"}),  # builds of one version
         ({"hardware_compatibility": "ampere+"}, {"gpu": H200}),
-        ({}, {"gpu": {"name": "NVIDIA A40", "compute_capability": "8.6"}}),
+        ({"hardware_compatibility": "ampere+", "gpu": H200}, {"gpu": A40}),
+        ({}, {"gpu": A40}),
         ({"gpu": None}, {"gpu": T4}),  # built ahead of time
         ({}, {"gpu": None}),
     ],

@@ -74,9 +74,7 @@ def loaded(kind, call):
 
 @pytest.mark.parametrize(
     ("kind", "wishes"),
-    matrix.matrix_cells(
-        GENERATING, list(GENERATION_SETTINGS), full=lambda kind: kind in ("translator", "gpt2")
-    ),
+    matrix.matrix_cells(GENERATING, list(GENERATION_SETTINGS), full=lambda kind: kind == "translator"),
 )
 def test_texts_are_those_of_smelt(kind, wishes, request):
     generation = GENERATION_SETTINGS[wishes]

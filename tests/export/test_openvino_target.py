@@ -143,8 +143,7 @@ def products_of(path, dtype="fp32"):
 
 
 @pytest.mark.parametrize(
-    ("family", "scheme"),
-    matrix_cells(["bert", "marian", "llama", "vit"], ["int4", "groupwise"]),
+    ("family", "scheme"), matrix_cells(["bert", "marian", "llama", "vit"], ["int4", "groupwise"])
 )
 def test_codes_in_groups_run_as_they_are_and_give_what_their_parent_gives(family, scheme):
     made = graph_exports.exported_graphs(family, scheme, "openvino")

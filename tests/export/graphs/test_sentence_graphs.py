@@ -36,8 +36,7 @@ def export(folder, source, stage=Onnx, name="onnx", **settings):
 
 
 @pytest.mark.parametrize(
-    ("family", "pooling"),
-    [(n, "mean") for n in FAMILIES] + [("bert", "cls"), ("roberta", "max")],
+    ("family", "pooling"), [(n, "mean") for n in FAMILIES] + [("bert", "cls"), ("roberta", "max")]
 )
 def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path):
     folder = embedders.write_embedder(tmp_path / "m", family, pooling=pooling)

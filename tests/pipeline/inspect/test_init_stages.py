@@ -83,10 +83,7 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
         assert (
             plan.step("small").settings.metric_for_best_model,
             plan.step("small").settings.lr_schedule,
-        ) == (
-            metric,
-            "cosine",
-        )
+        ) == (metric, "cosine")
 
 
 @pytest.mark.parametrize(

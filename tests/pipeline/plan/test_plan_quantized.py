@@ -59,12 +59,7 @@ def advice(made: Plan) -> list[Message]:
             "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
             " onnx: {target: ort-tensorrt}]",
             ("unsupported-scheme", "stages[1].onnx.target"),
-            (
-                "int4",
-                "`from: model`",
-                "target: ort-cpu or tensorrt or openvino, ",
-                "with int8-static.",
-            ),
+            ("int4", "`from: model`", "target: ort-cpu or tensorrt or openvino, ", "with int8-static."),
         ),
         (
             "[quantize: {scheme: int2}, onnx: {target: tensorrt}]",

@@ -108,8 +108,7 @@ def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "setting"),
-    [("exported.onnx", "model"), ("exported.onnx\ntokenizer: nowhere", "tokenizer")],
+    ("model", "setting"), [("exported.onnx", "model"), ("exported.onnx\ntokenizer: nowhere", "tokenizer")]
 )
 def test_what_is_missing_is_said(here: Path, model: str, setting: str) -> None:
     error = command_error(harness.smelt("plan", write(here, model), code=2))

@@ -63,6 +63,11 @@ def test_same_text_in_other_windows_is_drawn_apart():
     assert found["difference"] == pytest.approx((97 / 175 - 93 / 175) / math.log(2))
     assert found["ci95"] == pytest.approx(np.quantile(one - two, (0.025, 0.975)), abs=0.03)
     assert found["p_value"] > 0.05
+    # also where there are as many windows: as wide as two draws, though row by row they have the same nats
+    same = _scores()["bits_per_byte"].statistics
+    moved = same.model_copy(update={"rows": [[nats, tokens + 1, size] for nats, tokens, size in same.rows]})
+    low, high = compare_steps(moved, same)["ci95"]
+    assert high - low > 0.1
 
 
 def test_perplexity_stays_finite_when_a_model_is_broken():

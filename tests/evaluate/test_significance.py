@@ -7,7 +7,7 @@ from expected_errors import raises_code
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from scipy.optimize import brentq, minimize_scalar
-from scipy.stats import multinomial, norm, ttest_rel
+from scipy.stats import norm, ttest_rel
 from sklearn.metrics import f1_score
 
 from smelt.core.errors import InputError
@@ -75,9 +75,9 @@ def test_better_step_has_positive_difference_and_small_p(metric):
 
 
 def test_step_against_itself_shows_no_difference():
-    same = statistics("bleu", GOOD)
-    found = compare_steps(same, same)
-    assert (found["difference"], found["p_value"]) == (0.0, 1.0)
+    for same in (statistics("bleu", GOOD), score_labels(["accuracy"], [1, 0], [1, 1])["accuracy"].statistics):
+        found = compare_steps(same, same)
+        assert (found["difference"], found["p_value"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("metric", TEXT_METRICS)
@@ -105,25 +105,6 @@ def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_the_bootstra
     assert changed(1)[0] == pytest.approx(-0.3 - 50 * 0.037, abs=0.02)
     assert changed(1)[0] < changed(6)[0] < -0.6
     assert wilson_interval(0, 100)[1] == pytest.approx(3.70, abs=0.01)
-
-
-def test_sentences_without_any_match_take_their_share_of_bleu():
-    """What the interval of few changed examples stands on: 5 of 100 equal sentences that are ruined."""
-    base = statistics("bleu", GOOD)
-    rows = [base.rows[0]] * 100
-    ruined = [*rows[0][:2], 0, 0, 0, 0, *rows[0][6:]]
-    whole = base.model_copy(update={"rows": rows})
-    lost = metric_value(whole) - metric_value(base.model_copy(update={"rows": [ruined] * 5 + rows[5:]}))
-    assert lost == pytest.approx(0.05 * metric_value(whole))
-
-
-def test_a_step_that_hardly_changed_is_not_known_less_than_one_that_did():
-    """With 120 rows the interval of one changed sentence is narrower than that of half of them."""
-    good, poor = statistics("bleu", GOOD), statistics("bleu", POOR)
-    one = good.model_copy(update={"rows": [poor.rows[0], *good.rows[1:]]})
-    half = good.model_copy(update={"rows": poor.rows[:40] + good.rows[40:]})
-    widths = [high - low for low, high in (difference_interval(step, good) for step in (one, half))]
-    assert widths[0] < widths[1]
 
 
 def test_a_bootstrap_that_is_a_point_is_widened_where_all_differ_alike():
@@ -289,11 +270,6 @@ def test_accuracy_uses_mcnemar_exact():
     assert result["p_value"] == pytest.approx(2 * (1 + 12 + 66) / 4096)
 
 
-def test_accuracy_without_discordant_examples_has_p_one():
-    score = score_labels(["accuracy"], [0, 1, 1], [0, 1, 0])["accuracy"].statistics
-    assert compare_steps(score, score)["p_value"] == 1.0
-
-
 def test_f1_difference_equals_sklearn():
     gold = [0, 1, 2, 0, 1, 2, 0, 1]
     one, other = [0, 1, 2, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 0, 2]
@@ -311,6 +287,8 @@ def test_other_examples_are_refused():
         compare_steps(one, other)
     with raises_code("other-metric", InputError):
         compare_steps(one, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)
+    with raises_code("count-mismatch", InputError):
+        compare_steps(one, one.model_copy(update={"rows": one.rows * 2}))
 
 
 def test_intervals_widen_with_their_confidence_and_095_is_the_reports():
@@ -356,18 +334,6 @@ def test_interval_of_accuracy_holds_the_differences_that_a_score_test_does_not_r
         for at, ends in ((z, (-0.9, middle)), (-z, (middle, 0.9)))
     ]
     assert [low, high] == pytest.approx(wanted, abs=1e-3)
-
-
-@pytest.mark.parametrize(("gained", "lost"), [(0.0, 0.02), (0.01, 0.03), (0.0, 0.005)])
-def test_interval_of_accuracy_covers_the_truth_as_often_as_it_says(gained, lost):
-    n, covered = 60, 0.0
-    for more in range(12):
-        for less in range(12):
-            low, high = tango_interval(more, less, n)
-            if low <= 100 * (gained - lost) <= high:
-                cells = (gained, lost, 1 - gained - lost)
-                covered += multinomial.pmf([more, less, n - more - less], n, cells)
-    assert covered > 0.94
 
 
 def test_no_changed_prediction_of_few_examples_does_not_show_that_nothing_was_lost():

@@ -9,17 +9,15 @@ import onnx
 import pytest
 import tiny
 from expected_errors import raises_setting_codes
-from matrix import matrix_cells
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.messages import message_codes
 from smelt.export import autotune
-from smelt.export.autotune import _warn_if_slower, choose_variants, fastest_variant, quantized_layers
+from smelt.export.autotune import choose_variants, fastest_variant, quantized_layers
 from smelt.export.graphs.export_graph import model_graphs
-from smelt.export.onnx_settings import AutotuneSettings, OnnxSettings
+from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.export.parity import check_parity
-from smelt.export.parity.operator_checks import _match_layer
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
@@ -49,23 +47,18 @@ def coded(tmp_path_factory):
 
 
 def export(folder, out, task="translation", **settings):
-    """Without the graphs of loops, which are put together from the others."""
+    """Without the graphs of loops, which are put together from the others, and without onnxsim."""
     ctx = graph_exports.make_context(out, task)
-    Onnx()(tiny.as_artifact(folder, task), OnnxSettings(**{"generation_graph": False} | settings), ctx)
+    Onnx()(
+        tiny.as_artifact(folder, task),
+        OnnxSettings(**{"generation_graph": False, "simplify": False} | settings),
+        ctx,
+    )
     return ctx
 
 
 def few_rows_are_for_blocks(scheme, options, width, outputs, rows, threads):
     return {DYNAMIC: 2.0 * rows, BLOCKS: rows * (1.0 if rows < 4 else 3.0)}
-
-
-def test_the_layers_that_are_looked_at_are_those_that_the_graphs_multiply_with(coded):
-    made = graph_exports.exported_graphs("marian", "int8")
-    for graph in made.subject.graphs:
-        model = onnx.load(made.folder / f"{graph.name}.onnx")
-        nodes = [node for node in model.graph.node if node.op_type == DYNAMIC]
-        found = {_match_layer(graph.name, model, graph.module, node).layer for node in nodes}
-        assert {linear for _, linear in quantized_layers(graph.module)} == found
 
 
 def test_each_product_leaves_as_what_is_fastest_for_its_rows_and_the_facts_say_so(
@@ -84,17 +77,11 @@ def test_each_product_leaves_as_what_is_fastest_for_its_rows_and_the_facts_say_s
     assert times["32 x 64, 1 row"] == {DYNAMIC: 2.0, BLOCKS: 1.0, "chosen": BLOCKS}
     assert times[f"32 x 64, {length} rows"]["chosen"] == DYNAMIC
     assert (details["autotune"]["batch_size"], details["autotune"]["threads"]) == (1, 1)
-    eight = export(coded, tmp_path / "eight", autotune={"batch_size": 8}, threads=2).details["autotune"]
-    assert set(eight["layers"]) == {DYNAMIC}
-    assert (eight["batch_size"], eight["threads"]) == (8, 2)
-
-
-def test_beams_are_rows_of_a_step(coded, tmp_path, monkeypatch):
-    monkeypatch.setattr(autotune, "measure_variants", few_rows_are_for_blocks)
-    details = export(coded, tmp_path / "out", autotune={"num_beams": 4}).details
-    assert details["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC]
-    assert BLOCKS not in details["graphs"]["decoder_with_past_model"]["operators"]
-    assert "32 x 64, 4 rows" in details["autotune"]["microseconds"]
+    beams = {"batch_size": 2, "num_beams": 3}  # all of them are rows of a step
+    more = export(coded, tmp_path / "more", autotune=beams, threads=2).details["autotune"]
+    assert set(more["layers"]) == {DYNAMIC}
+    assert "32 x 64, 6 rows" in more["microseconds"]
+    assert (more["batch_size"], more["threads"]) == (2, 2)
 
 
 def test_a_head_with_a_shortlist_stays_what_its_rows_can_be_gathered_from(coded, tmp_path, monkeypatch):
@@ -134,12 +121,8 @@ def test_parity_is_asked_against_what_torch_computes_in_the_chosen_forms(coded, 
     moved = abs(before.logits - after.logits).mean() / before.logits.std()
     assert own < moved / 3
     assert plain.details["parity"]["decoder_with_past_model"]["mean"] < 0.05
-
-
-def test_head_and_embedding_are_one_constant_in_blocks(coded, tmp_path, monkeypatch):
-    monkeypatch.setattr(autotune, "measure_variants", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
-    ctx = export(coded, tmp_path / "out", autotune=True)
-    graph = onnx.load(ctx.out / "decoder_with_past_model.onnx").graph
+    # head and embedding are one constant
+    graph = onnx.load(tuned.out / "decoder_with_past_model.onnx").graph
     (head,) = [n for n in graph.node if n.op_type == BLOCKS and n.input[1].startswith("head.")]
     assert [n.op_type for n in graph.node if head.input[1] in n.input] == ["Gather", BLOCKS]
     rows = next(t.dims[0] for t in graph.initializer if t.name == head.input[1])
@@ -206,23 +189,17 @@ def as_fast_as(bits):
 
 
 CODES = [
-    {"scheme": "int2", "group_size": 32, "symmetric": False},
-    {"scheme": "int4", "group_size": 32},
-    {"scheme": "int4", "group_size": 16, "symmetric": False},
-    {"scheme": "ternary", "granularity": "channel", "group_size": 32, "embedding_scheme": "ternary"},
-    {"scheme": "binary", "group_size": 32, "embedding_scheme": "int2"},
-    {"scheme": "int3", "group_size": 32, "symmetric": False, "embedding_scheme": "int3"},
+    (2, {"scheme": "int2", "group_size": 32, "symmetric": False}),
+    (8, {"scheme": "int4", "group_size": 16, "symmetric": False}),
+    (2, {"scheme": "ternary", "granularity": "channel", "group_size": 32, "embedding_scheme": "ternary"}),
+    (4, {"scheme": "binary", "group_size": 32, "embedding_scheme": "int2"}),
+    (8, {"scheme": "int3", "group_size": 32, "symmetric": False, "embedding_scheme": "int3"}),
 ]
 
 
-@pytest.mark.parametrize(("bits", "settings"), matrix_cells([2, 4, 8], CODES), ids=str)
+@pytest.mark.parametrize(("bits", "settings"), CODES, ids=str)
 def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tmp_path, monkeypatch):
     """The export compares each operator, each constant and the whole graph with torch."""
-    forms = find_scheme(settings["scheme"]).operator_variants(
-        default_options(find_scheme(settings["scheme"]))
-    )
-    if NBITS[bits] not in forms:
-        pytest.skip(f"{settings['scheme']} has more bits")
     monkeypatch.setattr(autotune, "measure_variants", as_fast_as(bits))
     source = tiny.write_marian(tmp_path / "model")
     graph_exports.randomize_biases(source)
@@ -236,6 +213,8 @@ def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tm
     }
     assert bits in widths
     assert NBITS[bits] in ctx.details["autotune"]["layers"]
+    if bits < 8:
+        return
     plain = onnx.load(export(tmp_path / "codes", tmp_path / "plain").out / "decoder_with_past_model.onnx")
     own, as_it_was = (
         {t.name: t.dims for t in graph.initializer if t.name.endswith((".codes", ".highs"))}
@@ -247,7 +226,7 @@ def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tm
 def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypatch):
     source = tiny.write_marian(tmp_path / "model")
     harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "codes")
-    for took, warned in ((0.5, True), (1.5, False)):
+    for took, warned in ((0.9, True), (0.97, False)):  # times vary by more than 0.03
         monkeypatch.setattr(
             autotune,
             "measure_variants",
@@ -262,7 +241,7 @@ def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypa
         assert bool(messages) is warned
         if warned:
             assert re.findall(r"[\d.]+", messages[0])[:2] == ["8", "2"]  # texts and beams
-            assert re.findall(r"2\.00 \D+? (\w+_model) \(", messages[0]) == [
+            assert re.findall(r"1\.11 \D+? (\w+_model) \(", messages[0]) == [
                 "encoder_model", "decoder_with_past_model",
             ]  # fmt: skip
         shape = next(iter(ctx.details["autotune"]["microseconds"].values()))
@@ -284,7 +263,8 @@ def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
     assert microseconds["the same, int4"].keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
 
 
-def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
+def test_codes_with_one_operator_are_compared_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "_OPERATOR_ROUND_SECONDS", 0)
     source = tiny.write_marian(tmp_path / "model")
     harness.run_stage(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "codes")
     ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)
@@ -292,20 +272,3 @@ def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
     by_graph = ctx.details["autotune"]["microseconds_by_graph"]
     assert by_graph.keys() == ctx.details["graphs"].keys()
     assert all(took["chosen"] > 0 < took["int8-dynamic"] for took in by_graph.values())
-
-
-def test_a_graph_is_said_to_be_slower_where_it_is_so_by_more_than_times_vary(tmp_path):
-    def warnings_for(chosen):
-        ctx = harness.make_context(tmp_path / "out")
-        _warn_if_slower(
-            {"decoder": {"chosen": chosen, "int8-dynamic": 100.0}},
-            "decoder",
-            AutotuneSettings(batch_size=1),
-            ctx,
-        )
-        return ctx.warnings
-
-    assert warnings_for(104.0) == []
-    (warning,) = warnings_for(110.0)
-    assert warning.code == "slower-than-default"
-    assert {"1.10", "110", "100"} <= set(re.findall(r"[\d.]+", warning.message))

@@ -118,11 +118,7 @@ def found(monkeypatch):
 
 @pytest.mark.parametrize(
     ("update", "what"),
-    [
-        ({"truncation_side": "left"}, "ids"),
-        ({"types": False}, "types"),
-        ({"clean_up": True}, "texts"),
-    ],
+    [({"truncation_side": "left"}, "ids"), ({"types": False}, "types"), ({"clean_up": True}, "texts")],
 )
 def test_what_differs_is_found_and_left_to_transformers(tmp_path, monkeypatch, found, update, what):
     src = made(tmp_path / "src", "gpt2" if "clean_up" in update else "bert")
@@ -141,10 +137,7 @@ def test_what_differs_is_found_and_left_to_transformers(tmp_path, monkeypatch, f
 
 @pytest.mark.parametrize(
     ("spoil", "what"),
-    [
-        (lambda rows: rows.ids[3].append(5), "ids"),
-        (lambda rows: rows.types[3].__setitem__(0, 1), "types"),
-    ],
+    [(lambda rows: rows.ids[3].append(5), "ids"), (lambda rows: rows.types[3].__setitem__(0, 1), "types")],
 )
 def test_a_reader_that_differs_in_one_row_is_found(tmp_path, monkeypatch, found, spoil, what):
     src = made(tmp_path / "src", "bert")

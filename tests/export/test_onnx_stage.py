@@ -226,17 +226,6 @@ def test_every_graph_holds_the_matrix_of_embedding_and_head_in_the_same_layout(e
         assert not any(np.array_equal(a, codes.T) for a in arrays), name
 
 
-def test_standard_target_uses_no_vendor_operators_and_half_keeps_parity(marian, tmp_path):
-    ctx = export(marian, tmp_path / "out", target="tensorrt", dtype="fp16")
-    for name in ("encoder_model", "decoder_with_past_model"):
-        model = onnx.load(tmp_path / "out" / f"{name}.onnx")
-        assert {n.domain for n in model.graph.node} <= {"", "ai.onnx"}
-        floats = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
-        assert all(len(t.dims) < 2 for t in floats)  # of norms
-    assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
-    assert 0 < ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.01
-
-
 def test_classifier_equals_transformers_for_any_batch_and_length(bert, tmp_path):
     ctx = export(bert, tmp_path / "out")
     assert list(ctx.details["graphs"]) == ["model"]
@@ -264,26 +253,20 @@ def test_half_on_the_cpu_is_refused_when_the_recipe_is_read():
         OnnxSettings(dtype="fp16")
 
 
-def test_parity_without_data_warns(bert, tmp_path):
-    ctx = export(bert, tmp_path / "out", data=None, simplify=False)
-    assert message_codes(ctx.warnings) == ["made-up-inputs"]
-
-
 def test_threads_are_written_into_the_artifact_and_nothing_where_none_are_asked_for(bert, tmp_path):
-    assert "threads" not in export(bert, tmp_path / "plain").details
-    assert export(bert, tmp_path / "two", threads=2).details["threads"] == 2
-    details = export(bert, tmp_path / "tuned", threads="autotune").details
+    assert "threads" not in export(bert, tmp_path / "plain", simplify=False).details
+    assert export(bert, tmp_path / "two", threads=2, simplify=False).details["threads"] == 2
+    details = export(bert, tmp_path / "tuned", threads="autotune", simplify=False).details
     assert set(details["threads_ms"]) == {
         f"{n} thread{'s' * (n > 1)}" for n in range(1, available_cores() + 1)
     }
     assert 1 <= details["threads"] <= available_cores()
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "ort-cuda"])
-def test_threads_for_a_gpu_are_refused_when_the_recipe_is_read(target):
+def test_threads_for_a_gpu_are_refused_when_the_recipe_is_read():
     with raises_setting_codes("unused-setting") as caught:
-        OnnxSettings(target=target, threads=1)
-    assert target in str(caught.value)
+        OnnxSettings(target="ort-cuda", threads=1)
+    assert "ort-cuda" in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [0, 2000, "all", 1.5])

@@ -15,7 +15,7 @@ from smelt.export.onnx_stage import Onnx
 from smelt.runtimes import openvino_backend
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "qwen2"])
+@pytest.mark.parametrize("family", ["bert", "t5"])
 def test_bf16_is_held_to_fp32s_tolerance_in_float32_and_to_its_own_as_deployed(family):
     parity = graph_exports.exported_graphs(family, "fp32", "openvino", "bf16").details["parity"]
     for found in parity.values():
@@ -40,14 +40,13 @@ def test_precisions_that_a_target_does_not_have(settings):
         OnnxSettings(**settings)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "binary", "nf4"])
-def test_quantized_models_are_refused_and_the_target_that_can_is_named(scheme, tmp_path):
+def test_quantized_models_are_refused_and_the_target_that_can_is_named(tmp_path):
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 
     make, task = graph_exports.FAMILIES["marian"]
     ctx = graph_exports.make_context(tmp_path / "codes", task)
     Quantize()(
-        tiny.as_artifact(make(tmp_path / "m"), task), QuantizeSettings(**graph_exports.SCHEMES[scheme]), ctx
+        tiny.as_artifact(make(tmp_path / "m"), task), QuantizeSettings(**graph_exports.SCHEMES["binary"]), ctx
     )
     with raises_code("unsupported-scheme", InputError) as caught:
         Onnx()(
@@ -144,8 +143,7 @@ def products_of(path, dtype="fp32"):
 
 
 @pytest.mark.parametrize(
-    ("family", "scheme"),
-    matrix_cells(["bert", "marian", "t5", "llama", "qwen2", "vit"], ["int4", "groupwise"]),
+    ("family", "scheme"), matrix_cells(["bert", "marian", "llama", "vit"], ["int4", "groupwise"])
 )
 def test_codes_in_groups_run_as_they_are_and_give_what_their_parent_gives(family, scheme):
     made = graph_exports.exported_graphs(family, scheme, "openvino")

@@ -3,21 +3,15 @@
 from itertools import pairwise
 
 import generation_models
-import harness
 import matrix
 import numpy as np
 import pytest
 import tiny
 
 from smelt.data.batch import Batch
-from smelt.data.splits import Example, Split
-from smelt.export.onnx_settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import _top_k, generate
-from smelt.models.checkpoint import load_tokenizer
-from smelt.runtimes.predict_texts import make_batches
-from smelt.runtimes.registry import open_folder, open_runner
+from smelt.runtimes.registry import open_runner
 
 KINDS = (*generation_models.SEQ2SEQ, *generation_models.CAUSAL)
 
@@ -72,12 +66,6 @@ def test_settled_sentences_leave_the_batch_and_stay_in_the_result(runners, early
     )
 
 
-def test_beams_find_what_greedy_search_does_not(runners):
-    batch = generation_models.random_batch(8, seed=3)
-    greedy = generate(runners["bart"], batch, GenerationSettings(max_new_tokens=12))
-    assert generate(runners["bart"], batch, GenerationSettings(max_new_tokens=12, num_beams=4)) != greedy
-
-
 def test_a_sentence_gives_the_same_alone_and_in_a_padded_batch(runners):
     for kind in KINDS:
         left = kind in generation_models.CAUSAL
@@ -97,27 +85,6 @@ def test_a_prompt_of_one_token_is_like_a_start_token(runners):
     ours, theirs = generation_models.compare_tokens(runners["llama"], model, batch, wishes, {})
     assert ours == theirs
     assert {row[0] for row in ours} == {6}
-
-
-def test_beams_in_onnx_runtime_equal_generate(tmp_path):
-    folder = tiny.write_marian(tmp_path / "marian", encoder_layers=1, decoder_layers=1)
-    source = tiny.as_artifact(folder)
-    rows = Split("x", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES))
-    context = harness.make_context(tmp_path / "onnx", data={"validation": rows})
-    Onnx()(source, OnnxSettings(), context)
-    tokenizer = load_tokenizer(folder)
-    found = []
-    with open_runner(source) as parent, open_folder(tmp_path / "onnx", "onnx", "ort-cpu", 1) as runner:
-        for _, batch in make_batches(tiny.SENTENCES, tokenizer, 4, 40):
-            ours = generate(
-                runner, batch, GenerationSettings(num_beams=4, max_new_tokens=12, length_penalty=0.5)
-            )
-            wishes = {"num_beams": 4, "length_penalty": 0.5, "max_new_tokens": 12}
-            assert ours == generation_models.transformers_tokens(
-                parent.backend.model, batch, do_sample=False, **wishes
-            )
-            found += ours
-    assert len({tuple(row) for row in found}) > 5
 
 
 def test_best_orders_by_score_and_of_equals_takes_the_first():

@@ -43,12 +43,6 @@ def result(home: Path) -> Any:
     return smelt.run(recipe(home), out=home / "run", quiet=True)
 
 
-def test_the_version_is_the_installed_one() -> None:
-    from importlib.metadata import version
-
-    assert smelt.__version__ == version("smelt")
-
-
 def test_a_recipe_in_python_runs_and_its_folder_holds_it_as_a_file(result: Any, home: Path) -> None:
     assert result.exit_code == 0
     assert [step["name"] for step in result.report["steps"]] == ["model", "quantize", "graph"]

@@ -1,6 +1,5 @@
 """Where a runner works: what is asked for, what the machine has, and what is said where the two differ."""
 
-import json
 from types import SimpleNamespace
 
 import harness
@@ -212,23 +211,6 @@ def test_training_is_told_the_device(tmp_path):
     if not torch.cuda.is_available():
         with raises_code("no-gpu", InputError):
             device_for("cuda")
-
-
-def test_the_report_and_the_signatures_name_the_device(tmp_path):
-
-    tiny.write_bert(tmp_path / "m")
-    tiny.write_labelled(tmp_path / "d.jsonl")
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(
-        "model: m\ntask: text-classification\ndata: {test: d.jsonl}\nstages: [quantize]\ndevice: cpu\n"
-        "score: {latency: false}\n"
-    )
-    done = harness.smelt("run", recipe, "--out", tmp_path / "run", "--quiet")
-    assert done.exit_code == 0, done.output
-    steps = json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
-    assert [s["device"] for s in steps] == ["cpu", "cpu"]
-    assert all(q["signature"].endswith("|device:cpu") for s in steps for q in s["quality"].values())
-    assert "torch on cpu" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", [["predict", "x"], ["eval", "--data", "d.jsonl"], ["bench"]])

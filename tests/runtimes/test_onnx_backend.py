@@ -1,29 +1,24 @@
-import subprocess
-import sys
 import time
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
-import causal
 import counting_graphs as graphs
 import exported_artifacts
-import harness
 import numpy as np
 import pytest
 from counting_graphs import (
     BATCH,
     assert_explains_broken_graph,
     assert_rejects_other_encoder,
+    assert_reorders_rows,
     language_model,
 )
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.batch import Batch
-from smelt.export.onnx_settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
 from smelt.generation import graph_generation
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.runtimes import onnx_backend
@@ -51,20 +46,7 @@ def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
 
 
 def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
-    with opened(counting) as runner:
-        state = runner.encode(BATCH)
-        runner.decode_step(state, np.array([1, 10]))
-        state = runner.reorder_cache(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
-        first = runner.decode_step(state, np.array([1, 2, 3, 4]))
-        shared = dict(state.backend_state.shared)
-        state = runner.reorder_cache(state, np.array([1, 1, 3, 2]))
-        assert all(state.backend_state.shared[name] is value for name, value in shared.items())
-        second = runner.decode_step(state, np.array([5, 6, 7, 8]))
-        state = runner.reorder_cache(state, np.array([3, 0]))  # beams and sentences are dropped
-        third = runner.decode_step(state, np.array([0, 0]))
-    assert first.tolist() == [[2, 6], [3, 6], [13, 9], [14, 9]]
-    assert second.tolist() == [[8, 6], [9, 6], [21, 9], [21, 9]]
-    assert third.tolist() == [[21, 9], [8, 6]]
+    assert_reorders_rows(counting, opened)
 
 
 def test_reorder_that_changes_nothing_copies_nothing(counting):
@@ -238,37 +220,3 @@ def test_a_graph_that_was_promised_stays_until_its_call_has_ended_and_no_longer(
         assert +alive.now == {"model": 1}
         assert (search(runner, "greedy"), search(runner, "sampling")) == (greedy, sampled)
         assert alive.opened == {"generate": 1, "model": 1}
-
-
-MEMORY = """
-import re, sys
-from pathlib import Path
-import numpy as np
-from smelt.runtimes.registry import open_folder
-from smelt.data.batch import Batch
-from smelt.generation.config import resolve_generation
-from smelt.generation.config import GenerationSettings
-
-def anonymous():
-    return int(re.search(r"Anonymous: +(\\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
-
-prompt = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
-with open_folder(Path(sys.argv[1]), "onnx", "ort-cpu", 1) as runner:
-    before = anonymous()
-    for wishes in ({}, {"num_beams": 3}, {"do_sample": True}):
-        settings = GenerationSettings(max_new_tokens=2, **wishes)
-        runner.generator(runner, prompt, resolve_generation(settings, runner))
-    print(anonymous() - before)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says how much memory is anonymous")
-def test_all_searches_of_a_large_model_together_hold_one_copy_of_its_weights(tmp_path):
-    shape = {"hidden_size": 512, "intermediate_size": 2816, "num_hidden_layers": 2}
-    folder = causal.write_model(tmp_path / "m", "llama", **shape)
-    ctx = harness.run_stage(Onnx(), OnnxSettings(), folder, tmp_path / "out", "language-modeling")
-    weights = (ctx.out / "model.onnx_data").stat().st_size
-    assert weights > 40 * 2**20
-    ran = [sys.executable, "-c", MEMORY, str(ctx.out)]
-    found = int(subprocess.run(ran, capture_output=True, text=True, check=True).stdout)
-    assert 0.8 * weights < found < 1.6 * weights

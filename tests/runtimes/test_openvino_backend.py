@@ -14,6 +14,7 @@ from counting_graphs import (
     FLOAT,
     assert_explains_broken_graph,
     assert_rejects_other_encoder,
+    assert_reorders_rows,
     language_model,
     write,
 )
@@ -136,19 +137,7 @@ def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
     with opened(counting) as runner:
         state = runner.reorder_cache(runner.encode(BATCH), np.array([0, 1, 1]))  # before anything was fed
         assert runner.decode_step(state, np.array([1, 2, 3])).tolist() == [[1, 6], [2, 9], [3, 9]]
-        state = runner.encode(BATCH)
-        runner.decode_step(state, np.array([1, 10]))
-        state = runner.reorder_cache(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
-        first = runner.decode_step(state, np.array([1, 2, 3, 4]))
-        shared = dict(state.backend_state.shared)
-        state = runner.reorder_cache(state, np.array([1, 1, 3, 2]))
-        assert all(state.backend_state.shared[name] is value for name, value in shared.items())
-        second = runner.decode_step(state, np.array([5, 6, 7, 8]))
-        state = runner.reorder_cache(state, np.array([3, 0]))  # beams and sentences are dropped
-        third = runner.decode_step(state, np.array([0, 0]))
-    assert first.tolist() == [[2, 6], [3, 6], [13, 9], [14, 9]]
-    assert second.tolist() == [[8, 6], [9, 6], [21, 9], [21, 9]]
-    assert third.tolist() == [[21, 9], [8, 6]]
+    assert_reorders_rows(counting, opened)
 
 
 def test_several_threads_get_what_each_would_get_alone():

@@ -55,9 +55,6 @@ def test_an_opened_image_that_is_cut_short_is_told(runner, tmp_path):
     path = tmp_path / "short.png"
     images.make_image(1, (60, 60)).save(path)
     path.write_bytes(path.read_bytes()[:2000])
-    with (
-        Image.open(path) as opened,
-        raises_code("damaged-image", InputError) as caught,
-    ):
+    with Image.open(path) as opened, raises_code("damaged-image", InputError) as caught:
         image_logits(runner, [images.make_image(0), opened])
     assert "image 2:" in str(caught.value)

@@ -1,9 +1,7 @@
 """Which runtime is for which artifact, and that what the registry says of it is so."""
 
 import pytest
-from expected_errors import raises_code
 
-from smelt.core.errors import InputError
 from smelt.runtimes import registry
 from smelt.runtimes.registry import RUNTIMES, RuntimeSpec, find_runtime
 
@@ -27,12 +25,6 @@ def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
     assert find_runtime("onnx", "ort-tensorrt").backend_class == names[3]
     assert find_runtime("tensorrt", "tensorrt").backend_class == names[4]
     assert find_runtime("onnx", "elsewhere") is extra
-
-
-def test_format_that_nothing_runs_is_named():
-    with raises_code("unknown-format", InputError) as caught:
-        find_runtime("gguf", None)
-    assert all(part in str(caught.value) for part in ("'gguf'", "torch, onnx, tensorrt"))
 
 
 def test_an_engine_serves_one_call_at_a_time_and_always_on_the_gpu():

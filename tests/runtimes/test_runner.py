@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
-from expected_errors import raises_code
 
-from smelt.core.errors import InputError
 from smelt.evaluate.latency.worker import TimedRunner
 from smelt.generation.config import GenerationSettings
 from smelt.generation.runners import DecoderOnlyRunner
@@ -34,14 +32,6 @@ def test_facts_are_the_backends_and_its_end_is_the_runners(tmp_path):
         assert runner.generation_config == {}  # there is no such file
         assert not closed
     assert closed == [1]
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "generation_config.json").write_text("{")
-    with raises_code("invalid-json", InputError) as caught:
-        read_model_files(tmp_path)
-    assert "generation_config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize(("family", "word"), [("gpt2", "n_positions"), ("llama", "max_position_embeddings")])

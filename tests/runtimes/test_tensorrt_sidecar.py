@@ -1,7 +1,5 @@
 """What is next to an engine is compared with what is here, and each refusal says both and what to do."""
 
-import json
-
 import pytest
 import tiny
 from expected_errors import raises_code
@@ -21,6 +19,7 @@ from smelt.runtimes.tensorrt_engine import (
 from smelt.runtimes.third_party import graph_files
 
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
+A40 = {"name": "NVIDIA A40", "compute_capability": "8.6"}
 A10 = {"name": "NVIDIA A10", "compute_capability": "8.6"}
 T4 = {"name": "Tesla T4", "compute_capability": "7.5"}
 
@@ -74,7 +73,8 @@ def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path,
         ({"version_compatible": True}, {"version": "11.5.0"}),
         ({}, {"version": "11.4.0.200"}),  # builds of one version
         ({"hardware_compatibility": "ampere+"}, {"gpu": H200}),
-        ({}, {"gpu": {"name": "NVIDIA A40", "compute_capability": "8.6"}}),
+        ({"hardware_compatibility": "ampere+", "gpu": H200}, {"gpu": A40}),
+        ({}, {"gpu": A40}),
         ({"gpu": None}, {"gpu": T4}),  # built ahead of time
         ({}, {"gpu": None}),
     ],
@@ -108,12 +108,6 @@ def test_damaged_sidecar_is_named(tmp_path, text, code):
     with raises_code(code, InputError) as caught:
         read_sidecar(plan)
     assert "model.plan.json" in str(caught.value)
-
-
-def test_fields_are_those_of_the_file(tmp_path):
-    content = json.loads(sidecar_path(engine(tmp_path)).read_text())
-    assert content["schema_version"] == 1
-    assert content["gpu"] == A10
 
 
 def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):

@@ -1,4 +1,3 @@
-import os
 import time
 
 import pytest
@@ -49,10 +48,3 @@ def test_pressure_is_what_some_task_waited(tmp_path):
     file.write_text("some avg10=0.18 avg60=0.07 avg300=0.11 total=4837445\nfull avg10=0.00 total=0\n")
     assert summary._cpu_pressure_seconds(file) == pytest.approx(4.837445)
     assert summary._cpu_pressure_seconds(tmp_path / "none") is None
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="only Linux counts the run queue")
-def test_look_reads_the_run_queue_on_linux():
-    if not os.path.exists("/proc/self/schedstat"):
-        pytest.skip("this kernel does not count the run queue (CONFIG_SCHED_INFO)")
-    assert read_counters().waited >= 0

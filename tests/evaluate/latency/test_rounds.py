@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from smelt.evaluate.latency.summary import (
-    MAX_ROUND_LOST_SHARE,
-    MIN_ROUNDS,
     ComputeResources,
     MachineLoad,
     RoundPair,
@@ -33,14 +31,6 @@ def a_round(ms, **kept):
 
 def pairs(ratios, own=None, base=None):
     return [RoundPair(a_round(10.0, **(own or {})), a_round(10.0 * r, **(base or {}))) for r in ratios]
-
-
-def test_a_true_double_speed_is_claimed_when_the_machine_is_calm():
-    verdict = judge_rounds(pairs([2.0, 2.02, 1.98, 2.01, 1.99]), ONE, ONE, 5)
-    assert (verdict.stable, verdict.is_sufficient, verdict.counted_rounds) == (True, True, (0, 1, 2, 3, 4))
-    value, (low, high) = mean_speedup([2.0, 2.02, 1.98, 2.01, 1.99])
-    assert value == pytest.approx(2, abs=0.01)
-    assert 1.9 < low < 2 < high < 2.1
 
 
 def test_one_thread_is_disturbed_when_it_has_no_processor():
@@ -98,12 +88,6 @@ def test_a_baseline_alone_is_judged_by_what_disturbed_it():
     assert not judge_rounds([RoundPair(a_round(10, used=0.6), None)] * 3, ONE, ONE).stable
 
 
-def test_fewer_rounds_than_can_vary_claim_nothing():
-    assert not judge_rounds(pairs([2.0, 2.0]), ONE, ONE).stable
-    assert MIN_ROUNDS == 3
-    assert 0 < MAX_ROUND_LOST_SHARE < 0.5
-
-
 def test_speedup_is_students_interval_over_logarithms():
     from scipy import stats
 
@@ -114,12 +98,3 @@ def test_speedup_is_students_interval_over_logarithms():
     assert (low, high) == pytest.approx((math.exp(reference.low), math.exp(reference.high)))
     wider = mean_speedup(ratios, 0.99)[1]
     assert wider[0] < low < high < wider[1]
-
-
-def test_the_interval_covers_the_truth_as_often_as_it_says_when_there_are_three_rounds():
-    draw = np.random.default_rng(0)
-    covered = 0
-    for _ in range(2000):
-        _, (low, high) = mean_speedup(np.exp(draw.normal(0, 0.05, size=3)))
-        covered += low <= 1 <= high
-    assert 0.935 < covered / 2000 < 0.965

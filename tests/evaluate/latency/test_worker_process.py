@@ -1,5 +1,9 @@
+import os
+import signal
 from pathlib import Path
 
+import forked_workers
+import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import RunError
@@ -14,6 +18,12 @@ def test_worker_ends_when_its_pipe_closes() -> None:
         assert worker._process.wait(timeout=10) == 0
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked_workers.install(monkeypatch)
+
+
+@pytest.mark.usefixtures("forked")
 def test_worker_that_dies_is_an_error_that_names_the_signal() -> None:
     with WorkerProcess(threads=1, time_limit=30) as worker:
         worker.ask(op="memory")
@@ -27,13 +37,16 @@ def test_worker_that_dies_is_an_error_that_names_the_signal() -> None:
             worker.ask(op="memory")
 
 
+@pytest.mark.usefixtures("forked")
 def test_worker_that_is_silent_beyond_the_limit_is_given_up() -> None:
     with WorkerProcess(threads=1, time_limit=0.001) as worker:
+        os.kill(worker._process.pid, signal.SIGSTOP)
         with raises_code("timing-timed-out", RunError) as caught:
             worker.ask(op="memory")
         assert all(value in str(caught.value) for value in ("'memory'", "0.001 s"))
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_code_of_an_error_comes_with_it_from_the_process(tmp_path: Path) -> None:
     with WorkerProcess(threads=1, time_limit=30) as worker:
         with raises_code("not-an-artifact", RunError):

@@ -68,44 +68,6 @@ def test_html_marks_only_significant_differences(report):
     assert re.search(r'class="even"[^>]*>−0\.91</span>', render_html(report))
 
 
-def test_table_of_steps_shows_its_figures_in_cards_on_narrow_screens(report):
-    text = render_html(report)
-    outline = HtmlOutline(text)
-    labels = {value for name, value in outline.values if name == "data-label"}
-    assert labels == {
-        *(
-            "BLEU",
-            "BLEU diff.",
-            "chrF",
-            "chrF diff.",
-            "difference",
-            "p50 ms, batch 1",
-            "speed, batch 1",
-            "p50 ms, batch 8",
-        ),
-        *("speed, batch 8", "size, MB", "M parameters", "gates"),
-    }
-    # where there is no room for cells next to each other, each row becomes a card
-    narrow = text[text.index("@media (max-width: 1000px)") :]
-    assert re.search(r"table\.cards tr \{ display: grid;", narrow)
-    assert "td.gates { white-space: normal; }" in text  # gates of one step stand below each other
-    assert "min-width: 520px" not in text
-    assert text.count("<table") == text.count('<table class="cards">') == 2
-
-
-def test_long_names_leave_their_values_room(report):
-    name = "gptq_error.model.decoder.layers.0.encoder_attn.<out_proj>"
-    report["steps"][4]["details"] = {name: 0.0746}
-    text = render_html(report)
-    # a column of names that may take the whole cell squeezes values to one letter a line
-    [share] = re.findall(r"\.pairs \{ display: grid; grid-template-columns: fit-content\((\d+)%\)", text)
-    assert int(share) <= 60
-    assert ".columns .whole { grid-column: 1 / -1; }" in text
-    assert '<div class="whole"><h3>Details</h3>' in text
-    parts = name.replace("<", "&lt;").replace(">", "&gt;").split(".")
-    assert f"<dt>{'.<wbr>'.join(parts)}</dt><dd>0.0746</dd>" in text
-
-
 def test_bits_of_codes_stand_in_the_table_of_steps_where_a_step_has_codes(report):
     assert "per weight" not in render_html(report)
     report["steps"][5]["details"] = {"bits_per_weight": 4.503}

@@ -51,12 +51,7 @@ def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
         (lambda r: r.update(baseline="nobody"), "unknown-step", None, "'nobody'"),
         (lambda r: r["steps"][8].update(reason=None), "missing-reason", "steps.8", "'reason'"),
         (lambda r: r["steps"][9].update(error=None), "missing-error", "steps.9", "'error'"),
-        (
-            lambda r: r["steps"][9].update(error="broke"),
-            "dataclass-type",
-            "steps.9.error",
-            "'broke'",
-        ),
+        (lambda r: r["steps"][9].update(error="broke"), "dataclass-type", "steps.9.error", "'broke'"),
         (
             lambda r: r["steps"][0]["quality"]["bleu"].update(ci95=[3, 1]),
             "wrong-interval",
@@ -69,12 +64,7 @@ def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
             "steps.0.quality.bleu.value",
             "nan",
         ),
-        (
-            lambda r: r["steps"][0]["latency"][0].pop("p50_ms"),
-            "missing",
-            "steps.0.latency.0.p50_ms",
-            "",
-        ),
+        (lambda r: r["steps"][0]["latency"][0].pop("p50_ms"), "missing", "steps.0.latency.0.p50_ms", ""),
     ],
 )
 def test_schema_names_every_mistake(report, change, code, place, read):

@@ -14,10 +14,8 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.tensorrt.preflight import load_graph, preflight
 from smelt.export.tensorrt.profile_ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
-from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_folder, open_runner
 
@@ -78,16 +76,3 @@ def test_the_profile_of_an_engine_ends_where_the_position_table_ends(small):
     ctx = harness.make_context(folder, TASK, data={"train": Split("x", (Example(text, label=0),))})
     [ranges], limit = profile_ranges(thin.path, TensorrtSettings(), ctx)
     assert limit == ranges["input"].max == (64 if folder.name.startswith("roberta") else 32)
-
-
-def test_the_graph_of_roberta_for_tensorrt_passes_the_preflight(tmp_path):
-    """Its positions are summed up from the ids, with operators that no other family has."""
-    classifiers.roberta(tmp_path / "m")
-    classifiers.write_labelled_rows(tmp_path / "data.jsonl", "regression", pairs=True)
-    source = tiny.as_artifact(tmp_path / "m", TASK)
-    out, ctx = step(tmp_path, "out", Onnx, OnnxSettings(target="tensorrt", dtype="fp16"), source)
-    path = out.path / "model.onnx"
-    assert [p.text for p in preflight(load_graph(path), path) if p.severity == "error"] == []
-    [ranges], limit = profile_ranges(out.path, TensorrtSettings(), ctx)
-    [[shapes]] = plan_graphs(out.path, [ranges], limit, []).values()
-    assert set(shapes) == {"input_ids", "attention_mask"}

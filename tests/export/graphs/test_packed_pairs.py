@@ -10,15 +10,10 @@ import torch
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.export.autotune import quantized_layers
-from smelt.export.graphs.attention import PackedLinear, pack_projections
-from smelt.export.graphs.export_graph import model_graphs
+from smelt.export.graphs.attention import PackedLinear
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.parity.operator_checks import _match_layer
 from smelt.generation.config import GenerationSettings
-from smelt.models.checkpoint import load_model
 from smelt.models.layers import LowRankLinear
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_folder, open_runner
@@ -75,21 +70,6 @@ def test_a_translators_pairs_take_one_product_for_each_input(translator, tmp_pat
             texts = [generate_texts(r, tiny.SENTENCES, search, 3) for r in (torchs, onnxs)]
             assert texts[0] == texts[1]
             assert len(set(texts[0])) > 2
-
-
-def test_the_products_of_coded_pairs_are_those_that_can_be_measured(translator, tmp_path):
-    coded = every_family.run_stage(
-        Quantize(), QuantizeSettings(), translator, "marian", tmp_path / "int8"
-    ).out
-    out = exported(coded, "marian", tmp_path / "onnx").out
-    assert products(out, "encoder_model") == ENCODER
-    assert products(out, "decoder_with_past_model") == DECODER
-    for graph in model_graphs(load_model(coded)[0].eval()):
-        pack_projections(graph.module.attentions)
-        model = onnx.load(out / f"{graph.name}.onnx")
-        nodes = [node for node in model.graph.node if node.op_type in PRODUCTS]
-        found = {_match_layer(graph.name, model, graph.module, node).layer for node in nodes}
-        assert {linear for _, linear in quantized_layers(graph.module)} == found
 
 
 # blocks of 1 + 3 for queries, keys and values; out, gate, up, down and a head; out, two, pooler, classifier

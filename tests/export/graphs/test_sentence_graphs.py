@@ -12,7 +12,6 @@ from expected_errors import raises_code
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import ParityError
-from smelt.data.batch import Batch
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.onnx_settings import OnnxSettings
@@ -37,8 +36,7 @@ def export(folder, source, stage=Onnx, name="onnx", **settings):
 
 
 @pytest.mark.parametrize(
-    ("family", "pooling"),
-    [(n, "mean") for n in FAMILIES] + [("bert", "cls"), ("roberta", "max")],
+    ("family", "pooling"), [(n, "mean") for n in FAMILIES] + [("bert", "cls"), ("roberta", "max")]
 )
 def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path):
     folder = embedders.write_embedder(tmp_path / "m", family, pooling=pooling)
@@ -52,16 +50,6 @@ def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path
     with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
         found = embed_texts(runner, TEXTS)
     assert np.abs(found - embedders.expected_vectors(folder, TEXTS, pooling)).max() < 2e-6
-
-
-def test_padding_leaves_no_trace(tmp_path):
-    ctx = export(tmp_path, embedders.write_embedder(tmp_path / "m"))
-    ids = np.array([[2, 7, 9, 3]])
-    long = np.concatenate([ids, np.full((1, 9), 11)], axis=1)  # not even pad tokens
-    with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
-        alone = runner.forward(Batch(ids, np.ones_like(ids)))
-        padded = runner.forward(Batch(long, (np.arange(13) < 4).astype(np.int64)[None]))
-    assert np.abs(alone - padded).max() < 1e-6
 
 
 def test_a_graph_that_pools_padding_too_is_not_let_through(tmp_path, monkeypatch):

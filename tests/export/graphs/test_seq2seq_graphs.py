@@ -5,7 +5,6 @@ from collections import Counter
 
 import harness
 import matrix
-import numpy as np
 import onnx
 import pytest
 import seq2seq
@@ -17,7 +16,7 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share_weights import ShareWeightsSettings, share_layers
 from smelt.data.splits import Example, Split
-from smelt.export.graphs.attention import _relative_bias, attention_modules, pack_projections
+from smelt.export.graphs.attention import attention_modules, pack_projections
 from smelt.export.graphs.export_graph import Seq2SeqEncoder
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
@@ -142,19 +141,6 @@ def test_standard_operators_in_half_keep_parity(name, tmp_path):
     assert ctx.warnings == []
     past = shapes[ctx.out / "decoder_with_past_model.onnx"][0]["past_key_values.0.decoder.key"]
     assert [shape[2] for shape in past] == [0, ranges["past"].opt, 29]
-
-
-def test_bias_by_distance_is_transformers_bias_at_every_distance(tmp_path):
-    model, _ = load_model(make("t5", tmp_path / "model"))
-    for stack in ("encoder_layers", "decoder_layers"):
-        one = attention_modules(model, stack)[0]
-        pack_projections([one])
-        module = one.module
-        for past, length in ((0, 30), (29, 1)):
-            with torch.no_grad():
-                expected = module.compute_bias(length, past + length, past_seen_tokens=past)
-            found = _relative_bias(module.bias_by_distance, length, past + length)
-            np.testing.assert_array_equal(found, expected)
 
 
 def test_keys_and_values_of_layers_that_share_them_are_computed_once(tmp_path):

@@ -35,14 +35,6 @@ def test_each_field_is_read_as_it_was_meant() -> None:
     assert [(one.key, one.value.string_value) for one in found.parameters] == [("k", "v")]
 
 
-@pytest.mark.quick
-def test_the_schema_of_this_test_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(text_format.ParseError):
-        parse_model_config('name: "a"\nmax_batch: 3\n')
-    with pytest.raises(text_format.ParseError):
-        parse_model_config("input {\n  data_type: TYPE_FLOAT\n}\n")
-
-
 def find(triton: Any, name: str) -> Any:
     """Return a message or an enum of Triton's module."""
     return getattr(getattr(triton, INSIDE[name]) if name in INSIDE else triton, name)

@@ -53,11 +53,7 @@ def test_a_writer_with_fewer_keys_than_heads_takes_caches_of_all_heads():
     config = json.loads((folder / "config.json").read_text())
     model = read_graph(folder / "model.onnx")
     ids = np.array([[5, 9, 7]])
-    feeds = {
-        "input_ids": ids,
-        "attention_mask": np.ones_like(ids),
-        "position_ids": np.arange(3)[None],
-    }
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(3)[None]}
     pasts = [i.name for i in model.graph.input if i.name.startswith("past_")]
 
     def logits(heads):

@@ -18,11 +18,3 @@ def test_an_unknown_form_names_those_that_there_are():
         find_package_format("standalon")
     assert "'standalon'" in str(caught.value)
     assert "'standalone'" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", PACKAGE_FORMATS)
-def test_a_form_says_in_a_line_what_it_is(name):
-    form = PACKAGE_FORMATS[name]
-    assert 0 < len(f"  {max(PACKAGE_FORMATS, key=len)}  {form.summary}") <= 80
-    assert not form.summary.endswith(".")
-    assert form.supported.formats

@@ -189,11 +189,6 @@ def test_what_is_not_known_is_said(artifact, tmp_path):
     assert "smelt eval" in text.partition("## Scores")[2]
 
 
-def test_the_size_is_that_of_all_files(package):
-    files = [path for path in package.folder.rglob("*") if path.is_file()]
-    assert package.size_bytes == sum(path.stat().st_size for path in files)
-
-
 def test_a_form_that_fails_leaves_nothing(artifact, tmp_path, monkeypatch):
     def fails(self, artifact, origin, folder):
         copy_artifact(artifact, folder)

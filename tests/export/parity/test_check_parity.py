@@ -67,24 +67,15 @@ ONLY = {"other_zero_point": ("int8", "int4"), "drop_zero_points": ("int4",)}
 ONLY["change_one_scale_of_the_lookup"] = ("int8",)
 CASES += [(f, s, "fp32", g, m) for f, g in GRAPHS for m, codes in ONLY.items() for s in codes if s in MET[f]]
 # what only some families have
+RELATIVE = ["relative_position_off_by_one", "shifted_table", "shorter_table", "drop_padding_mask"]
+RELATIVE += ["swap_heads", "drop_layer"]
+SHORT = [*MASKS, "shifted_table", "shorter_table", "swap_heads"]
 CASES += [
     ("t5", s, "fp32", g, m)
-    for s in ("fp32", "int8")
     for g in (ENCODER, DECODER)
-    for m in (
-        "relative_position_off_by_one",
-        "shifted_table",
-        "drop_padding_mask",
-        "swap_heads",
-        "drop_layer",
-        "shorter_table",
-    )
+    for m, s in matrix.matrix_cells(RELATIVE, ("fp32", "int8"))
 ]
-CASES += [
-    ("qwen2", s, "fp32", MODEL, m)
-    for s in ("fp32", "int4")
-    for m in (*MASKS, "shifted_table", "shorter_table", "swap_heads")
-]
+CASES += [("qwen2", s, "fp32", MODEL, m) for m, s in matrix.matrix_cells(SHORT, ("fp32", "int4"))]
 # graphs of standard operators, for GPUs; in float16 rounding hides more than a mask
 STANDARD = {
     ("marian", ENCODER): ["drop_bias", "drop_layer", "mask_of_ones", "shift_the_mask", *PLACES],
@@ -93,7 +84,11 @@ STANDARD = {
     ("qwen2", MODEL): ["drop_layer", "mask_of_ones", "allow_the_future", "forget_positions"],
 }
 KINDS = {"marian": ["fp16"], "gpt2": ["gpu", "fp16"], "qwen2": ["gpu"]}
-CASES += [(f, "fp32", d, g, m) for (f, g), names in STANDARD.items() for d in KINDS[f] for m in names]
+CASES += [
+    (f, "fp32", d, g, m)
+    for (f, g), names in STANDARD.items()
+    for m, d in matrix.matrix_cells(names, KINDS[f])
+]
 
 
 # what the check finds of a graph that is wrong

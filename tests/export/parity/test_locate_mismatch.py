@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from graph_edits import insert_after_node
+from matrix import matrix_cells
 
 from smelt.export.parity.check_parity import locate_first_mismatch
 from smelt.export.parity.dequantized_copy import dequantize_graph
@@ -35,10 +36,10 @@ def asked(family, scheme, graph, folder, change):
     return locate_first_mismatch(folder, differing, found.subject.model, found.reference)
 
 
-@pytest.mark.parametrize("scheme", ["fp32", "int8", "binary"])
-@pytest.mark.parametrize(("family", "graph"), PLACES)
-def test_the_changed_layer_is_named_with_its_node(family, scheme, graph, tmp_path):
-    constant = PLACES[family, graph]
+@pytest.mark.parametrize(("place", "scheme"), matrix_cells(list(PLACES), ["fp32", "int8", "binary"]))
+def test_the_changed_layer_is_named_with_its_node(place, scheme, tmp_path):
+    family, graph = place
+    constant = PLACES[place]
     names = []
 
     def change(model):
@@ -46,11 +47,11 @@ def test_the_changed_layer_is_named_with_its_node(family, scheme, graph, tmp_pat
         names.append(node.name)
         insert_after_node(model, node, "Mul", np.float32(1.01))
 
-    place = asked(family, scheme, graph, tmp_path / "x", change)
+    found = asked(family, scheme, graph, tmp_path / "x", change)
     layer = constant.removesuffix(".bias")
     # what is multiplied comes after the node: the layer after it is the first that is fed something else
-    assert place is not None
-    assert place.layer != layer
+    assert found is not None
+    assert found.layer != layer
 
     def scale(model):
         tensor = next(t for t in model.graph.initializer if t.name == constant)

@@ -12,7 +12,6 @@ from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.parity import operator_checks
 from smelt.export.parity.operator_checks import check_operators
-from smelt.quantization.groupwise import fake_quantize_blocks
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
 
@@ -54,19 +53,6 @@ def test_a_graph_without_quantized_operators_has_none():
     assert check_operators(name, model, module, path, 1) == 0
 
 
-@pytest.mark.parametrize("size", [5, 64, 100])
-def test_inputs_go_through_every_quantization_unchanged(size):
-    x = operator_checks._binary_rows(size, 1.0)
-    assert (x.sum(axis=0) == len(x) / 2).all()  # every input takes part in half of the rows
-    for sign in (1, -1):
-        rows = torch.from_numpy(sign * x)
-        for group in (16, 32, 64):
-            torch.testing.assert_close(fake_quantize_blocks(rows, group), rows, atol=1e-6, rtol=0)
-        scale = np.float32(1) / np.float32(255)
-        codes = np.rint(sign * x / scale)
-        np.testing.assert_allclose(codes * scale, sign * x, atol=1e-6)
-
-
 def test_an_operator_with_another_layers_codes_is_named():
     name, model, module, path = asked("int8")
     products = [n for n in model.graph.node if n.op_type == "DynamicQuantizeMatMul"]
@@ -103,19 +89,6 @@ def test_operators_that_cannot_be_run_are_an_error_in_words():
         check_operators(name, model, module, path, 1)
     assert caught.value.file == "encoder_model.onnx"
     assert not list(path.parent.glob(".*"))
-
-
-def test_makers_come_in_the_graphs_order_with_the_constants_below():
-    nodes = [
-        onnx.helper.make_node(kind, inputs, [out])
-        for kind, inputs, out in (
-            ("Cast", ["a"], "b"), ("Neg", ["x"], "n"), ("Gather", ["t", "b"], "c"), ("Add", ["c", "b"], "d"),
-        )
-    ]  # fmt: skip
-    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], []))
-    made, sources = operator_checks.producing_nodes(model, ["d"])
-    assert [n.op_type for n in made] == ["Cast", "Gather", "Add"]
-    assert sorted(sources) == ["a", "t"]
 
 
 def test_a_layer_is_found_whose_codes_are_another_layers_and_whose_scales_are_its_own():

@@ -98,7 +98,7 @@ def continued(model, tokens):
     return ids[:, IDS.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "opt", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral", "qwen3"])
 def test_tokens_and_logits_are_those_of_torch_with_rounded_caches(family):
     folder, out = exported(family)
     model, ids = torch_with_rounded_caches(folder, out), torch.from_numpy(IDS)

@@ -93,14 +93,7 @@ def test_a_plan_refuses_models_without_such_caches(tmp_path, make):
 
 @pytest.mark.parametrize(
     ("family", "config", "code"),
-    [
-        (
-            "gpt2",
-            {"n_embd": 36, "n_head": 3},
-            "unsupported-cache",
-        ),
-        ("llama", {}, "no-calibration-data"),
-    ],
+    [("gpt2", {"n_embd": 36, "n_head": 3}, "unsupported-cache"), ("llama", {}, "no-calibration-data")],
 )
 def test_the_stage_refuses_what_a_plan_could_not_see(family, config, code, tmp_path):
     folder = causal.write_model(tmp_path / "m", family, **config)

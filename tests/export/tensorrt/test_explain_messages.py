@@ -34,10 +34,7 @@ SEEN = [
         ParserError("INTERNAL_ERROR", "IMatrixMultiplyLayer must have same input types", "d", "MatMul"),
         "tensorrt-mixed-types",
     ),
-    (
-        ParserError("MODEL_DESERIALIZE_FAILED", "", "", ""),
-        "damaged-file",
-    ),
+    (ParserError("MODEL_DESERIALIZE_FAILED", "", "", ""), "damaged-file"),
     (ParserError("SOMETHING_NEW", "", "n", "Op"), "tensorrt-parser-failed"),
 ]
 

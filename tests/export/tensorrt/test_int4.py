@@ -29,7 +29,7 @@ WIDE = 1024
 
 # a classifier, a decoder alone with its cache, a translator
 FAMILIES = ["bert", "llama", "marian"]
-CASES = [(family, dtype) for family in FAMILIES for dtype in ("fp32", "fp16")]
+CASES = matrix.matrix_cells(FAMILIES, ("fp16", "fp32"))
 if matrix.is_full_matrix():
     CODED = [
         family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"
@@ -72,8 +72,7 @@ def write(path: Path, layers: list[nn.Module], half: bool) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize(("half", "size"), [(True, 64), (False, 128)])
 def test_an_engine_holds_the_weights_in_4_bits(half: bool, size: int, tmp_path: Path) -> None:
     tensorrt_rig.rig_environment()
     torch.manual_seed(0)

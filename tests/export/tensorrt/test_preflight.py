@@ -43,72 +43,12 @@ def check(model: Any, folder: Path) -> tuple[list[TensorrtProblem], list[Tensorr
 W = np.ones((4, 4), np.float32)
 
 
-def test_a_plain_graph_passes(tmp_path: Path) -> None:
-    assert check(graph([matmul()], {"w": W}), tmp_path) == ([], [])
-    assert check(graph([matmul()], {"w": W.astype(np.float16)}, kind=HALF), tmp_path) == ([], [])
-
-
 @pytest.mark.parametrize(("opset", "passes"), [(8, False), (9, True), (25, True), (26, False)])
 def test_opset_outside_of_9_to_25_is_refused(tmp_path: Path, opset: int, passes: bool) -> None:
     errors, _ = check(graph([matmul()], {"w": W}, opset), tmp_path)
     assert (errors == []) is passes
     if not passes:
         assert (errors[0].rule, errors[0].location) == ("opset", f"opset {opset}")
-
-
-def test_operators_of_other_runtimes_are_refused_by_name(tmp_path: Path) -> None:
-    node = helper.make_node("FusedMatMul", ["x", "w"], ["y"], name="fused", domain="com.microsoft")
-    (error,) = check(graph([node], {"w": W}, domain="com.microsoft"), tmp_path)[0]
-    assert (error.rule, error.graph, error.location) == ("foreign-operator", "model.onnx", "node 'fused'")
-    assert "com.microsoft::FusedMatMul" in error.reason
-    assert "onnx: {target: tensorrt}" in error.hint
-    assert error.text.startswith("model.onnx: node 'fused': ")
-
-
-def test_dynamic_int8_is_refused(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], name="dynamic"),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], name="back"),
-    ]
-    errors, _ = check(graph(nodes, {}), tmp_path)
-    assert ("integer-operator", "node 'dynamic'") in [(e.rule, e.location) for e in errors]
-    assert ("unsigned-codes", "node 'back' (DequantizeLinear)") in [(e.rule, e.location) for e in errors]
-
-
-def test_two_types_in_one_operator_are_refused(tmp_path: Path) -> None:
-    (error,) = check(graph([matmul()], {"w": W.astype(np.float16)}), tmp_path)[0]
-    assert (error.rule, error.location) == ("mixed-types", "node 'dense' (MatMul)")
-    assert "float ('x')" in error.reason
-    assert "float16 ('w')" in error.reason
-    cast = helper.make_node("Cast", ["w16"], ["w"], to=FLOAT)
-    assert check(graph([cast, matmul()], {"w16": W.astype(np.float16)}), tmp_path)[0] == []
-
-
-def pair(zero: Any, scale: float = 0.1) -> Any:
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], name="q"),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"], name="dq"),
-        helper.make_node("MatMul", ["d", "w"], ["y"], name="dense"),
-    ]
-    return graph(nodes, {"s": np.float32(scale), "z": zero, "w": W})
-
-
-def test_symmetric_int8_pairs_pass(tmp_path: Path) -> None:
-    assert check(pair(np.int8(0)), tmp_path) == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("model", "rule"),
-    [
-        (pair(np.int8(3)), "zero-point"),
-        (pair(np.uint8(0)), "unsigned-codes"),
-        (pair(np.int8(0), scale=0.0), "scale"),
-    ],
-)
-def test_other_pairs_are_refused_at_both_ends(tmp_path: Path, model: Any, rule: str) -> None:
-    errors, _ = check(model, tmp_path)
-    assert [e for e in errors if e.rule == rule and "'q'" in e.location]
-    assert [e for e in errors if e.rule == rule and "'dq'" in e.location]
 
 
 def test_quantize_without_a_zero_point_gives_uint8_unless_it_says_otherwise(tmp_path: Path) -> None:
@@ -121,26 +61,6 @@ def test_quantize_without_a_zero_point_gives_uint8_unless_it_says_otherwise(tmp_
 
     assert "unsigned-codes" in [e.rule for e in check(model(), tmp_path)[0]]
     assert check(model(output_dtype=INT8), tmp_path)[0] == []
-
-
-def test_quantized_bias_is_refused(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("DequantizeLinear", ["b8", "s"], ["b"], name="bias"),
-        helper.make_node("Add", ["x", "b"], ["y"]),
-    ]
-    (error,) = check(graph(nodes, {"b8": np.ones(4, np.int32), "s": np.float32(0.1)}), tmp_path)[0]
-    assert (error.rule, error.location) == ("codes", "node 'bias' (DequantizeLinear)")
-    assert "int32" in error.reason
-
-
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_overflowed_constant_is_refused(tmp_path: Path, value: float) -> None:
-    weight = W.astype(np.float16)
-    weight[1, 2] = value
-    (error,) = check(graph([matmul()], {"w": weight}, kind=HALF), tmp_path)[0]
-    assert error.rule == "infinite"
-    assert "'w' (float16)" in error.location
-    assert " 1 " in error.reason
 
 
 def test_mask_with_minus_infinity_is_only_a_warning(tmp_path: Path) -> None:
@@ -214,9 +134,10 @@ def test_a_dimension_without_a_known_name_is_refused() -> None:
 
 def test_profile_mistakes_that_tensorrt_would_build_are_found() -> None:
     shapes = profile_shapes(decoder(), RANGES, "decoder")
-    (problem,) = check_profile(decoder(), shapes, 100)
+    assert check_profile(decoder(), shapes, 128) == []
+    (problem,) = check_profile(decoder(), shapes, 127)
     assert problem.rule == "profile-too-long"
-    for value in ("'past_key_values.0.decoder.key'", " 128 ", " 100 ", "tensorrt: {lengths: ...}"):
+    for value in ("'past_key_values.0.decoder.key'", " 128 ", " 127 ", "tensorrt: {lengths: ...}"):
         assert value in problem.text
     least, usual, _ = shapes["past_key_values.0.encoder.key"]
     other = shapes | {"past_key_values.0.encoder.key": (least, usual, (8, 2, 64, 16))}

@@ -75,10 +75,7 @@ def test_a_large_mean_in_halves_is_no_other_output(tmp_path: Path) -> None:
 
 def test_draws_and_scales_of_a_call_are_told_elsewhere(tmp_path: Path) -> None:
     ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
-    drawn = [
-        helper.make_node("RandomNormalLike", ["x"], ["r"]),
-        helper.make_node("Add", ["x", "r"], ["y"]),
-    ]
+    drawn = [helper.make_node("RandomNormalLike", ["x"], ["r"]), helper.make_node("Add", ["x", "r"], ["y"])]
     assert codes(tmp_path, graphs.make_model(drawn, *ends)) == []
     scaled = [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),

@@ -7,6 +7,7 @@ import harness
 import numpy as np
 import pytest
 import third_party_graphs as graphs
+from matrix import matrix_cells
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.data.npz_arrays import SampleArrays
@@ -85,8 +86,7 @@ def test_what_lies_between_a_mask_and_the_softmax_stays_float(kind: str) -> None
     assert not kept & {"q", "k", "v", "scores", "context", "out"}
 
 
-@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("kind", "method"), matrix_cells(list(MASKS), ["minmax", "entropy", "percentile"]))
 def test_padding_gets_no_attention_in_int8(kind: str, method: Any, tmp_path: Path) -> None:
     source = graphs.make_artifact(tmp_path / "src", attention(MASKS[kind]))
     settings = QuantizeOnnxSettings(scheme="int8-static", calibration_method=method, op_types=OPERATORS)

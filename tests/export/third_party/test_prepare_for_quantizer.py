@@ -156,13 +156,7 @@ def empty_product() -> Any:
         helper.make_node("Gather", ["shape", "first"], ["b"], "gather"),
         helper.make_node("Unsqueeze", ["b", "axis"], ["b1"], "unsqueeze"),
         helper.make_node("Concat", ["b1", "tail"], ["dims"], "dims", axis=0),
-        helper.make_node(
-            "ConstantOfShape",
-            ["dims"],
-            ["ones"],
-            "ones",
-            value=one,
-        ),
+        helper.make_node("ConstantOfShape", ["dims"], ["ones"], "ones", value=one),
         helper.make_node("Mul", ["ones", "minus"], ["nothing"], "mul"),
         helper.make_node("Concat", ["y", "nothing"], ["z"], "out", axis=2),
     ]

@@ -85,10 +85,7 @@ def test_a_graph_without_products_is_left_and_says_so(tmp_path: Path) -> None:
 
 def test_conv_is_for_static_ranges(tmp_path: Path) -> None:
     weight = numpy_helper.from_array(np.ones((2, 1, 1, 1), np.float32), "w")
-    nodes = [
-        helper.make_node("Unsqueeze", ["x", "axes"], ["u"]),
-        helper.make_node("Conv", ["u", "w"], ["y"]),
-    ]
+    nodes = [helper.make_node("Unsqueeze", ["x", "axes"], ["u"]), helper.make_node("Conv", ["u", "w"], ["y"])]
     axes = numpy_helper.from_array(np.array([1, 2]), "axes")
     values = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 2, 1, 8])]
     ctx = run(tmp_path, graphs.make_model(nodes, *values, [weight, axes]))

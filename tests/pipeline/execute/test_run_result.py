@@ -50,10 +50,7 @@ def judged(name, size, value, p_value, higher=True, difference=-1.0):
         ),
         ([judged("better", 9, 39.2, 0.01, difference=1.0), judged("bad", 2, 31.3, 0.002)], "better"),
         ([judged("bad", 9, 35.0, 0.01), judged("worst", 2, 0.02, 0.002)], "bad"),
-        (
-            [judged("bad", 2, 99.0, 0.01, False, 9.0), judged("good", 9, 80.0, 0.01, False, -9.0)],
-            "good",
-        ),
+        ([judged("bad", 2, 99.0, 0.01, False, 9.0), judged("good", 9, 80.0, 0.01, False, -9.0)], "good"),
         ([judged("bad", 2, 99.0, 0.01, False, 9.0), judged("less", 9, 95.0, 0.01, False, 5.0)], "less"),
     ],
 )

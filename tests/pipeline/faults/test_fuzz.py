@@ -8,7 +8,7 @@ from pathlib import Path
 import fuzz
 import pytest
 
-DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "60"))
+DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "24"))
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)

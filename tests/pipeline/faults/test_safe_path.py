@@ -106,10 +106,18 @@ def test_python_m_smelt_imports_nothing_else_of_the_current_folder(tmp_path: Pat
     assert not marks.exists(), marks.read_text()
 
 
-@pytest.mark.parametrize("where", ["current", "own"])
-def test_infer_py_runs_no_file_of_the_current_folder_nor_of_its_own(where: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What infer.py prints where nothing is planted."""
     package = standalone_package("classifier")
-    expected = python(tmp_path, "-B", package / "infer.py", "dogs").stdout
+    return python(tmp_path_factory.mktemp("empty"), "-B", package / "infer.py", "dogs").stdout
+
+
+@pytest.mark.parametrize("where", ["current", "own"])
+def test_infer_py_runs_no_file_of_the_current_folder_nor_of_its_own(
+    where: str, expected: str, tmp_path: Path
+) -> None:
+    package = standalone_package("classifier")
     if where == "own":
         own = tmp_path / "package"
         own.mkdir()

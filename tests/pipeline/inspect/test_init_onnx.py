@@ -26,10 +26,7 @@ def test_names_that_yaml_does_not_allow_are_written_as_escapes(tmp_path: Path) -
 
 def layers(*operators: str) -> Any:
     """Return a graph with a node of each of these operators, some of which share their weight."""
-    weights = {
-        "conv": np.ones((3, 3, 1, 1), np.float32),
-        "matrix": np.ones((4, 4), np.float32),
-    }
+    weights = {"conv": np.ones((3, 3, 1, 1), np.float32), "matrix": np.ones((4, 4), np.float32)}
     nodes, last = [], "x"
     for at, operator in enumerate(operators):
         more = {"Conv": ["conv"], "MatMul": ["matrix"]}.get(operator, [])

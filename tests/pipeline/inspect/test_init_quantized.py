@@ -117,11 +117,7 @@ def test_the_recipe_runs_as_it_is_written(folder, tmp_path):
     path = tmp_path / "r.yaml"
     written(folder, "gptq", path, "train.txt", "test.txt")
     changes = {"score.latency": False, "threads": 1, "tuned.max_steps": 1}  # only to be quick
-    changes |= {
-        "tuned.learning_rate": 1e-9,
-        "tuned.qat.learning_rate": 1e-9,
-        "data.windows": {"length": 32},
-    }
+    changes |= {"tuned.learning_rate": 1e-9, "tuned.qat.learning_rate": 1e-9, "data.windows": {"length": 32}}
     result = smelt.run(path, overrides=changes, out=tmp_path / "run", quiet=True)
     steps = {step["name"]: step for step in result.report["steps"]}
     assert result.exit_code == 0, result.report

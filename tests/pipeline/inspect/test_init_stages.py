@@ -83,10 +83,7 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
         assert (
             plan.step("small").settings.metric_for_best_model,
             plan.step("small").settings.lr_schedule,
-        ) == (
-            metric,
-            "cosine",
-        )
+        ) == (metric, "cosine")
 
 
 @pytest.mark.parametrize(
@@ -180,9 +177,9 @@ def test_without_training_rows_nothing_is_distilled(tmp_path, models):
     assert "distill" not in [step.stage for step in load_plan(path).steps]
 
 
-@pytest.mark.parametrize(("family", "task"), [
-    ("pegasus", "summarization"), ("llama", "language-modeling"), ("bert", "text-classification"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "task"), [("pegasus", "summarization"), ("llama", "language-modeling")]
+)  # a classifier: test_init_recipe.py
 def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, family, task):
     monkeypatch.chdir(tmp_path)
     fast(models[family], rows(tmp_path / "rows", task), "r.yaml", task)

@@ -102,11 +102,7 @@ def test_data_files_are_checked(
 
 @pytest.mark.parametrize(
     ("model", "code", "named"),
-    [
-        ("modle", "missing-folder", "'model'?"),
-        ("''", "empty-text", ""),
-        ("m.onnx", "missing-file", "m.onnx"),
-    ],
+    [("modle", "missing-folder", "'model'?"), ("''", "empty-text", ""), ("m.onnx", "missing-file", "m.onnx")],
 )
 def test_models_are_checked(folder: Path, model: str, code: str, named: str) -> None:
     [found] = plan_mistakes(folder, "[]", head=RECIPE_HEAD.replace("model: model", f"model: {model}"))

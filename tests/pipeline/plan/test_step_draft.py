@@ -24,11 +24,7 @@ WRONG = [
         "at least 2",
     ),
     ("{mixed_precision: 3}", ("wrong-value", "stages[0].quantize.mixed_precision", 4), "target_bits"),
-    (
-        "{scheme: int4, granularity: tensor}",
-        ("unused-setting", "stages[0].quantize", 4),
-        "granularity",
-    ),
+    ("{scheme: int4, granularity: tensor}", ("unused-setting", "stages[0].quantize", 4), "granularity"),
     ("{scheme: itn4}", ("wrong-value", "stages[0].quantize.scheme", 4), "'int4'?"),
     ("{schem: int4}", ("unknown-setting", "stages[0].quantize.schem", 4), "'scheme'?"),
     (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,10 @@ from expected_errors import message_locations, raises_code
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parsed_recipes import parse_recipe
-from pydantic import TypeAdapter
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
 from smelt.data.splits import ALL_TASKS
-from smelt.pipeline.recipe import mistakes as mistake_texts
 from smelt.pipeline.recipe.recipe import (
     METRICS_BY_TASK,
     DataSettings,
@@ -53,22 +50,6 @@ def mistakes(text: str, *overrides: str) -> list[Message]:
     assert caught.value.exit_code == 2
     assert str(caught.value).splitlines() == [str(found) for found in caught.value.found]
     return list(caught.value.found)
-
-
-def test_words_for_mistakes_are_made_where_there_are_some_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schema takes longer than all other checks of a recipe."""
-    made: list[object] = []
-    real = TypeAdapter.json_schema
-    monkeypatch.setattr(TypeAdapter, "json_schema", lambda self: made.append(self) or real(self))
-    mistake_texts._json_schema.cache_clear()
-    read(GOOD)
-    assert made == []
-    wrong = GOOD + "score: {batch_size: many}\n"
-    first = mistakes(wrong)
-    before = len(made)
-    assert before > 0
-    assert mistakes(wrong) == first
-    assert len(made) == before
 
 
 def test_defaults() -> None:
@@ -365,14 +346,6 @@ def test_a_folder_is_no_recipe_and_one_with_a_model_gets_one(tmp_path: Path) -> 
     with raises_code("not-a-recipe", InputError) as caught:
         find_recipe(str(tmp_path))
     assert f"`smelt init {tmp_path}`" in str(caught.value)
-
-
-@settings(FUZZ)
-@given(st.text(), st.lists(st.text(max_size=20), max_size=2))
-def test_any_text_is_a_recipe_or_an_input_error(text: str, overrides: list[str]) -> None:
-    # anything but an InputError ends the test
-    with contextlib.suppress(InputError):
-        assert read(text, *overrides).task in METRICS_BY_TASK
 
 
 _BESIDE = "stages prune onnx name from optional batch_sizes beams bleu speedup keep"

@@ -67,19 +67,17 @@ def _link(folder):
         (_structure('{"edits": 7}'), "damaged-file", ""),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("command", ["predict", "eval"])
-def test_artifacts_that_are_none(finished, tmp_path, change, code, named, command):
+def test_artifacts_that_are_none(finished, tmp_path, change, code, named):
     folder = tmp_path / "a"
     shutil.copytree(finished, folder)
     change(folder)
-    data = ["--data", finished.parents[2] / "data.jsonl"]
-    error = command_error(
-        harness.smelt(command, folder, *(["a cat"] if command == "predict" else data), code=2)
-    )
+    error = command_error(harness.smelt("predict", folder, "a cat", code=2))
     assert error.code == code
     assert named in str(error)
 
 
-def test_what_is_no_folder_is_no_artifact(tmp_path):
+def test_what_is_no_folder_is_no_artifact(template, tmp_path):
+    given = ("--data", template / "data.jsonl")
+    assert command_error(harness.smelt("eval", tmp_path / "x", *given)).code == "missing-folder"
     assert command_error(harness.smelt("predict", tmp_path / "x", "a")).code == "missing-folder"
     assert command_error(harness.smelt("report", tmp_path / "x")).code == "missing-file"

@@ -99,14 +99,7 @@ def test_a_target_beyond_the_limit_is_too_long_under_strict_too(home):
 
 def test_controls_and_right_to_left_text_pass_through_and_are_shown_escaped(home):
     """Data may hold anything that is text; only what is shown is escaped."""
-    odd = [
-        "\x1b[31mred",
-        "a\x00b\r\u2028",
-        "\u202eright to left\u202c",
-        "مرحبا بالعالم",
-        "שלום",
-        "\ufeff",
-    ]
+    odd = ["\x1b[31mred", "a\x00b\r\u2028", "\u202eright to left\u202c", "مرحبا بالعالم", "שלום", "\ufeff"]
     lines = [json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(odd)]
     (home / "data.jsonl").write_text("\n".join(lines))
     result = harness.smelt("run", home / "recipe.yaml", "--out", home / "r")

@@ -105,12 +105,7 @@ def test_init_writes_a_recipe_that_can_be_planned(here: Path) -> None:
     ("changes", "code", "setting", "named"),
     [
         ({"stages: []": "stages: [prune: {keep_ratio: 0.5}]"}, "wrong-model-format", "stages[0].prune", ()),
-        (
-            {"task: custom": "task: custom\ntokenizer: there"},
-            "does-not-fit-task",
-            "tokenizer",
-            ("custom",),
-        ),
+        ({"task: custom": "task: custom\ntokenizer: there"}, "does-not-fit-task", "tokenizer", ("custom",)),
         ({"test: test.npz": "test: m.onnx"}, "wrong-format", "data.test", (".npz",)),
         ({"test: test.npz": "test: test.npz, columns: {text: x}"}, "does-not-fit-task", "data.columns", ()),
         ({"model: m.onnx": "model: n.onnx"}, "missing-file", "model", ("n.onnx", "'m.onnx'?")),

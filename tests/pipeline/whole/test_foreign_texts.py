@@ -82,12 +82,11 @@ def test_a_classifier_of_torch_is_scored_quantized_and_answers_as_the_model(here
     assert any("Integer" in n.op_type or "Quant" in n.op_type for n in nodes)
 
 
-@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-def test_ranges_are_found_on_padded_texts_of_different_lengths(here: Path, method: str) -> None:
+def test_ranges_are_found_on_padded_texts_of_different_lengths(here: Path) -> None:
     recipe = write(
         here,
         "exported.onnx\ntokenizer: hub",
-        f"[quantize: {{scheme: int8-static, calibration_method: {method}}}]",
+        "[quantize: {scheme: int8-static, calibration_method: entropy}]",
     )
     harness.smelt("run", recipe, code=0)
     with smelt.load("runs/r/artifacts/quantize") as model:
@@ -109,8 +108,7 @@ def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "setting"),
-    [("exported.onnx", "model"), ("exported.onnx\ntokenizer: nowhere", "tokenizer")],
+    ("model", "setting"), [("exported.onnx", "model"), ("exported.onnx\ntokenizer: nowhere", "tokenizer")]
 )
 def test_what_is_missing_is_said(here: Path, model: str, setting: str) -> None:
     error = command_error(harness.smelt("plan", write(here, model), code=2))

@@ -78,6 +78,8 @@ def test_validation_judges_and_what_is_chosen_is_scored_on_test(home, tmp_path, 
     assert [gate["passed"] for gate in tested["small"]["gates"]] == [False]
     text = " ".join(render_table(report).split())
     assert "'small': gate chrF min 30.00 " in text
+    assert f"chrF on test: model {values[1]:.2f}" in text
+    assert f"small {values[0]:.2f}" in text
     assert "On test" in (tmp_path / "v/report.md").read_text()
     assert validate_report(report).judged_on == "validation"
 
@@ -153,11 +155,3 @@ def test_what_scoring_on_test_says_is_a_warning_of_the_step(home, tmp_path, monk
     monkeypatch.setattr(run._PlanRunner, "_score", score_with_warning)
     _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
     assert make_message("on test: one was cut") in steps["small"]["warnings"]
-
-
-def test_the_terminal_tells_what_was_chosen_scores_on_test(home, tmp_path, monkeypatch):
-    report, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
-    text = " ".join(render_table(report).split())
-    value = steps["small"]["test"]["quality"]["chrf"]["value"]
-    assert f"chrF on test: model {steps['model']['test']['quality']['chrf']['value']:.2f}" in text
-    assert f"small {value:.2f}" in text

@@ -145,36 +145,18 @@ STAGES["chain-qlora"] = [*STAGES["bnb-nf4"], *STAGES["lora"]]
 # each chain with each kind of model for which a graph of it is written otherwise; each stage on each family,
 # without graphs, is in test_pairs.py
 FAST = {("mistral", "chain"), ("distilbert", "chain")}
-FAST |= {("t5", "chain-binary"), ("modernbert-embedder", "chain-binary")}
+FAST |= {("modernbert-embedder", "chain-binary")}
 FAST |= {(name, "chain-shared") for name in ("t5-gated", "mpnet")}
 FAST |= {("phi3", "sparsify"), ("bart", "chain-sparse")}
-FAST |= {(name, "chain-inside") for name in ("qwen3", "bert-embedder")}
-FAST |= {("m2m_100", "chain-listed"), ("t5", "prune-global")}
-FAST |= {
-    ("llama", "int8-groupwise"),
-    ("gpt2", "int8-static"),
-    ("t5", "chain-static"),
-    ("gemma", "chain-smooth"),
-}
+FAST |= {("qwen3", "chain-inside"), ("m2m_100", "chain-listed")}
+FAST |= {("t5", "chain-static"), ("gemma", "chain-smooth")}
 FAST |= {("mbart", "chain-learned")}
 FAST |= {("gpt2", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
-FAST |= {("llama", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow"), ("opt", "chain")}
-FAST |= {
-    ("llama", "int3"),
-    ("gpt2", "kmeans4"),
-    ("bert", "pow2"),
-    ("gpt2", "ternary"),
-    ("gpt2", "mixed"),
-    ("bart", "chain-divided"),
-}
-FAST |= {
-    ("vit", "chain-smooth"),
-    ("vit", "chain-shared"),
-    ("resnet", "chain-channels"),
-    ("resnet", "chain-convolutions"),
-}
+FAST |= {("llama", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow")}
+FAST |= {("gpt2", "kmeans4"), ("bert", "pow2"), ("gpt2", "mixed"), ("bart", "chain-divided")}
+FAST |= {("vit", "chain-smooth"), ("resnet", "chain-convolutions")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
 OF_IMAGES = {
@@ -206,8 +188,7 @@ POSSIBLE = [(m, s) for m, s in POSSIBLE if not (m.endswith("-embedder") and s in
 CELLS = sorted(POSSIBLE) if matrix.is_full_matrix() else sorted(FAST)
 # what OpenVINO runs of them: graphs in float32, and int8 as explicit Q/DQ
 STAGES_OPENVINO = ["prune", "int8-static", "int8-smooth"]
-FAST_OPENVINO = {("marian", "int8-static"), ("qwen2", "prune"), ("bert-embedder", "int8-static")}
-FAST_OPENVINO |= {("llama", "int8-smooth"), ("resnet", "int8-static")}
+FAST_OPENVINO = {("marian", "int8-static"), ("llama", "int8-smooth"), ("resnet", "int8-static")}
 WHOLE_OPENVINO = sorted((m, s) for m, s in POSSIBLE if s in STAGES_OPENVINO)
 CELLS_OPENVINO = WHOLE_OPENVINO if matrix.is_full_matrix() else sorted(FAST_OPENVINO)
 # TensorRT's graphs with the sizes of engines, for ONNX Runtime's provider of it, in float32 and int8

@@ -9,6 +9,7 @@ import images
 import pytest
 import tiny
 from expected_errors import command_error, message_locations
+from matrix import matrix_cells
 from safetensors.torch import load_file, save_file
 
 import smelt
@@ -34,8 +35,9 @@ def home(folder, task, setting):
     return folder / "recipe.yaml"
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("setting", ["teacher: {model: other}", "student: {model: other}"])
+@pytest.mark.parametrize(
+    ("task", "setting"), matrix_cells(list(TASKS), ["teacher: {model: other}", "student: {model: other}"])
+)
 def test_a_model_of_a_folder_teaches_and_learns(task, setting, tmp_path):
     report = smelt.run(home(tmp_path, task, setting), out=tmp_path / "run").report
     assert [step["status"] for step in report["steps"]] == ["done", "done"], report["steps"][-1]["error"]

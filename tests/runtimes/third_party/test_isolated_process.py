@@ -34,12 +34,7 @@ def test_an_answer_comes_back_whatever_was_printed_beside_it() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
 @pytest.mark.parametrize(
-    ("what", "code"),
-    [
-        ("crash", "process-crashed"),
-        ("memory", "memory-limit"),
-        ("time", "time-limit"),
-    ],
+    ("what", "code"), [("crash", "process-crashed"), ("memory", "memory-limit"), ("time", "time-limit")]
 )
 def test_what_happens_there_is_said_here(what: str, code: str) -> None:
     with pytest.raises(IsolatedProcessError, check=lambda error: error.code == code):

@@ -138,3 +138,21 @@ def assert_rejects_other_encoder(folder: Path, opened: Callable[[Path], Any]) ->
     with raises_code("mismatched-graphs", InputError) as caught:
         opened(folder)
     assert "past_key_values.0.encoder.key" in str(caught.value)
+
+
+def assert_reorders_rows(folder: Path, opened: Callable[[Path], Any]) -> None:
+    """Expect rows of `token_sum_decoder` to move with their sums; what beams share stays where it is."""
+    with opened(folder) as runner:
+        state = runner.encode(BATCH)
+        runner.decode_step(state, np.array([1, 10]))
+        state = runner.reorder_cache(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
+        first = runner.decode_step(state, np.array([1, 2, 3, 4]))
+        shared = dict(state.backend_state.shared)
+        state = runner.reorder_cache(state, np.array([1, 1, 3, 2]))
+        assert all(state.backend_state.shared[name] is value for name, value in shared.items())
+        second = runner.decode_step(state, np.array([5, 6, 7, 8]))
+        state = runner.reorder_cache(state, np.array([3, 0]))  # beams and sentences are dropped
+        third = runner.decode_step(state, np.array([0, 0]))
+    assert first.tolist() == [[2, 6], [3, 6], [13, 9], [14, 9]]
+    assert second.tolist() == [[8, 6], [9, 6], [21, 9], [21, 9]]
+    assert third.tolist() == [[21, 9], [8, 6]]

@@ -10,10 +10,4 @@ import position_mutations
 import quantization_mutations
 from graph_edits import MUTATIONS as ALL
 
-__all__ = [
-    "ALL",
-    "layer_mutations",
-    "mask_mutations",
-    "position_mutations",
-    "quantization_mutations",
-]
+__all__ = ["ALL", "layer_mutations", "mask_mutations", "position_mutations", "quantization_mutations"]

@@ -26,11 +26,7 @@ from typing import IO, Any
 _WORKER_IMPORTS = [
     *("smelt.runtimes.runner", "smelt.runtimes.predict_texts", "smelt.runtimes.registry"),
     *("smelt.runtimes.torch_backend", "smelt.runtimes.onnx_backend"),
-    *(
-        "smelt.evaluate.latency.worker",
-        "transformers.modeling_utils",
-        "transformers.tokenization_utils_base",
-    ),
+    *("smelt.evaluate.latency.worker", "transformers.modeling_utils", "transformers.tokenization_utils_base"),
 ]
 _MAX_MESSAGE_BYTES = 1 << 20
 

@@ -29,11 +29,7 @@ class Service:
     process: subprocess.Popen[str]
 
     def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes | str | None = None,
-        headers: dict[str, str] | None = None,
+        self, method: str, path: str, body: bytes | str | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)

@@ -24,11 +24,7 @@ CASES = {
     "begin": {"max_new_tokens": 4, "begin_suppress_tokens": [3, 5]},
     "forced last": {"max_new_tokens": 4, "forced_eos_token_id": [6, 2], "min_length": 9},
     "forced and suppressed": {"max_new_tokens": 4, "forced_eos_token_id": [6, 2], "suppress_tokens": [2]},
-    "one token, first and last": {
-        "max_new_tokens": 1,
-        "forced_bos_token_id": 7,
-        "forced_eos_token_id": [2],
-    },
+    "one token, first and last": {"max_new_tokens": 1, "forced_bos_token_id": 7, "forced_eos_token_id": [2]},
     "texts": {"max_new_tokens": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "beams": {"max_new_tokens": 4, "num_beams": 3, "length_penalty": 0.6, "early_stopping": True},
     "beams, never": {

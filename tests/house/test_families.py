@@ -36,13 +36,6 @@ def test_no_family_is_named_outside_of_its_file() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_the_check_finds_a_name_and_leaves_words_alone() -> None:
-    assert named('"""Marian and t5."""\nif kind == "t5":\n    pass') == ["line 2: 't5'"]
-    assert named('kind in ("bert", "llama", "other")') == ["line 1: 'bert'", "line 1: 'llama'"]
-    assert named('("min", "opt", "max")') == []
-    assert named('("min", "opt")') == ["line 1: 'opt'"]
-
-
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_stands_in_the_page_of_models(name: str) -> None:
     page = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 import every_family
 import pytest
 import torch
-from every_family import TEXT_FAMILIES
+from every_family import DISTINCT_FAMILIES
 
 from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.calibration.sequential import PrefixCachedModel
@@ -40,7 +40,7 @@ def equal(found, wanted):
     return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_it_gives_what_whole_runs_give_wherever_something_changes(family, tmp_path):
     model = tiny_model(family)
     rows, blocks = rows_for(model), blocks_of(model)

@@ -4,7 +4,7 @@ import every_family
 import harness
 import pytest
 import torch
-from every_family import TEXT_FAMILIES
+from every_family import DISTINCT_FAMILIES
 from expected_errors import raises_code
 
 from smelt.calibration.samples import CalibrationSamples
@@ -65,7 +65,7 @@ def seen(model, rows, tmp_path, change=lambda step: None, found=None, **settings
     return found
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_blocks_are_fed_what_they_are_fed_in_the_whole_model(family, tmp_path):
     model, _ = load_model(every_family.model_with_layers(family, 3))
     rows = rows_for(model)

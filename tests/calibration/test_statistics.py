@@ -1,13 +1,10 @@
 """Statistics of inputs against the same sums written out in numpy."""
 
-from functools import partial
-
 import every_family
 import harness
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from smelt.calibration import statistics
 from smelt.calibration.samples import CalibrationSamples, observe_inputs
@@ -87,30 +84,6 @@ def test_statistics_are_the_sums_of_the_formulas(limit, model, rows, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def flattened(inner, attention_output):
-    return inner(attention_output.flatten(0, 1)).view(attention_output.shape)
-
-
-def test_padding_is_left_out_of_states_that_are_flattened(model, rows, tmp_path):
-    """A part that reads [B L, K], as OPT's feed-forward does, gets the same tokens as one of [B, L, K]."""
-    batch = {name: value.clone() for name, value in rows.batches[1].items()}
-    batch["attention_mask"][0, 4:] = 0
-    batch["attention_mask"][2, 2:] = 0
-    padded = CalibrationSamples("made", [batch], 3, 13)
-    layer = model.bert.encoder.layer[0]
-    layers = {"fc1": [layer.intermediate.dense], "fc2": [layer.output.dense]}
-    plain = inputs_of(model, padded, layers, tmp_path)
-    inner = layer.feed_forward_chunk
-    layer.feed_forward_chunk = partial(flattened, inner)
-    try:
-        flat = inputs_of(model, padded, layers, tmp_path)
-    finally:
-        layer.feed_forward_chunk = inner
-    for name in layers:
-        assert len(flat[name]) == 13
-        np.testing.assert_allclose(flat[name], plain[name], atol=1e-6)
-
-
 @torch.no_grad()
 def test_statistics_of_a_padded_batch_of_opt_are_those_of_its_texts_one_by_one(tmp_path):
     """Its blocks flatten their states to [B L, K] before fc1 and give them their shape again behind fc2."""
@@ -159,13 +132,6 @@ def test_a_sum_of_many_small_values_keeps_them(tmp_path):
     assert float(found.second_moment) == 1e8 + 1000
 
 
-def test_nothing_was_seen(tmp_path):
-    found = empty_statistics(3, second=True)
-    found.update(torch.empty(0, 3))
-    assert found.tokens == 0
-    assert found.magnitudes.tolist() == [0, 0, 0]
-
-
 def test_threads_of_the_context_are_taken(model, rows, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(statistics, "observe_inputs", lambda *_: seen.append(torch.get_num_threads()))
@@ -174,9 +140,3 @@ def test_threads_of_the_context_are_taken(model, rows, tmp_path, monkeypatch):
         pass
     assert seen == [3]
     assert torch.get_num_threads() == before
-
-
-def test_width_is_that_of_what_a_layer_is_fed():
-    from smelt.models.layers import LowRankLinear
-
-    assert statistics.input_width(nn.Linear(3, 5)) == statistics.input_width(LowRankLinear(3, 5, 2)) == 3

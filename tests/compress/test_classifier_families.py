@@ -10,10 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.core.errors import InputError
 from smelt.data.examples import read_split
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
@@ -77,89 +74,6 @@ def test_finetuning_lowers_the_loss_of_each_problem_type(tmp_path, family, probl
     assert torch.equal(plain(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_a_student_with_fewer_layers_learns_from_its_teacher(tmp_path, family, problem):
-    source = make(tmp_path, family, problem)
-    settings = DistillSettings(student={"layers": [1]}, losses={"logits": 1.0, "labels": 0.0}, **SHORT)
-    ctx = context(tmp_path, source)
-    model, _ = run(Distill, settings, source, ctx)
-    assert model.config.num_hidden_layers == 1
-    assert ctx.details["kept_layers"] == [1]
-    layers = model.base_model.transformer.layer if family == "distilbert" else model.base_model.encoder.layer
-    assert len(layers) == 1
-    # the config says it, so transformers alone reads the student
-    plain = AutoModelForSequenceClassification.from_pretrained(ctx.out)
-    ids = torch.tensor([[2, 6, 7, 8, 3]])
-    assert torch.equal(plain(ids).logits, model(ids).logits)
-
-
-def test_a_student_that_equals_its_teacher_stays_where_it_is(tmp_path, family):
-    """Only the teacher counts, so the loss begins at 0; Adam's steps have a size of their own."""
-    source = make(tmp_path, family, MULTI_LABEL)
-    ctx = context(tmp_path, source)
-    settings = DistillSettings(losses={"logits": 1.0, "labels": 0.0}, dropout=0.0, weight_decay=0.0, **SHORT)
-    run(Distill, settings, source, ctx)
-    assert ctx.details["training"]["validation_loss"] == pytest.approx(0, abs=1e-4)
-
-
-@pytest.mark.parametrize("importance", ["taylor", "magnitude"])
-def test_pruned_units_are_gone_and_the_rest_computes_as_with_zeros(tmp_path, family, importance):
-    """Cutting a unit must equal leaving it in place with its outgoing weights at zero."""
-    source = make(tmp_path, family)
-    before, _ = load_model(source.path)
-    ctx = context(tmp_path, source)
-    settings = PruneSettings(
-        targets=["heads", "ffn"],
-        keep_ratio=0.5,
-        importance=importance,
-        calibration_samples=8,
-        reconstruct=False,
-    )
-    model, edits = run(Prune, settings, source, ctx)
-    assert set(ctx.details["kept_heads"].values()) == {2}
-    assert set(ctx.details["kept_neurons"].values()) == {32}
-    setting = "hidden_dim" if family == "distilbert" else "intermediate_size"
-    assert getattr(model.config, setting) == 32
-    assert {edit["op"] for edit in edits} == {"linear", "set"}  # heads; the width stands in the config
-    kept = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, whole in before.named_parameters():
-            part = kept[name]
-            if part.shape == whole.shape or whole.dim() < 2 or part.shape[1] == whole.shape[1]:
-                continue
-            # the columns that stayed are columns of the whole matrix; the others become zeros
-            same = (part.T[:, None, :] == whole.T[None, :, :]).all(dim=2).any(dim=0)
-            assert int(same.sum()) == part.shape[1]
-            whole[:, ~same] = 0
-    ids = torch.tensor([[2, 6, 7, 8, 3], [2, 9, 10, 11, 3]])
-    assert torch.allclose(before(ids).logits, model(ids).logits, atol=1e-5)
-
-
-def test_a_factorized_model_loads_as_it_was_and_keeps_its_classifier_whole(tmp_path, family):
-    source = make(tmp_path, family)
-    ctx = context(tmp_path, source)
-    model, edits = run(Factorize, FactorizeSettings(method="svd", optimize_for="size", rank=8), source, ctx)
-    assert len(edits) == 2 * (4 + 2)
-    base = model.base_model_prefix
-    assert all(edit["module"].startswith(f"{base}.") for edit in edits)
-    assert ctx.details["parameters_after"] < ctx.details["parameters_before"]
-
-
-def test_a_quantized_model_loads_as_it_was(tmp_path, family):
-    from smelt.pipeline.recipe.stages import load_stage
-
-    source = make(tmp_path, family)
-    ctx = context(tmp_path, source)
-    stage = load_stage("quantize")
-    model, edits = run(stage, stage.settings_type(scheme="int8-dynamic"), source, ctx)
-    assert {edit["op"] for edit in edits} == {"quantize"}
-    assert ctx.details["float_linear_layers"] == []
-    assert ctx.details["embeddings"] == 1
-    off = (logits_of(ctx.out) - logits_of(source.path)).abs().mean() / logits_of(source.path).std()
-    assert 0 < off < 0.2
-    assert model.config.id2label == dict(enumerate(classifiers.CLASS_NAMES))
-
-
 def test_a_teacher_of_another_problem_type_is_refused(tmp_path):
     one, other = make(tmp_path / "a", "roberta"), make(tmp_path / "b", "roberta", MULTI_LABEL)
     ctx = context(tmp_path / "a", one)
@@ -167,11 +81,3 @@ def test_a_teacher_of_another_problem_type_is_refused(tmp_path):
     with raises_code("problem-type-mismatch", InputError) as caught:
         Distill()(one, DistillSettings(**SHORT), ctx)
     assert "multi_label_classification" in str(caught.value)
-
-
-def test_layers_have_the_same_word_in_all_families(tmp_path, family):
-    source = make(tmp_path, family)
-    with raises_code("unknown-stack", InputError) as caught:
-        Distill()(source, DistillSettings(student={"encoder_layers": 1}, **SHORT), context(tmp_path, source))
-    assert caught.value.setting == "student.encoder_layers"
-    assert family in str(caught.value)

@@ -12,6 +12,7 @@ import seq2seq
 import tiny
 import torch
 import transformers
+from matrix import matrix_cells
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.distill.settings import DistillSettings
@@ -64,8 +65,9 @@ def run(stage, source, task, out, **more):
     return ctx, load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize("stage", ["prune", "factorize", "finetune", "distill"])
-@pytest.mark.parametrize("family", MADE)
+@pytest.mark.parametrize(
+    ("family", "stage"), matrix_cells(list(MADE), ["prune", "factorize", "finetune", "distill"])
+)
 def test_weights_keep_their_16_bits_and_the_file_does_not_grow(tmp_path, family, stage):
     task, make = MADE[family]
     dtype = torch.bfloat16 if family in ("bert", "llama") else torch.float16

@@ -22,7 +22,7 @@ from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.model_blocks import blocks_of
 
-SOME = ["bert", "gpt2", "marian", "phi3", "qwen3", "t5"]
+SOME = ["gpt2", "phi3", "t5"]
 
 
 @pytest.mark.parametrize("family", SOME)
@@ -146,8 +146,9 @@ def test_pairs_that_are_shared_are_cut_once(tmp_path):
     assert model.get_submodule("model.encoder.layers.1.fc2").in_features == 32
 
 
-@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "binary"])
-@pytest.mark.parametrize("family", ["marian", "t5", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("marian", "int8-dynamic"), ("t5", "int4"), ("qwen3", "binary")]
+)
 def test_codes_are_stored_once(family, scheme, tmp_path):
     source = share_weights(family, tmp_path / "shared")
     options = {} if scheme == "int8-dynamic" else {"group_size": 32}
@@ -181,9 +182,6 @@ def test_quantizing_leaves_a_layer_float_when_one_of_its_names_is_skipped(tmp_pa
     ("family", "scheme", "simplify"),
     [
         ("bert", None, True),
-        ("bert", None, False),
-        ("marian", None, False),
-        ("gpt2", None, True),
         ("phi3", None, False),
         pytest.param("t5", "int8-dynamic", True, marks=needs_vnni),
         ("marian", "int4", False),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smelt.core.messages import escape_controls, find_lone_surrogate, with_article, with_count
+from smelt.core.messages import escape_controls, find_lone_surrogate
 
 pytestmark = pytest.mark.quick
 
@@ -31,14 +31,3 @@ def test_printable_escapes_controls_only(text, shown):
 )
 def test_half_a_pair_is_found(text, half):
     assert find_lone_surrogate(text) == half
-
-
-def test_an_article_is_as_a_word_is_spoken():
-    an = "onnx albert electra Embedding mpnet mbart m2m_100 mt5 xlm nllb fsmt int8 unlimited"
-    assert [with_article(word) for word in an.split()] == [f"an {word}" for word in an.split()]
-    a = "torch tensorrt bert roberta marian modernbert mistral llama gpt2 unigram uint8 unet hubert None"
-    assert [with_article(word) for word in a.split()] == [f"a {word}" for word in a.split()]
-
-
-def test_one_of_a_thing_has_no_s():
-    assert [with_count(n, "text") for n in (0, 1, 2, 4321)] == ["0 texts", "1 text", "2 texts", "4,321 texts"]

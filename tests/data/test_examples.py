@@ -74,11 +74,6 @@ def test_all_references_are_kept(tmp_path):
     assert _read(path).examples[0].references == ("eine Katze", "ein Kater")
 
 
-def test_columns_are_settings(tmp_path):
-    path = _write(tmp_path / "a.csv", "en,de\na,b\n")
-    assert _read(path, columns=Columns(source="en", target="de")).examples[0].text == "a"
-
-
 def test_equal_rows_have_equal_fingerprints_wherever_they_lie(tmp_path):
     one = _write(tmp_path / "a.jsonl", json.dumps(ROW))
     two = _write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n")
@@ -87,11 +82,6 @@ def test_equal_rows_have_equal_fingerprints_wherever_they_lie(tmp_path):
         _read(_write(tmp_path / "c.jsonl", json.dumps({**ROW, "source": "x"}))).fingerprint
         != _read(two).fingerprint
     )
-
-
-def test_label_may_be_number_or_name(tmp_path):
-    path = _write(tmp_path / "a.jsonl", '{"text": "good", "label": 1}\n{"text": "bad", "label": "neg"}')
-    assert [e.label for e in _read(path, "text-classification").examples] == [1, "neg"]
 
 
 def test_labels_may_be_lists_or_decimal_numbers_too(tmp_path):
@@ -115,13 +105,6 @@ def test_what_is_no_label_is_refused(tmp_path, label):
     with raises_code("wrong-column-type", InputError) as caught:
         _read(path, "text-classification")
     assert all(part in str(caught.value) for part in ("a.jsonl:1:", "'label'"))
-
-
-def test_how_truth_is_written_as_a_label_is_said(tmp_path):
-    path = _write(tmp_path / "a.jsonl", '{"text": "a", "label": true}')
-    with raises_code("wrong-column-type", InputError) as raised:
-        _read(path, "text-classification")
-    assert "1 and 0" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,6 @@ def test_a_config_that_contradicts_itself_is_refused(config, code):
         problem_type(config)
 
 
-def test_the_nearest_problem_type_is_proposed():
-    with raises_code("unknown-problem-type", InputError) as caught:
-        problem_type({"problem_type": "regresion"})
-    assert all(part in str(caught.value) for part in ("'regresion'", "'regression'"))
-
-
 def test_a_new_classifier_gets_the_names_of_the_data():
     assert infer_label_names(["b", "a", "b"], SINGLE_LABEL) == ["a", "b"]
     assert infer_label_names([10, 2, 0], SINGLE_LABEL) == ["0", "2", "10"]

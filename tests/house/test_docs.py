@@ -211,31 +211,3 @@ def all_settings(base: type[Settings]) -> Iterator[type[Settings]]:
 @pytest.mark.parametrize("name", settings_tables.TABLES)
 def test_every_setting_has_a_description(name: str) -> None:
     assert [path for path, setting, _ in settings_tables.rows(name) if not setting.description] == []
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["rnu", "recipe.yaml"], ["run", "--no-such-option", "recipe.yaml"], ["run", "a.yaml", "b.yaml"]],
-)
-def test_command_check_finds_a_mistake(arguments: list[str]) -> None:
-    with pytest.raises(click.UsageError):
-        check_command(arguments)
-
-
-def test_command_lines_reads_continued_and_commented_lines() -> None:
-    text = "```bash\n# first\n$ smelt run a.yaml \\\n  --limit 8   # few rows\n```\n```yaml\nsmelt: no\n```\n"
-    assert smelt_arguments(text) == [["run", "a.yaml", "--limit", "8"]]
-
-
-def test_relative_links_leaves_out_addresses_anchors_and_code() -> None:
-    text = "[a](x.md#part) ![b](images/p.png) [c](https://e.org) [d](#here)\n```\n[e](no.md)\n```\n"
-    assert list(relative_links(text)) == ["x.md", "images/p.png"]
-
-
-def test_anchors_are_spelled_as_github_spells_them() -> None:
-    text = "# `int8`: a b, c\n## [One](x.md) two\n## one two\n```\n# no\n```\n"
-    assert anchors(text) == {"int8-a-b-c", "one-two", "one-two-1"}
-    links = "[a](#here) [b](other.md#there) [c](https://e.org#no) [d](plain.md)"
-    assert list(anchored_links(links, ROOT / "x.md")) == [
-        (ROOT / "x.md", "here"), (ROOT / "other.md", "there"),
-    ]  # fmt: skip

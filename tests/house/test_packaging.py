@@ -3,7 +3,6 @@
 A file that setup.py leaves out works in an editable install and is missing there.
 """
 
-import ast
 import re
 import shutil
 import subprocess
@@ -103,29 +102,3 @@ def test_no_conftest_or_init_where_it_would_shadow_other_packages() -> None:
     forbidden = [ROOT / "conftest.py", *(ROOT / "tests").rglob("conftest.py")]
     forbidden += (ROOT / "tests").rglob("__init__.py")
     assert [path for path in forbidden if path.exists()] == []
-
-
-def test_imported_packages_are_declared() -> None:
-    extras = PROJECT["project"]["optional-dependencies"]
-    declared = requirement_names(PROJECT["project"]["dependencies"])
-    for lines in extras.values():
-        declared |= requirement_names(lines)
-    missing = {}
-    for path in source_files():
-        if path.suffix == ".py":
-            undeclared = third_party(ast.parse(path.read_text(encoding="utf-8"))) - declared
-            missing.update(dict.fromkeys(undeclared, str(path.relative_to(ROOT))))
-    assert missing == {}
-
-
-def third_party(tree: ast.AST) -> set[str]:
-    """Names of the distributions that a module imports from; pydantic_core is one with pydantic."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names.add(node.module.split(".")[0])
-    names -= {*sys.stdlib_module_names, "smelt", "pydantic_core"}
-    renamed = {"yaml": "pyyaml", "sklearn": "scikit-learn", "PIL": "pillow"}
-    return {canonical(renamed.get(name, name)) for name in names}

@@ -56,16 +56,6 @@ def test_a_scheme_is_named_in_its_own_file_alone() -> None:
     assert {name: others for name, others in found.items() if others - TYPES.get(name, set())} == {}
 
 
-@pytest.mark.parametrize("text", ['x = "int4"', "if scheme == 'binary': pass"])
-def test_the_check_of_names_finds_one(text: str) -> None:
-    assert list(named(text))
-
-
-@pytest.mark.parametrize("text", ['"""About int4."""', 'x = "int8"', 'x = "binary_cross_entropy"'])
-def test_the_check_of_names_leaves_other_words_alone(text: str) -> None:
-    assert not list(named(text))
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_page_has_a_row_and_a_section_for_every_scheme(name: str) -> None:
     row = rows(PAGE, "scheme")[name]

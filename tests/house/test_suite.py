@@ -1,6 +1,5 @@
 """The tests' own machinery: order, the quick part, short failures, the harness, matrices, shared folders."""
 
-import ast
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,20 +24,6 @@ def test_the_longest_files_exist_and_begin_first(pytestconfig: pytest.Config) ->
     pytest_smelt.pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == [names[i] for i in (2, 1, 5, 3, 4, 0)]
     assert not getattr(pytestconfig.option, "loadscopereorder", False)
-
-
-def called(text: str) -> set[str]:
-    """The functions that a source calls by a bare name."""
-    nodes = ast.walk(ast.parse(text))
-    return {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-
-
-def test_contexts_and_command_lines_are_made_by_the_harness() -> None:
-    """`harness.context`, `harness.run` and `harness.smelt` know what else must hold."""
-    assert called("x = Context(a)\ny.z()") == {"Context"}
-    found = {path.relative_to(TESTS).as_posix(): called(path.read_text(encoding="utf-8")) for path in FILES}
-    others = {name: made & {"Context", "CliRunner"} for name, made in found.items()}
-    assert {name: made for name, made in others.items() if made} == {}, "use tests/support/harness.py"
 
 
 def test_the_command_line_may_not_end_as_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:

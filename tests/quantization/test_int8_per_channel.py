@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import schemes
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 from onnxruntime.quantization.quant_utils import quantize_data
-from ort_sessions import needs_vnni, ort_session
+from ort_sessions import needs_vnni
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +16,7 @@ from smelt.export.graphs.export_graph import export_graph
 from smelt.export.parity.dequantized_copy import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.layers import concat_quantized
-from smelt.quantization.schemes.registry import SCHEMES, find_scheme, is_row_independent
+from smelt.quantization.schemes.registry import find_scheme, is_row_independent
 
 WHOLE = {"granularity": "tensor"}
 # the operator of a product, and which of its inputs holds the scales of the weights
@@ -58,25 +58,6 @@ def test_no_row_is_decided_alone_where_all_have_one_scale(scheme):
     assert is_row_independent(found, 48, {"granularity": "channel"})
     assert not is_row_independent(found, 48, WHOLE)
     assert not schemes.rounded_matrix(scheme, torch.randn(3, 4), **WHOLE).is_row_independent()
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_equals_dynamic_quantize_matmul_with_one_scale(bias):
-    torch.manual_seed(0)
-    found = quantize_module(nn.Linear(48, 40, bias=bias), "int8-dynamic", WHOLE)
-    x = torch.randn(3, 5, 48)
-    constants = [
-        numpy_helper.from_array(np.ascontiguousarray(found.matrix.codes.numpy().T), "b"),
-        numpy_helper.from_array(found.matrix.scales[0].numpy(), "s"),
-    ]
-    names = ["x", "b", "s"]
-    if bias:
-        constants.append(numpy_helper.from_array(found.bias.detach().numpy(), "c"))
-        names += ["", "c"]
-    node = helper.make_node("DynamicQuantizeMatMul", names, ["y"], domain="com.microsoft")
-    session = ort_session([node], [("x", TensorProto.FLOAT)], [("y", TensorProto.FLOAT)], constants)
-    expected = session.run(None, {"x": x.numpy()})[0]
-    assert np.abs(found(x).detach().numpy() - expected).max() < 1e-6
 
 
 def scales_in(graph, scheme):
@@ -167,8 +148,3 @@ def test_for_others_a_scale_is_said_for_every_channel(target):
     shapes = {tensor.name: list(tensor.dims) for tensor in made.graph.initializer}
     given = [n.input[1] for n in made.graph.node if n.op_type == "DequantizeLinear"]
     assert [40] in [shapes.get(name) for name in given]
-
-
-def test_other_schemes_of_rows_have_no_such_option():
-    whole = [name for name, one in SCHEMES.items() if any(o.allows("tensor") for o in one.option_specs)]
-    assert whole == list(PRODUCTS)

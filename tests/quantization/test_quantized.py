@@ -11,7 +11,6 @@ from smelt.quantization.layers import (
     QuantizedLinear,
     concat_quantized,
     empty_quantized,
-    layer_scheme,
     quantized_bytes,
     quantized_dtypes,
 )
@@ -43,12 +42,6 @@ def test_unknown_scheme_and_module_are_refused():
     with raises_code("unsupported-layer", InputError) as caught:
         empty_quantized(nn.LayerNorm(2), "int8-dynamic", {})
     assert "LayerNorm" in str(caught.value)
-
-
-def test_scheme_of_tells_quantized_layers_from_others():
-    quantized = empty_quantized(nn.Linear(2, 2), "int8-dynamic", {"granularity": "channel"})
-    assert layer_scheme(quantized) == "int8-dynamic"
-    assert layer_scheme(nn.Linear(2, 2)) is None
 
 
 def test_what_was_computed_from_codes_is_forgotten_with_them():

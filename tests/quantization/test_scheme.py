@@ -1,7 +1,5 @@
 """What every scheme promises, whatever its codes are: a new one is tested by its line in the registry."""
 
-import inspect
-
 import numpy as np
 import pytest
 import schemes
@@ -10,13 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
-from smelt.export.generation_graph.step_model import _VOCABULARY_AXES as BY_WORD
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
 from smelt.export.parity.dequantized_copy import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.layers import concat_quantized
-from smelt.quantization.scheme import EXPORT_TARGETS, GRAPH_TARGETS, Scheme
+from smelt.quantization.scheme import GRAPH_TARGETS
 from smelt.quantization.schemes.registry import (
     SCHEMES,
     bits_per_weight,
@@ -27,7 +24,6 @@ from smelt.quantization.schemes.registry import (
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 
 EACH = pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)
-NAMES = pytest.mark.parametrize("scheme", SCHEMES)
 TABLES = [case for case in schemes.SCHEME_CASES if SCHEMES[case[0]].supports_embeddings]
 
 
@@ -36,26 +32,6 @@ def weights(rows=6, width=200):
     weight = torch.randn(rows, width)
     weight[2] = 0
     return weight
-
-
-@NAMES
-def test_a_scheme_says_all_that_is_asked_of_it(scheme):
-    found = SCHEMES[scheme]
-    for name in Scheme.__annotations__:
-        assert getattr(found, name) is not None
-    empty = [
-        name
-        for name, method in inspect.getmembers(Scheme, inspect.isfunction)
-        if not name.startswith("_") and "return" not in inspect.getsource(method).rpartition('"""')[2]
-    ]
-    assert {"compute_qparams", "pack", "linear", "emit_linear"} <= set(empty)
-    assert [n for n in empty if getattr(type(found), n) is getattr(Scheme, n)] == []
-
-
-@NAMES
-def test_what_a_scheme_refuses_is_a_target_and_one_is_left_if_it_makes_graphs(scheme):
-    assert set(SCHEMES[scheme].unsupported_targets) <= set(EXPORT_TARGETS)
-    assert bool(supported_targets([SCHEMES[scheme]])) == bool(SCHEMES[scheme].operators)
 
 
 @EACH
@@ -76,18 +52,6 @@ def test_ends_are_the_outermost_values_in_scales(scheme, options):
     there = (scales != 0).expand_as(values)
     expected = torch.cat([low, high], dim=-1).repeat(1, 1, size // 2) * scales
     assert values[there].allclose(expected[there])
-
-
-@NAMES
-def test_a_scheme_that_cannot_code_tables_names_one_that_can(scheme):
-    found = SCHEMES[scheme]
-    assert found.supports_embeddings or SCHEMES[found.embedding_scheme].supports_embeddings
-
-
-@NAMES
-def test_a_scheme_says_whether_a_shortlist_restricts_its_output_layer(scheme):
-    found = SCHEMES[scheme]
-    assert found.supports_shortlist == (not found.operators or bool(set(found.operators) & set(BY_WORD)))
 
 
 @EACH

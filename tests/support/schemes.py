@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matrix import is_full_matrix
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
@@ -83,10 +84,18 @@ def matmul_nbits(layer: QuantizedLinear, x: torch.Tensor, bits: int = 4) -> NDAr
 
 
 def scheme_options(scheme: Scheme) -> Iterator[dict[str, Any]]:
-    """Yield all options that a scheme can be given."""
+    """Yield options that a scheme can be given; all of them with SMELT_MATRIX=all."""
     names = [option.name for option in scheme.option_specs]
-    for values in itertools.product(*(option.allowed for option in scheme.option_specs)):
-        yield dict(zip(names, values, strict=True))
+    allowed = [option.allowed for option in scheme.option_specs]
+    if is_full_matrix():
+        for values in itertools.product(*allowed):
+            yield dict(zip(names, values, strict=True))
+        return
+    for at in range(max(map(len, allowed), default=1)):  # each value of each option at least once
+        yield {
+            name: values[(at + at // len(values)) % len(values)]
+            for name, values in zip(names, allowed, strict=True)
+        }
 
 
 class PerTensor(Int8Dynamic):

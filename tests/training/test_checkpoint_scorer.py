@@ -152,7 +152,7 @@ score: {{latency: false}}
 """
 
 
-@pytest.mark.parametrize(("task", "metric"), [("translation", "chrf"), (TASK, "f1")])
+@pytest.mark.parametrize(("task", "metric"), [("translation", "chrf")])
 def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, monkeypatch, task, metric):
     scored, real = [], Scorer.score
 

@@ -1,7 +1,5 @@
 """Learning rates that nobody said: by family, by width, by what trains."""
 
-import dataclasses
-
 import harness
 import pytest
 import tiny
@@ -13,7 +11,6 @@ from smelt.compress.drop_layers.stage import DropLayers
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.models.families.registry import FAMILIES
 from smelt.training.settings import default_learning_rate
 
 SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "num_evals": 0}
@@ -51,12 +48,6 @@ def rows(tmp_path):
 )
 def test_a_rate_is_that_of_family_width_and_what_trains(config, what, rate):
     assert default_learning_rate(config, what) == pytest.approx(rate)
-
-
-def test_every_family_has_a_rate_of_a_model_that_exists():
-    for family in FAMILIES.values():
-        assert 1e-5 <= family.learning_rate.peak <= 5e-4
-        assert family.learning_rate.hidden_size in (None, 512, 768, 1024, 4096)
 
 
 def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
@@ -101,24 +92,3 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
     )
     assert rate(Distill(), DistillSettings(**SHORT), cut.out, "taught") == 1e-3
     assert rate(Finetune(), FinetuneSettings(**SHORT), cut.out, "tuned") == 1e-3
-
-
-def test_only_what_the_step_goes_on_from_counts(tmp_path):
-    """A student that is another model is no reason where it merely teaches."""
-    from smelt.training.settings import _untouched_config
-
-    root = tiny.as_artifact(tiny.write_marian(tmp_path / "model"))
-
-    def made(key, parent, settings):
-        fields = {"key": key * 64, "parent": parent, "settings": settings}
-        return dataclasses.replace(root, manifest=root.manifest.model_copy(update=fields))
-
-    other = made("1", root.key, {"student": {"model": "x"}})
-    behind, beside = made("2", "1" * 64, {}), made("3", root.key, {"student": None})
-    ctx = harness.make_context(
-        tmp_path / "out", ancestors={"model": root, "other": other, "b": behind, "c": beside}
-    )
-    assert _untouched_config(other, ctx) == _untouched_config(behind, ctx) == {}
-    assert (
-        _untouched_config(beside, ctx)["model_type"] == _untouched_config(root, ctx)["model_type"] == "marian"
-    )

@@ -6,7 +6,7 @@ import harness
 import pytest
 import tiny
 import torch
-from every_family import TEXT_FAMILIES
+from every_family import DISTINCT_FAMILIES
 from expected_errors import raises_code
 from safetensors.torch import load_file
 
@@ -47,7 +47,7 @@ def changed(before, after):
     return found
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothing(family):
     model, _ = load_model(every_family.model_with_layers(family, 2))
     names, before = [name for name, _ in model.named_parameters()], harness.logits(model)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.training.extension import LossTerm, count_batch_items, mean_loss, term_values, total_loss
+from smelt.training.extension import LossTerm, count_batch_items, mean_loss, total_loss
 from smelt.training.losses import multi_label_loss, token_loss
 from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
@@ -90,11 +90,6 @@ def test_the_validation_loss_is_the_same_for_every_make_up_of_batches():
     assert found[0] == pytest.approx(found[1])
     assert found[0] == pytest.approx(float(total_loss(objective(model, one[0])).detach()))
     assert count_batch_items(one[0]) == {"labels": 9, "inputs": 10}
-
-
-def test_a_bare_mean_is_a_loss_without_parts():
-    assert term_values({"loss": LossTerm(torch.tensor(2.0))}) == {"loss": (2.0, "labels")}
-    assert float(total_loss(torch.tensor(3.0))) == 3.0
 
 
 def test_the_parts_of_the_fused_loss_add_up_and_the_reverse_divergence_is_torchs():

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import math
 import re
 from dataclasses import replace
@@ -10,13 +9,11 @@ from dataclasses import replace
 import causal
 import harness
 import pytest
-import sentencepiece
+import tiny
 import torch
 from expected_errors import raises_code
-from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import warning
 from smelt.data.examples import read_split
@@ -30,25 +27,6 @@ from smelt.training.train import train
 from smelt.training.trainer import run_training
 from smelt.training.training_state import pick_precision
 
-WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
-GERMAN = dict(zip(WORDS, ["gut", "schlecht", "rot", "blau", "hund", "katze"], strict=True))
-
-
-def artifact(path, task):
-    return Artifact(
-        path,
-        Manifest(
-            key="0" * 64,
-            format="torch",
-            task=task,
-            stage="model",
-            settings={},
-            seed=0,
-            parent=None,
-            versions={},
-        ),
-    )
-
 
 def context(tmp_path, task, data, **more):
     out = tmp_path / "work" / "out"
@@ -57,87 +35,15 @@ def context(tmp_path, task, data, **more):
 
 @pytest.fixture
 def classifier(tmp_path):
-    folder = tmp_path / "bert"
-    folder.mkdir()
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    (folder / "vocab.txt").write_text("\n".join(vocabulary))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 16})
-    )
-    config = BertConfig(
-        vocab_size=11,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=16,
-        id2label={0: "neg", 1: "pos"},
-        label2id={"neg": 0, "pos": 1},
-    )
-    torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(folder)
-    return artifact(folder, "text-classification")
-
-
-@pytest.fixture
-def translator(tmp_path):
-    folder = tmp_path / "marian"
-    folder.mkdir()
-    for side, words in (("source", WORDS), ("target", list(GERMAN.values()))):
-        corpus = iter([f"{a} {b}" for a in words for b in words])
-        with (folder / f"{side}.spm").open("wb") as stream:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=corpus,
-                model_writer=stream,
-                vocab_size=40,
-                hard_vocab_limit=False,
-                minloglevel=2,
-            )
-    pieces = set()
-    for side in ("source", "target"):
-        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{side}.spm"))
-        pieces |= {model.id_to_piece(i) for i in range(model.get_piece_size())}
-    names = ["</s>", "<unk>", *sorted(pieces - {"</s>", "<unk>", "<s>"}), "<pad>"]
-    (folder / "vocab.json").write_text(json.dumps({n: i for i, n in enumerate(names)}))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "MarianTokenizer",
-                "source_lang": "en",
-                "target_lang": "de",
-                "model_max_length": 16,
-            }
-        )
-    )
-    pad = len(names) - 1
-    config = MarianConfig(
-        vocab_size=len(names),
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_position_embeddings=16,
-        pad_token_id=pad,
-        decoder_start_token_id=pad,
-        eos_token_id=0,
-        forced_eos_token_id=0,
-    )
-    torch.manual_seed(0)
-    MarianMTModel(config).save_pretrained(folder)
-    return artifact(folder, "translation")
+    labels = {"neg": 0, "pos": 1}
+    folder = tiny.write_bert(tmp_path / "bert", id2label={i: n for n, i in labels.items()}, label2id=labels)
+    return tiny.as_artifact(folder, "text-classification")
 
 
 def sentiment(count):
     return Split(
-        "x", tuple(Example(f"{w} dog", label=y) for w, y in [("good", "pos"), ("bad", "neg")] * count)
+        "x", tuple(Example(f"{w} dogs", label=y) for w, y in [("red", "pos"), ("old", "neg")] * count)
     )
-
-
-def pairs():
-    return Split("x", tuple(Example(f"{a} {b}", (f"{GERMAN[a]} {GERMAN[b]}",)) for a in WORDS for b in WORDS))
 
 
 def test_finetune_learns_labels_and_leaves_nothing_behind(classifier, tmp_path):
@@ -162,8 +68,9 @@ def test_finetune_learns_labels_and_leaves_nothing_behind(classifier, tmp_path):
     assert model.config.num_labels == 2
 
 
-def test_marian_start_row_and_positions_stay_while_the_rest_moves(translator, tmp_path):
-    ctx = context(tmp_path, "translation", {"train": pairs()})
+def test_marian_start_row_and_positions_stay_while_the_rest_moves(tmp_path):
+    translator = tiny.as_artifact(tiny.write_marian(tmp_path / "marian"))
+    ctx = context(tmp_path, "translation", {"train": tiny.read_pairs(tmp_path)})
     before, _ = load_model(translator.path)
     pad = before.config.pad_token_id
     assert before.model.shared.weight[pad].abs().max() == 0
@@ -197,7 +104,7 @@ def test_training_rows_that_teach_the_opposite_leave_the_model_as_it_came(classi
 
 def test_validation_rows_are_spread_over_the_file_and_drawn_by_the_seed(classifier, tmp_path, monkeypatch):
     # a file that is sorted by its labels: the head of it holds one class only
-    rows = [Example(f"{word} dog", label=label) for word, label in [("good", "pos"), ("bad", "neg")] * 50]
+    rows = [Example(f"{word} dogs", label=label) for word, label in [("red", "pos"), ("old", "neg")] * 50]
     rows.sort(key=lambda e: e.label)
     seen = []
     monkeypatch.setattr(
@@ -215,7 +122,7 @@ def test_validation_rows_are_spread_over_the_file_and_drawn_by_the_seed(classifi
 def test_validation_rows_of_a_language_model_are_windows_from_all_of_the_text(tmp_path, monkeypatch):
     text = causal.write_lines(tmp_path / "text.txt", 12)
     split = read_split(str(text), "language-modeling", Columns(), tmp_path)
-    source = artifact(causal.write_model(tmp_path / "model", "gpt2"), "language-modeling")
+    source = tiny.as_artifact(causal.write_model(tmp_path / "model", "gpt2"), "language-modeling")
     model, seen = load_model(source.path)[0], []
     monkeypatch.setattr(
         training_loop, "run_training", lambda model, rows, validation, **more: seen.append((rows, validation))
@@ -296,12 +203,12 @@ def test_dropout_and_attention_are_restored(classifier, tmp_path):
 
 
 def test_cut_rows_are_counted(classifier, tmp_path):
-    long = Split("x", (*sentiment(2).examples, Example("dog " * 40, label="pos")))
+    long = Split("x", (*sentiment(2).examples, Example("dogs " * 40, label="pos")))
     ctx = context(tmp_path, "text-classification", {"train": long})
     Finetune()(classifier, FinetuneSettings(max_steps=1, precision="fp32"), ctx)
     (message,) = ctx.warnings
     assert message.code == "truncated-texts"
-    assert re.findall(r"\d+", message.message) == ["1", "5", "16"]
+    assert re.findall(r"\d+", message.message) == ["1", "5", "32"]
     other = warning("else", "else")
     assert sort_warnings([message, other]) == [other, message]  # a report knows this code
 

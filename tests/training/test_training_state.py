@@ -19,16 +19,8 @@ CPU = torch.device("cpu")
 # each family with its own rates set apart, so that one which is left as it was is seen
 MADE = {
     "marian": lambda f: tiny.write_marian(f, dropout=0.11, attention_dropout=0.12, activation_dropout=0.13),
-    "bart": lambda f: seq2seq.write_bart(f, dropout=0.11, attention_dropout=0.12, activation_dropout=0.13),
-    "mbart": lambda f: seq2seq.write_bart(
-        f, kind="mbart", dropout=0.11, attention_dropout=0.12, activation_dropout=0.13
-    ),
     "t5": lambda f: seq2seq.write_t5(f, dropout_rate=0.11),
-    "t5-gated": lambda f: seq2seq.write_t5(f, gated=True, dropout_rate=0.11),
     "bert": lambda f: tiny.write_bert(
-        f, hidden_dropout_prob=0.11, attention_probs_dropout_prob=0.12, classifier_dropout=0.13
-    ),
-    "roberta": lambda f: classifiers.roberta(
         f, hidden_dropout_prob=0.11, attention_probs_dropout_prob=0.12, classifier_dropout=0.13
     ),
     "distilbert": lambda f: classifiers.distilbert(
@@ -36,7 +28,6 @@ MADE = {
     ),
     "gpt2": lambda f: causal.write_model(f, "gpt2", resid_pdrop=0.11, embd_pdrop=0.12, attn_pdrop=0.13),
     "llama": lambda f: causal.write_model(f, "llama", attention_dropout=0.11),
-    "qwen2": lambda f: causal.write_model(f, "qwen2", attention_dropout=0.11),
 }
 
 

@@ -9,13 +9,12 @@ import causal
 import embedders
 import harness
 import images
-import numpy as np
 import pytest
 import tiny
 import torch
 from expected_errors import raises_code
 
-from smelt.compress.distill import logit_cache, teachers
+from smelt.compress.distill import logit_cache
 from smelt.compress.distill import logit_cache as cached_teacher
 from smelt.compress.distill.logit_cache import teacher_inputs_fingerprint
 from smelt.compress.distill.objective import distill_objective, make_cached_teacher
@@ -174,27 +173,6 @@ def test_the_teacher_reads_each_row_once_and_nothing_in_a_later_recipe(tmp_path,
     assert len(runs) == 2
 
 
-def test_a_live_teacher_is_not_run_where_its_answers_are_kept(tmp_path, shop, monkeypatch):
-    """Also not by the loss: what is counted here are forwards of the model itself."""
-    rows, calls = rows_of("translation", tmp_path), []
-    source = tiny.write_marian(tmp_path / "model")
-    of_step = teachers._teacher_of_step
-
-    def listened(name, ctx):
-        teacher = of_step(name, ctx)
-        teacher.model.register_forward_hook(lambda *_: calls.append(1))
-        return teacher
-
-    monkeypatch.setattr(teachers, "_teacher_of_step", listened)
-    settings = settings_of(8, "translation", epochs=2, student={"decoder_layers": 1})
-    for name, expected in (("a", 1), ("b", 0)):  # all rows are one batch of the teacher
-        calls.clear()
-        harness.run_stage(
-            Distill(), settings, source, tmp_path / name / "out", data=rows, cached_files=shop.cached_files
-        )
-        assert len(calls) == expected
-
-
 def test_a_damaged_file_is_made_again(tmp_path, shop, lines):
     rows = rows_of("translation", tmp_path)
     source = tiny.write_marian(tmp_path / "model")
@@ -255,15 +233,3 @@ def test_what_would_save_nothing_is_refused(tmp_path, losses):
     settings = DistillSettings.model_validate({"losses": losses, "cache_logits": {}})
     (found,) = Distill.check_rows(settings, "translation", {})
     assert (found.setting, found.code) == ("cache_logits", "nothing-to-store")
-
-
-def test_the_arrays_are_plain_files_of_numpy(tmp_path, shop):
-    rows = rows_of("translation", tmp_path)
-    settings = settings_of(8, "translation", max_steps=1)
-    source = tiny.write_marian(tmp_path / "m")
-    harness.run_stage(
-        Distill(), settings, source, tmp_path / "o/out", data=rows, cached_files=shop.cached_files
-    )
-    (folder,) = (tmp_path / "store" / "kept").iterdir()
-    kinds = {path.name: np.load(path, allow_pickle=False).dtype.str for path in folder.glob("*.npy")}
-    assert kinds == {"values.npy": "<f2", "ids.npy": "<u2", "rest.npy": "<f4"}

@@ -3,13 +3,13 @@
 import every_family
 import pytest
 import torch
-from every_family import TEXT_FAMILIES
+from every_family import DISTINCT_FAMILIES
 
 from smelt.compress.distill.capture import CapturedTensors, CaptureRequest, capture_tensors
 from smelt.models.checkpoint import load_model
 from smelt.models.families.model_blocks import blocks_of, model_attentions
 
-SCORED = [name for name in TEXT_FAMILIES if name != "mpnet"]  # which makes them inside of its forward
+SCORED = [name for name in DISTINCT_FAMILIES if name != "mpnet"]  # which makes them inside of its forward
 
 
 def batch(model):
@@ -40,7 +40,7 @@ def hooks(model):
     return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_states_are_those_of_transformers(family):
     model, _ = load_model(every_family.model_with_layers(family, 2))
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_softmax_of_the_scores_is_the_attention_of_transformers(family):
         torch.testing.assert_close(weighed, out.cross_attentions[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_products_are_what_the_layers_of_query_key_and_value_give(family):
     model, _ = load_model(every_family.model_with_layers(family, 2))
     read, wanted = CapturedTensors(), everything(model)

@@ -13,8 +13,10 @@ from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import family_of
 
 
-@pytest.mark.parametrize("family", ["marian", "t5", "modernbert", "llama"])
-@pytest.mark.parametrize("what", [None, ["attention", "ffn"]])
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [("marian", None), ("t5", ["attention", "ffn"]), ("modernbert", None), ("llama", ["attention", "ffn"])],
+)
 def test_they_are_those_of_whole_runs(what, family, tmp_path, monkeypatch):
     losses, real, source = [], PrefixCachedModel.resume_each, every_family.model_with_layers(family, 3)
 

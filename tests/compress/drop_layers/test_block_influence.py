@@ -5,7 +5,7 @@ from itertools import pairwise
 import every_family
 import pytest
 import torch
-from every_family import TEXT_FAMILIES
+from every_family import DISTINCT_FAMILIES
 from torch.nn.functional import normalize
 
 from smelt.compress.drop_layers.select_layers import block_influence, drop_units_by_loss, without_layers
@@ -32,7 +32,7 @@ def _of_states(states):
     ]
 
 
-@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_influence_is_that_of_the_states_that_transformers_gives(family):
     model, stacks = _loaded(family)
     with torch.no_grad():

@@ -185,9 +185,3 @@ def test_what_does_not_go_together_is_refused():
     for settings, family in ((FactorizeSettings(method="cp"), "bert"), (FactorizeSettings(), "resnet")):
         (found,), _ = Factorize.check_model(settings, {"model_type": family})
         assert (found.setting, found.code) == ("method", "does-not-fit-model")
-
-
-def test_patterns_that_choose_nothing_are_told(source, tmp_path):
-    settings = FactorizeSettings(method="tucker", include=["*.nothing"])
-    with raises_code("no-layer-selected", InputError):
-        harness.run_stage(Factorize(), settings, source, tmp_path / "out", images.TASK)

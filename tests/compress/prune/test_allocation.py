@@ -50,7 +50,7 @@ def test_a_budget_is_met_and_what_was_reached_is_said(family, measure, monkeypat
         assert details["reached"] == count_stored_parameters(model) == ctx.details["parameters_after"]
 
 
-@pytest.mark.parametrize("importance", ["random", "magnitude", "taylor"])
+@pytest.mark.parametrize("importance", ["magnitude", "taylor"])
 def test_units_compete_by_any_importance(importance, tmp_path):
     what = ["ffn"] if importance == "magnitude" else ["heads", "ffn"]
     settings = PruneSettings(
@@ -105,14 +105,7 @@ def test_a_budget_looks_at_squared_gradients_unless_told_otherwise():
     assert PruneSettings.model_validate({}).importance == "taylor"
 
 
-def test_a_recipe_without_a_budget_has_the_key_that_it_had():
-    given = PruneSettings.model_validate({"budget": {"flops": 0.5, "sequence_length": 8}})
-    reported = given.to_report()["budget"]
-    assert (reported["flops"], reported["sequence_length"]) == (0.5, 8)
-    assert PruneSettings.model_validate(given.to_report()) == given
-
-
-@pytest.mark.parametrize("family", ["t5", "bert", "gpt2"])
+@pytest.mark.parametrize("family", ["t5", "gpt2"])
 def test_a_text_is_as_long_as_those_of_the_data(family, tmp_path):
     """Counted here by the tokenizer alone; running text has no texts, and takes the default."""
     source = every_family.model_with_layers(family, 3)

@@ -14,8 +14,6 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 
-IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
-
 
 @pytest.fixture(scope="module", params=causal.FAMILIES)
 def folder(request, tmp_path_factory):
@@ -58,15 +56,6 @@ def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
             assert len(stay) * 2 == before.shape[1], (group, after)
     torch.testing.assert_close(harness.logits(small), harness.logits(whole), atol=1e-4, rtol=1e-4)
     assert any(edit["op"] == "linear" for edit in edits)
-
-
-def test_feed_forward_width_is_said_in_the_config_when_all_layers_agree(folder, tmp_path):
-    import transformers
-
-    ctx = _prune(folder, tmp_path / "out", targets=["ffn"], keep_ratio=0.5, importance="magnitude")
-    assert not (ctx.out / "structure.json").exists()
-    plain = transformers.AutoModelForCausalLM.from_pretrained(ctx.out).eval()
-    torch.testing.assert_close(harness.logits(plain), harness.logits(load_model(ctx.out)[0]))
 
 
 def test_magnitude_is_the_product_of_norms_when_a_key_serves_several_queries(folder):

@@ -46,16 +46,3 @@ def test_score_is_the_mean_squared_slope_of_the_loss_in_the_units_scale(build):
             weight.copy_(original)
         assert float(found[group.name][unit]) == pytest.approx(total, rel=1e-3)
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.quick
-def test_rows_in_one_batch_give_less():
-    """The square of a mean is at most the mean of squares, which is why rows are taken one by one."""
-    model = bert_model()
-    attentions, blocks = find_groups(model)
-    batch = example_batch(model)
-    alone = fisher_scores(model, attentions, blocks, _rows(batch), _loss)
-    together = fisher_scores(model, attentions, blocks, [batch], _loss)
-    for name, found in alone.neurons.items():
-        assert (found >= together.neurons[name] - 1e-12).all()
-        assert found.sum() > together.neurons[name].sum()

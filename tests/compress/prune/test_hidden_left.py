@@ -14,7 +14,7 @@ import tiny
 import torch
 import transformers
 import usability_checks
-from every_family import TEXT_FAMILIES
+from every_family import DISTINCT_FAMILIES
 from expected_errors import raises_code
 
 from smelt.compress.distill.stage import Distill, DistillSettings
@@ -64,7 +64,7 @@ def agrees(masks, model, edits, source, out, outputs):
     return ctx
 
 
-@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_the_cut_computes_what_the_masks_did(family, tmp_path):
     masks, model, edits = learned_mask_models.masks_of_family(family, parts=("attention", "ffn"))
     values = masks.hidden.final_mask()
@@ -183,7 +183,7 @@ def test_training_reaches_the_budget_in_a_narrower_model(rows, tmp_path):
     assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["hidden_states", "self_attention_relations"])
+@pytest.mark.parametrize("name", ["hidden_states"])
 def test_a_student_with_masks_learns_from_what_its_teacher_has_inside(name, rows, tmp_path):
     settings = DistillSettings(
         max_steps=4,
@@ -200,7 +200,7 @@ def test_a_student_with_masks_learns_from_what_its_teacher_has_inside(name, rows
     assert {f"{name}.encoder_layers", "logits", "budget"} <= details.keys()
 
 
-@pytest.mark.parametrize("family", ["bert", "marian", "gemma"])
+@pytest.mark.parametrize("family", ["marian"])
 def test_what_is_left_can_be_exported(family, tmp_path):
     masks, model, edits = learned_mask_models.masks_of_family(family)
     source, out = every_family.model_with_layers(family, 2), tmp_path / "cut"

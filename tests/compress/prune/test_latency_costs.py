@@ -46,10 +46,3 @@ def test_a_text_has_each_product_as_often_as_it_is_computed(family, monkeypatch,
         assert timed.fixed == 1000 * TOKENS * head.weight.numel()
     assert timed.details["sequence_length"] == TOKENS
     assert {n for kind in timed.details["timings"] for n in kind["of"]} == {g.name for g in groups}
-
-
-def test_points_are_multiples_and_the_whole():
-    assert latency_costs._unit_counts(1024, 8) == [8, 152, 296, 440, 592, 736, 880, 1024]
-    assert latency_costs._unit_counts(4, 1) == [1, 2, 3, 4]
-    assert latency_costs._unit_counts(30, 8) == [8, 16, 24, 30]
-    assert latency_costs._unit_counts(6, 6) == [6]

@@ -45,7 +45,7 @@ def test_the_expected_part_is_that_of_the_parameters():
     assert float(masks.expected_keep_ratio().detach()) == pytest.approx(heads / (heads + neurons), abs=1e-6)
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "llama"])
+@pytest.mark.parametrize("family", ["llama"])
 def test_the_cut_computes_what_the_masks_did(family):
     masks, model = masks_of(family)
     with masks._masked_training():
@@ -118,26 +118,6 @@ def test_weights_may_be_kept_once_the_budget_is_reached_or_at_the_end():
 def rows(tmp_path_factory):
     home = tmp_path_factory.mktemp("rows")
     return tiny.read_pairs(home)
-
-
-def test_training_reaches_the_budget_and_keeps_no_step_from_before(rows, tmp_path):
-    source = tiny.write_marian(tmp_path / "model", num_layers=1)
-    settings = FinetuneSettings(
-        max_steps=60, batch_size=4, learning_rate=3e-3, precision="fp32", num_evals=4,
-        learned_masks={"keep_ratio": 0.5, "warmup": 0.3, "learning_rate": 0.3, "multiple_of": 4},
-    )  # fmt: skip
-    ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", data=rows)
-    assert ctx.details["learned_masks"]["kept"] == pytest.approx(0.5, abs=0.06)
-    assert ctx.details["training"]["kept_step"] >= 30
-    assert "budget" in ctx.details["training"]["train_losses"]
-    model = harness.load_output_model(ctx)
-    before, _ = load_model(source)
-    assert sum(p.numel() for p in model.parameters()) < 0.9 * sum(p.numel() for p in before.parameters())
-    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=1)
-    later = harness.run_stage(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
-    details = {v["step"]: v["loss"] for v in ctx.details["training"]["validations"]}
-    kept = details[ctx.details["training"]["kept_step"]]
-    assert later.details["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
 
 
 def test_multipliers_rise_while_more_stays_than_is_asked_for():

@@ -103,7 +103,7 @@ def pruned(source, family, out, **settings):
     return every_family.run_stage(Prune(), settings, source, family, out)
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "llama", "gpt2", "opt"])
+@pytest.mark.parametrize("family", ["t5", "gpt2"])
 def test_a_model_stays_nearer_to_what_it_was(family, tmp_path):
     source = every_family.model_with_layers(family, 2)
     wanted = harness.logits(load_model(source)[0])

@@ -67,7 +67,7 @@ def test_a_norm_gets_the_scale_and_shift_of_each_channel(kind, plus_one):
     torch.testing.assert_close(gives, wanted, atol=0.2, rtol=0.05)  # nearly: the ridge holds it back
 
 
-@pytest.mark.parametrize("family", ["marian", "bart", "t5", "gpt2", "opt", "modernbert", "gemma"])
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "gemma"])
 def test_the_model_comes_nearer_to_the_whole_one(family, tmp_path):
     whole, _ = load_model(every_family.model_with_layers(family, 2))
     keep = torch.tensor([at for at in range(hidden_width(whole)) if at % 4 != 1])
@@ -89,7 +89,7 @@ def test_the_model_comes_nearer_to_the_whole_one(family, tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["bert", "marian", "gpt2"])
+@pytest.mark.parametrize("family", ["marian"])
 def test_layers_that_are_one_are_fitted_to_all_of_their_uses(family, tmp_path):
     made = every_family.run_stage(
         ShareWeights(),

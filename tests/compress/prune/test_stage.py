@@ -8,11 +8,11 @@ import pytest
 import tiny
 import torch
 from expected_errors import raises_code
-from pruning_models import bert_model, example_batch, example_loss, factorized_model, marian_model
+from pruning_models import bert_model, example_batch, factorized_model, marian_model
 from transformers import AutoModelForSeq2SeqLM
 
 from smelt.compress.prune.channels import CHANNEL_SCORES
-from smelt.compress.prune.importance import UNIT_SCORES, magnitude_scores, taylor_scores
+from smelt.compress.prune.importance import UNIT_SCORES, magnitude_scores
 from smelt.compress.prune.settings import IMPORTANCES
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import (
@@ -101,33 +101,6 @@ def test_a_cut_model_equals_the_masked_one_also_when_read_again(build, tmp_path)
     save_model(model, edits, tmp_path / "out", tmp_path / "src")
     again, _ = load_model(tmp_path / "out")
     torch.testing.assert_close(outputs(again), masked, rtol=1e-4, atol=1e-5)
-
-
-def test_pruning_units_without_outgoing_weights_changes_nothing():
-    model = marian_model()
-    attentions, blocks = find_groups(model)
-    mask_units(
-        model, {g.name: (g, [1, 3]) for g in attentions}, {b.name: (b, list(range(0, 32))) for b in blocks}
-    )
-    before = outputs(model)
-    batch = example_batch(model)
-    scores = taylor_scores(model, attentions, blocks, [batch], example_loss)
-    assert all((s[[1, 3]] == 0).all() and (s[[0, 2]] > 0).all() for s in scores.heads.values())
-    settings = PruneSettings(keep_ratio=0.5, multiple_of=1)
-    edits = []
-    for group in attentions:
-        cut_heads(
-            model,
-            edits,
-            group,
-            best(scores.heads[group.name], count_kept_heads(group.count(model), settings)),
-        )
-    torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
-    for block in blocks[:2]:  # the encoder's 64 neurons, of which 32 are silent
-        cut_neurons(
-            model, edits, block, best(linear_with_inputs(model, block.structure.down).weight.norm(dim=0), 32)
-        )
-    torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
 
 
 def test_a_pruned_translator_generates_with_its_cache_as_without():
@@ -266,25 +239,6 @@ def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_a
     assert stage_needs(Prune, asked, ()) == {"train"}
     assert stage_needs(Prune, taylor, ()) == {"train"}
     assert stage_needs(Prune, taylor, {"train", "calibration"}) == {"calibration"}
-
-
-def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
-    from smelt.pipeline.plan.load_plan import load_plan
-
-    tiny.write_marian(tmp_path / "model")
-    tiny.write_pairs(tmp_path / "rows.jsonl")
-    recipe = tmp_path / "r.yaml"
-    text = (
-        "model: model\ntask: translation\ndata: {test: rows.jsonl}\nstages:\n  - prune: {importance: HOW}\n"
-    )
-    recipe.write_text(text.replace("HOW", "magnitude"))
-    assert "reads" not in str(load_plan(recipe))
-    recipe.write_text(text.replace("HOW", "taylor"))
-    with raises_code("missing-data", InputError) as caught:
-        load_plan(recipe)
-    assert all(split in str(caught.value) for split in ("calibration", "train"))
-    recipe.write_text(text.replace("HOW", "taylor").replace("test:", "calibration: rows.jsonl, test:"))
-    assert "reads calibration" in str(load_plan(recipe))
 
 
 def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):

@@ -40,7 +40,7 @@ def scaled(model, tmp_path, kind=torch.float32, **settings):
     return apply_awq(model, layers, rows, False, lambda names: kind, ctx), ctx
 
 
-@pytest.mark.parametrize("family", family_models.NAMES)
+@pytest.mark.parametrize("family", every_family.DISTINCT_FAMILIES)
 @torch.no_grad()
 def test_the_float_model_computes_what_it_did(family, tmp_path):
     model = family_models.load(family)
@@ -303,8 +303,3 @@ def test_channels_whose_factor_its_type_does_not_hold_are_left_alone():
     assert done[:3].tolist() == [1, 1, 2]
     assert model.get_submodule(DENSE).factors[:3].tolist() == [1, 1, 0.5]
     assert layer.module.weight[:, :3].equal(before[:, :3] * torch.tensor([1, 1, 2]))
-
-
-def test_few_rows_are_said(tmp_path):
-    _, ctx = made("bert", tmp_path / "few", calibration_samples=1)
-    assert message_codes(ctx.warnings).count("few-calibration-tokens") == 1

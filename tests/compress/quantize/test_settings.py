@@ -9,12 +9,6 @@ from smelt.quantization.schemes.registry import SCHEMES
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_options_of_a_scheme_are_what_its_layers_take(scheme):
-    settings = QuantizeSettings(scheme=scheme)
-    assert settings.scheme_options(scheme) == {o.name: o.default for o in SCHEMES[scheme].option_specs}
-
-
 @pytest.mark.parametrize(
     ("given", "table"),
     [
@@ -81,11 +75,6 @@ def test_what_a_scheme_does_not_know_is_refused(given, code, named):
     assert named in caught.value.errors()[0]["msg"]
 
 
-def test_an_option_of_the_vocabularys_scheme_may_be_given():
-    settings = QuantizeSettings(scheme="binary", embedding_scheme="int4", symmetric=False)
-    assert settings.scheme_options("int4")["symmetric"] is False
-
-
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
@@ -121,26 +110,6 @@ def test_options_that_mean_something_are_in_the_key():
     ternary = QuantizeSettings(scheme="ternary", symmetric="positive")  # that is of its vocabulary, in int4
     assert ternary.model_dump()["symmetric"] == "positive"
     assert ternary.model_dump(exclude_defaults=True) == {"scheme": "ternary", "symmetric": "positive"}
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        (
-            {"scheme": "ternary", "embedding_scheme": "int8-dynamic", "granularity": "channel"},
-            {"granularity": "channel"},
-        ),
-        ({"scheme": "int8-dynamic", "embedding_scheme": "int4", "symmetric": False}, {"symmetric": False}),
-    ],
-)
-def test_an_option_that_one_of_two_schemes_takes_is_in_the_key(options, kept):
-    assert kept.items() <= QuantizeSettings(**options).model_dump().items()
-
-
-def test_the_help_says_true_and_false_as_yaml_does():
-    described = QuantizeSettings.model_fields["symmetric"].description
-    assert "int8-groupwise, int3, int2: true, false; default true" in described
-    assert "True" not in described
 
 
 def test_what_a_report_says_of_any_scheme_with_any_vocabulary_may_be_said_in_a_recipe():

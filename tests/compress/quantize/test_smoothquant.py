@@ -4,6 +4,7 @@ import family_models
 import harness
 import pytest
 import torch
+from every_family import DISTINCT_FAMILIES
 from expected_errors import raises_code, raises_setting_codes
 from torch import nn
 
@@ -84,7 +85,7 @@ def test_norms_and_columns_have_the_scales_of_the_formula(family, alpha, tmp_pat
             assert details[word] == pytest.approx(float(channels.max() / channels.median()), rel=1e-2)
 
 
-@pytest.mark.parametrize("family", family_models.NAMES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_the_float_model_computes_what_it_did(family, tmp_path):
     model = family_models.load(family)
     batch = family_models.example_batch(model)

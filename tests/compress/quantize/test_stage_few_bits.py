@@ -1,4 +1,4 @@
-"""The stage with 3 bits, 2 bits and three values: bytes on disk, and what the vocabulary becomes."""
+"""The stage with 4 bits and fewer: bytes on disk, and what the vocabulary becomes."""
 
 import harness
 import images
@@ -13,9 +13,11 @@ from smelt.quantization.layers import QuantizedLinear, layer_scheme
 
 # bits a weight: codes, a float16 scale for each 64 inputs or for each row of 256, 512
 BITS = {
-    "int3": ({}, 3 + 16 / 64),
-    "int2": ({"symmetric": False}, 2 + (16 + 2) / 64),
-    "ternary": ({}, 8 * 13 / 64 + 16 / 64),
+    "int4": ({"embedding_scheme": "int4", "group_size": 32}, 4 + 16 / 32),
+    "int3": ({"embedding_scheme": "int3"}, 3 + 16 / 64),
+    "int2": ({"embedding_scheme": "int2", "symmetric": False}, 2 + (16 + 2) / 64),
+    "ternary": ({"embedding_scheme": "ternary"}, 8 * 13 / 64 + 16 / 64),
+    "binary": ({"output_layer": False, "embeddings": False}, 1 + 16 / 64),
 }
 
 
@@ -28,7 +30,7 @@ def marian(tmp_path_factory):
 @pytest.mark.parametrize("scheme", BITS)
 def test_bytes_on_disk_are_what_the_bits_predict(marian, tmp_path, scheme):
     options, bits = BITS[scheme]
-    settings = QuantizeSettings(scheme=scheme, embedding_scheme=scheme, **options)
+    settings = QuantizeSettings(scheme=scheme, **options)
     ctx = harness.run_stage(Quantize(), settings, marian, tmp_path / "out", "translation")
     assert ctx.details["bits_per_weight"] == pytest.approx(bits, abs=1e-3)
     model, _ = load_model(tmp_path / "out")

@@ -1,5 +1,4 @@
 import harness
-import onnx
 import pytest
 import tiny
 from expected_errors import raises_code
@@ -10,8 +9,7 @@ from smelt.data.splits import Example, Split
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model
-from smelt.models.count_parameters import count_parameters
-from smelt.quantization.layers import QuantizedLinear, layer_scheme
+from smelt.quantization.layers import layer_scheme
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 
@@ -41,44 +39,6 @@ def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, 
     assert model.lm_head.matrix is model.model.shared.matrix
     assert edits[0]["scheme"] == "int4"
     assert (edits[0]["group_size"], edits[0]["symmetric"], edits[0]["accuracy_level"]) == (64, False, 4)
-
-
-def test_vocabulary_may_take_another_scheme(marian, tmp_path):
-    quantized(marian, tmp_path / "out", embedding_scheme="int8-dynamic")
-    model, _ = load_model(tmp_path / "out")
-    assert layer_scheme(model.model.shared) == "int8-dynamic"
-    assert model.lm_head.matrix is model.model.shared.matrix
-    assert layer_scheme(model.model.encoder.layers[0].fc1) == "int4"
-
-
-def test_bytes_on_disk_are_what_the_bits_per_weight_predict(tmp_path):
-    sizes = {"d_model": 256, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
-    src = tiny.write_marian(tmp_path / "model", **sizes)
-    ctx = quantized(src, tmp_path / "out", group_size=32)
-    assert ctx.details["bits_per_weight"] == 4 + 16 / 32
-    model, _ = load_model(tmp_path / "out")
-    weights = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
-    rest = [p for n, p in model.named_parameters() if ".matrix." not in n and "position" not in n]
-    floats = sum(p.numel() for p in rest)
-    predicted = weights * ctx.details["bits_per_weight"] / 8 + 4 * floats
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size == pytest.approx(predicted, rel=0.05)
-    assert count_parameters(tmp_path / "out") == pytest.approx(weights + floats, rel=0.001)
-
-
-def test_exported_graph_computes_what_torch_computes(tmp_path):
-    """A classifier with zero points; symmetric codes are exported in test_binary.py."""
-    src = tiny.write_bert(tmp_path / "model")
-    task = "text-classification"
-    quantized(src, tmp_path / "int4", task, symmetric=False, accuracy_level=0, group_size=16)
-    ctx = context(tmp_path / "onnx", task)
-    Onnx()(tiny.as_artifact(tmp_path / "int4", task), OnnxSettings(), ctx)
-    assert ctx.details["parity"]["model"]["largest"] < 1e-4
-    found = ctx.details["graphs"]["model"]["operators"]
-    # per layer packed queries, keys and values, out, two of the FFN; pooler and classifier
-    assert found["MatMulNBits"] == 2 * 4 + 2
-    assert "MatMul" not in found
-    stored = [t for t in onnx.load(tmp_path / "onnx" / "model.onnx").graph.initializer if len(t.dims) == 3]
-    assert {t.data_type for t in stored} == {onnx.TensorProto.UINT8}
 
 
 def test_targets_without_matmul_nbits_are_refused(marian, tmp_path):

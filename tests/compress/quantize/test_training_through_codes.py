@@ -1,5 +1,3 @@
-from functools import partial
-
 import harness
 import pytest
 import schemes
@@ -23,9 +21,9 @@ from smelt.compress.quantize.qat import (
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.artifact import Artifact, Manifest
 from smelt.data.examples import read_split
-from smelt.data.splits import Columns, Example, Split
+from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
-from smelt.quantization.layers import QuantizedEmbedding, layer_scheme
+from smelt.quantization.layers import QuantizedEmbedding
 
 SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "num_evals": 0, "dropout": 0.0}
 
@@ -66,15 +64,11 @@ def translations(tmp_path_factory):
     return {"train": read_split(str(path), "translation", Columns(), path.parent)}
 
 
-@pytest.mark.parametrize(("scheme", "rate"), [("binary", 5e-3), ("int4", 1e-3)])
-def test_a_translator_comes_closer_to_its_teacher_in_50_steps(tmp_path, translations, scheme, rate):
-    vocabulary = "int8-dynamic" if scheme == "binary" else "int4"
-    first, second = quantized(
-        tmp_path, "marian", "translation", scheme=scheme, group_size=32, embedding_scheme=vocabulary
-    )
+def test_a_translator_comes_closer_to_its_teacher_in_50_steps(tmp_path, translations):
+    first, second = quantized(tmp_path, "marian", "translation", scheme="binary", group_size=32)
     ctx = context(tmp_path / "out", "translation", {"model": first, "quantize": second}, translations)
     alone = {"losses": {"logits": 1.0, "labels": 0.0}, "temperature": 1.0}
-    Distill()(second, DistillSettings(max_steps=50, **(SETTINGS | alone | {"learning_rate": rate})), ctx)
+    Distill()(second, DistillSettings(max_steps=50, **(SETTINGS | alone)), ctx)
     teacher, _ = load_model(first.path)
     assert distance(tmp_path / "out", teacher) < 0.8 * distance(second.path, teacher)
     assert ctx.details["latent_weights"] == "model"
@@ -89,18 +83,6 @@ def test_a_translator_comes_closer_to_its_teacher_in_50_steps(tmp_path, translat
     pad = load_model(second.path)[0].config.pad_token_id
     row = load_model(tmp_path / "out")[0].model.shared(torch.tensor([pad]))
     assert row.eq(0).all()  # Marian's decoder starts from a zero embedding, also after training
-
-
-def test_an_int8_classifier_learns_its_labels(tmp_path):
-    task = "text-classification"
-    first, second = quantized(tmp_path, "bert", task, scheme="int8-dynamic")
-    rows = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES * 4)))
-    ctx = context(tmp_path / "out", task, {"model": first, "quantize": second}, {"train": rows})
-    Finetune()(second, FinetuneSettings(max_steps=30, **(SETTINGS | {"learning_rate": 1e-3})), ctx)
-    assert ctx.details["training"]["train_loss"] < 0.6
-    model, edits = load_model(tmp_path / "out")
-    assert {layer_scheme(m) for m in model.modules()} == {None, "int8-dynamic"}
-    assert len(edits) == len(load_model(second.path)[1])
 
 
 def test_nothing_changes_when_nothing_was_trained(tmp_path):
@@ -170,20 +152,6 @@ def test_layers_of_few_bits_train_on_whole_activations(scheme):
     assert not latent(x).allclose(quantized(x), atol=1e-3)
 
 
-def test_an_int8_model_in_training_computes_what_it_will_compute(tmp_path):
-    first, second = quantized(tmp_path, "bert", "text-classification", scheme="int8-dynamic")
-    model, _ = load_model(second.path)
-    ids = torch.randint(5, 30, (3, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = model(ids).logits
-        prepare_qat(model, load_model(first.path)[0])
-        assert model(ids).logits.allclose(expected, atol=1e-4)
-        for module in model.modules():
-            if isinstance(module, QatLinear):
-                module.forward = partial(nn.functional.linear, weight=module.weight, bias=module.bias)
-        assert not model(ids).logits.allclose(expected, atol=1e-3)
-
-
 @pytest.mark.parametrize("alone", [True, False, "tensor"])
 def test_rows_that_are_looked_up_train_as_parts_of_the_whole_table(alone):
     torch.manual_seed(0)
@@ -212,8 +180,7 @@ def test_without_its_parent_training_starts_from_the_codes(tmp_path):
     assert model.bert.pooler.dense.weight.equal(stored.bert.pooler.dense.matrix.dequantize())
 
 
-@pytest.mark.parametrize("rate", [1e-9, 0.5], ids=["nothing to gain", "diverges"])
-def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(tmp_path, translations, rate):
+def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(tmp_path, translations):
     """GPTQ's integers are not those nearest to the float weights, from which the training goes on."""
     first = artifact(tiny.write_marian(tmp_path / "model"), "a", "model", None, "translation")
     (tmp_path / "quantized").mkdir()
@@ -222,20 +189,15 @@ def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(t
     second = artifact(tmp_path / "quantized", "b", "quantize", "a", "translation")
     data = {**translations, "validation": translations["train"]}
     ctx = context(tmp_path / "trained", "translation", {"model": first, "quantized": second}, data)
-    chosen = SETTINGS | {"learning_rate": rate, "num_evals": 2, "max_steps": 4, "label_smoothing": 0.0}
+    chosen = SETTINGS | {"learning_rate": 0.5, "num_evals": 2, "max_steps": 4, "label_smoothing": 0.0}
     Finetune()(second, FinetuneSettings(**chosen), ctx)
     came, trained = (
         load_model(folder)[0].eval() for folder in (tmp_path / "quantized", tmp_path / "trained")
     )
-    training = ctx.details["training"]
-    if rate == 0.5:
-        assert training["kept_step"] == 0
-        assert ctx.details["codes_changed"] == 0
-        for name, value in came.state_dict().items():
-            assert torch.equal(value, trained.state_dict()[name]), name
-    elif training["kept_step"]:  # the nearest integers may be better or worse than GPTQ's: the loss decides
-        losses = [found["loss"] for found in training["validations"]]
-        assert min(losses) < losses[0]
+    assert ctx.details["training"]["kept_step"] == 0
+    assert ctx.details["codes_changed"] == 0
+    for name, value in came.state_dict().items():
+        assert torch.equal(value, trained.state_dict()[name]), name
 
 
 def test_what_came_is_computed_with_its_own_integers(tmp_path, translations):

@@ -6,12 +6,8 @@ import pytest
 import torch
 from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.errors import InputError
@@ -111,19 +107,6 @@ def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
     trained = every_family.run_stage(Finetune(), TRAIN, ctx.out, "bert", tmp_path / "trained")
     after = products(harness.load_output_model(trained))
     assert all((after[n][w == 0] == 0).all() for n, w in products(model).items())
-
-
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
-        (Quantize(), QuantizeSettings()),
-    ],
-)
-def test_other_matrices_have_no_masks(stage, settings, sparse, tmp_path):
-    ctx = every_family.run_stage(stage, settings, sparse.out, "bert", tmp_path / "out")
-    assert not [edit for edit in read_edits(ctx.out) if edit["op"] == "mask"]
-    harness.load_output_model(ctx)
 
 
 def test_a_sparse_model_is_made_sparser_and_keeps_its_zeros(sparse, tmp_path):

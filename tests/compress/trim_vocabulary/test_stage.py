@@ -11,7 +11,7 @@ import sentencepiece
 import tiny
 import torch
 import transformers
-from every_family import TEXT_FAMILIES
+from every_family import DISTINCT_FAMILIES
 from expected_errors import raises_code
 from safetensors.torch import load_file
 
@@ -91,7 +91,7 @@ def _logits(folder, ids):
         return model(ids, **more).logits, model
 
 
-@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_path):
     source, ctx = _run(
         family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), multiple_of=1
@@ -121,7 +121,7 @@ def _configs(*models):
         yield tuple(model.generation_config for model in models)
 
 
-@pytest.mark.parametrize("family", ["marian", "t5", "bart", "mbart", "bert", "roberta", "llama"])
+@pytest.mark.parametrize("family", ["marian", "t5", "mbart", "roberta", "llama"])
 def test_transformers_loads_what_is_left_and_generates_the_same_words(family, tmp_path):
     source, ctx = _run(family, tmp_path, seen=[0, 1])
     config = json.loads((ctx.out / "config.json").read_text())
@@ -226,7 +226,7 @@ def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
     assert str(other) in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["marian", "llama", "bert"])
+@pytest.mark.parametrize("family", ["marian", "bert"])
 def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_path):
     """A student that was only trimmed has the teacher's own distribution over the words that stayed."""
     from smelt.compress.distill.teachers import map_teacher_tokens

@@ -1,96 +1,27 @@
 import numpy as np
-import pytest
 import schemes
 import torch
 from expected_errors import raises_code
-from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.core.errors import InputError
-from smelt.export.simplify_graph import expand_placeholders
-from smelt.quantization.emit import LOAD_TIME_DOMAIN
-from smelt.quantization.layers import concat_quantized, empty_quantized
+from smelt.quantization.layers import empty_quantized
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.binary import Binary
 
 
-def random_layer(inputs=100, outputs=24, group=32, level=4, bias=True):
+def random_layer(group, level):
     torch.manual_seed(0)
-    groups = -(-inputs // group)
-    positive = torch.rand(outputs, groups, group) < 0.5
-    decided = UnpackedWeights(positive, {"scales": torch.rand(outputs, groups) + 0.5})
-    options = {"group_size": group, "accuracy_level": level}
-    return schemes.random_quantized_layer("binary", decided, inputs, bias, **options), positive
+    positive = torch.rand(24, -(-100 // group), group) < 0.5
+    decided = UnpackedWeights(positive, {"scales": torch.rand(positive.shape[:2]) + 0.5})
+    return schemes.random_quantized_layer("binary", decided, group_size=group, accuracy_level=level)
 
 
-def spelled_out(layer):
-    """A graph as the onnx stage leaves it: place-holders, then their standard operators."""
-    constants = {
-        "bits": layer.matrix.codes.numpy(),
-        "half": layer.matrix.scales.half().numpy(),
-        "bias": layer.bias.detach().numpy(),
-    }
-    nodes = [
-        helper.make_node("TwoBitCodes", ["bits"], ["codes"], domain=LOAD_TIME_DOMAIN),
-        helper.make_node("FloatScales", ["half"], ["scales"], domain=LOAD_TIME_DOMAIN),
-        helper.make_node(
-            "MatMulNBits", ["x", "codes", "scales", "", "", "bias"], ["y"], domain="com.microsoft",
-            K=layer.in_features, N=layer.out_features, bits=2, block_size=layer.matrix.options["group_size"],
-            accuracy_level=layer.matrix.options["accuracy_level"],
-        ),
-    ]  # fmt: skip
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes, "g", [value("x", TensorProto.FLOAT, None)], [value("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(v, n) for n, v in constants.items()],
-    )  # fmt: skip
-    opsets = [helper.make_opsetid(n, v) for n, v in (("", 20), ("com.microsoft", 1), (LOAD_TIME_DOMAIN, 1))]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    assert expand_placeholders(model) == 2
-    return model
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("level", [0, 4])
-def test_layer_equals_two_bit_matmul_nbits(group, level):
-    import onnxruntime
-
-    layer, _ = random_layer(group=group, level=level)
-    x = torch.randn(3, 5, 100)
-    model = spelled_out(layer)
-    assert {n.domain for n in model.graph.node} == {"", "com.microsoft"}
-    assert [o.domain for o in model.opset_import] == ["", "com.microsoft"]
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    expected = session.run(None, {"x": x.numpy()})[0]
-    with torch.inference_mode():
-        got = layer(x).numpy()
-    assert np.abs(got - expected).max() < 1e-5 * expected.std()
-
-
-def test_a_session_unpacks_the_bits_once_when_it_opens(tmp_path):
-    """The graph that ONNX Runtime runs has no Gather and no Cast any more."""
-    import onnx
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    options.log_severity_level = 3
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    layer, _ = random_layer()
-    onnxruntime.InferenceSession(
-        spelled_out(layer).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    assert [n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node] == ["MatMulNBits"]
-
-
-def test_values_by_hand():
-    layer, positive = random_layer(bias=False)
-    row, column = 5, 77
-    group, place = divmod(column, 32)
-    sign = 1 if positive[row, group, place] else -1
-    assert float(layer.matrix.dequantize()[row, column]) == sign * float(layer.matrix.scales[row, group])
-    assert layer.matrix.dequantize().shape == (24, 100)
+def test_every_layout_leaves_as_what_torch_computes_and_a_session_unpacks_bits_once(tmp_path):
+    layers = [random_layer(group, level) for group in (32, 64, 128) for level in (0, 4)]
+    attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
+    assert {(a["accuracy_level"], a["bits"]) for a in attributes} == {(0, 4), (4, 2)}
 
 
 def test_embeddings_and_groups_without_a_kernel_are_refused():
@@ -102,15 +33,6 @@ def test_embeddings_and_groups_without_a_kernel_are_refused():
         empty_quantized(nn.Linear(64, 8), "binary", options | {"group_size": 16})
     assert all(part in str(caught.value) for part in ("16", "32, 64, 128"))
     assert caught.value.setting == "group_size"
-
-
-def test_layers_of_one_input_are_joined():
-    first, _ = random_layer(outputs=8)
-    second, _ = random_layer(outputs=12, bias=False)
-    x = torch.randn(2, 100)
-    whole = concat_quantized([first, second])
-    assert whole is not None
-    assert whole(x).allclose(torch.cat([first(x), second(x)], dim=1), atol=1e-5)
 
 
 def test_the_table_spreads_a_byte_into_eight_codes():
@@ -134,14 +56,6 @@ def test_signs_and_scales_are_those_of_binary_weight_networks():
             alpha = np.abs(group).sum() / 32
             expected = np.where(group >= 0, 1, -1) * np.float16(alpha)
             assert np.array_equal(matrix.dequantize()[row, start : start + 32].numpy(), expected)
-
-
-def test_alpha_is_the_best_scale_for_the_signs():
-    torch.manual_seed(0)
-    weight = torch.randn(1, 64)
-    scales = round_to_nearest(weight, Binary(), {"group_size": 64}).qparams["scales"]
-    losses = [(weight - a * scales * weight.sign()).square().sum() for a in (0.98, 1.0, 1.02)]
-    assert losses[1] < min(losses[0], losses[2])
 
 
 def test_a_group_that_is_filled_up_averages_over_its_own_weights():

@@ -1,212 +1,155 @@
+"""Whole-number codes in groups (int2, int3, int4, int8-groupwise): by hand, and against ONNX Runtime."""
+
+import itertools
+
 import numpy as np
 import pytest
 import schemes
 import torch
 from expected_errors import raises_code, raises_setting_codes
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.models.edits import apply_edits
-from smelt.quantization.layers import QuantizedEmbedding, concat_quantized, empty_quantized, layer_scheme
 from smelt.quantization.packing import unpack_nibbles
-from smelt.quantization.scheme import UnpackedWeights
-from smelt.quantization.schemes.affine import Int4
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
-LAYOUTS = [
-    (group, symmetric, level)
-    for group in (16, 32, 64, 128)
-    for symmetric in (True, False)
-    for level in (0, 4)
-]
+GROUPS = {"int2": (32, 64, 128), "int3": (16, 32, 64, 128), "int4": (16, 32, 64, 128)}
+GROUPS["int8-groupwise"] = GROUPS["int4"]
+BITS = {"int2": 2, "int4": 4, "int8-groupwise": 8}
 
 
-def random_layer(inputs=100, outputs=24, group=32, symmetric=True, level=4, bias=True):
-    torch.manual_seed(0)
-    groups = -(-inputs // group)
-    codes = torch.randint(0, 16, (outputs, groups, group), dtype=torch.uint8)
-    zeros = None if symmetric else torch.randint(0, 16, (outputs, groups), dtype=torch.uint8)
-    grid = {"scales": torch.rand(outputs, groups) + 0.5} | ({} if symmetric else {"zeros": zeros})
-    options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
-    return (
-        schemes.random_quantized_layer("int4", UnpackedWeights(codes, grid), inputs, bias, **options),
-        codes,
-        zeros,
-    )
+def layouts(scheme):
+    return list(itertools.product(GROUPS[scheme], (True, False), (0, 4)))
 
 
-def decide(weight, group, symmetric):
-    decided = round_to_nearest(weight, Int4(), {"group_size": group, "symmetric": symmetric})
+def decide(scheme, weight, group, symmetric):
+    decided = round_to_nearest(weight, find_scheme(scheme), {"group_size": group, "symmetric": symmetric})
     return decided.q_weight, decided.qparams["scales"], decided.qparams.get("zeros")
 
 
-@pytest.mark.parametrize(("group", "symmetric", "level"), LAYOUTS)
-def test_layer_equals_matmul_nbits(group, symmetric, level):
-    layer, _, _ = random_layer(group=group, symmetric=symmetric, level=level)
+@pytest.mark.parametrize("scheme", BITS)
+def test_layers_equal_matmul_nbits(scheme):
     x = torch.randn(3, 5, 100)
     x[0, 0] = 0
-    expected = schemes.matmul_nbits(layer, x)
-    with torch.inference_mode():
-        got = layer(x).numpy()
-    assert np.abs(got - expected).max() < 1e-5 * expected.std()
+    for group, symmetric, level in layouts(scheme):
+        layer = schemes.random_affine(scheme, group, symmetric, level)
+        expected = schemes.matmul_nbits(layer, x, bits=BITS[scheme])
+        with torch.inference_mode():
+            assert np.abs(layer(x).numpy() - expected).max() < 1e-5 * expected.std(), (
+                group,
+                symmetric,
+                level,
+            )
 
 
-def test_values_by_hand():
-    layer, codes, zeros = random_layer(symmetric=False, bias=False)
-    matrix = layer.matrix
-    row, column = 5, 77
-    group, place = divmod(column, 32)
-    expected = (int(codes[row, group, place]) - int(zeros[row, group])) * float(matrix.scales[row, group])
-    assert float(matrix.dequantize()[row, column]) == pytest.approx(expected)
-    assert matrix.dequantize().shape == (24, 100)
+def test_onnx_runtime_has_no_three_bit_product():
+    """When it has, its codes need not be spread."""
+    with pytest.raises(Fail, check=lambda error: "2b, 4b and 8b" in str(error)):
+        schemes.matmul_nbits(schemes.random_affine("int3"), torch.randn(1, 100), bits=3)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_embedding_looks_up_the_rows_of_its_matrix(symmetric):
-    layer, _, _ = random_layer(symmetric=symmetric, inputs=40)
-    options = {"group_size": 32, "symmetric": symmetric, "accuracy_level": 4}
-    table = empty_quantized(nn.Embedding(24, 40, padding_idx=2), "int4", options)
-    assert isinstance(table, QuantizedEmbedding)
-    assert layer_scheme(table) == "int4"
-    table.matrix = layer.matrix
-    ids = torch.tensor([[3, 0, 23], [7, 7, 1]])
-    assert table(ids).equal(layer.matrix.dequantize()[ids])
+# with rounded activations ONNX Runtime has a fast kernel for 2 bits, with whole ones for 4
+@pytest.mark.parametrize(("scheme", "kernels"), [("int2", {(0, 4), (4, 2)}), ("int3", {(0, 4), (4, 4)})])
+def test_every_layout_leaves_as_what_torch_computes_and_a_session_spreads_codes_once(
+    scheme, kernels, tmp_path
+):
+    layers = [schemes.random_affine(scheme, *layout) for layout in layouts(scheme)]
+    attributes = schemes.fused_matmul_attributes(layers, tmp_path / "optimized.onnx")
+    assert {(a["accuracy_level"], a["bits"]) for a in attributes} == kernels
 
 
-def test_new_codes_are_seen_after_the_first_forward():
-    layer, codes, _ = random_layer(bias=False, level=0)
-    before = layer(torch.eye(100))
-    layer.matrix.set_weight_(UnpackedWeights(codes, {"scales": 2 * layer.matrix.scales}))
-    assert layer(torch.eye(100)).allclose(2 * before)
-
-
-def test_edits_make_room_on_the_meta_device():
-    with torch.device("meta"):
-        model = nn.ModuleDict({"words": nn.Embedding(10, 40), "head": nn.Linear(40, 10, bias=False)})
-    options = {"scheme": "int4", "group_size": 16, "symmetric": False, "accuracy_level": 0}
-    edits = [{"op": "quantize", "module": n, **options} for n in ("words", "head")]
-    apply_edits(model, [*edits, {"op": "share", "module": "head.matrix", "with": "words.matrix"}])
-    assert model["head"].matrix is model["words"].matrix
-    assert {n: (tuple(p.shape), p.dtype, p.is_meta) for n, p in model["head"].matrix.named_parameters()} == {
-        "codes": ((10, 3, 8), torch.uint8, True),
-        "scales": ((10, 3), torch.float32, True),
-        "zeros": ((10, 2), torch.uint8, True),
-    }
+def test_a_graph_holds_three_bits_a_weight():
+    layer = schemes.random_affine("int3", 128, inputs=1024, outputs=512)
+    made = schemes.export_layers([layer], torch.randn(1, 2, 1024))
+    stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
+    assert sum(len(t.raw_data) for t in stored) == 512 * (1024 * 3 // 8 + 8 * 2)
+    assert len(made.SerializeToString()) < 1.1 * 512 * 1024 * 3 / 8  # scales and tables of spreading among it
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "setting"),
+    ("scheme", "weights", "scale", "codes"),
     [
-        ({"group_size": 48, "symmetric": True, "accuracy_level": 4}, "wrong-value", "group_size"),
-        ({"group_size": 64, "symmetric": True, "accuracy_level": 2}, "wrong-value", "accuracy_level"),
-        ({"group_size": True, "symmetric": True, "accuracy_level": 0}, "wrong-value", "group_size"),
-        ({"group_size": 64}, "unsupported-scheme-options", None),
-        (
-            {"group_size": 64, "symmetric": True, "accuracy_level": 4, "device": 1},
-            "unsupported-scheme-options",
-            None,
-        ),
+        # the largest magnitude, -4, becomes the lowest code; what would be one more than the highest is cut
+        ("int2", [-4.0, 1.2, 0.0, 4.0, -1.1], 2.0, [0, 3, 2, 3, 1]),
+        ("int3", [-4.0, 3.6, 0.0, 1.4, -2.6], 1.0, [0, 7, 4, 5, 1]),
+        ("int4", [-4.0, 3.7, 0.0, 0.26], 0.5, [0, 15, 8, 9]),
+        ("int8-groupwise", [-4.0, 3.99, 0.0, 0.25], 1 / 32, [0, 255, 128, 136]),
     ],
 )
-def test_structure_that_no_layer_has_is_refused(options, code, setting):
-    with raises_code(code, InputError) as caught:
-        apply_edits(
-            nn.Sequential(nn.Linear(8, 8)), [{"op": "quantize", "module": "0", "scheme": "int4"} | options]
-        )
-    assert caught.value.setting == setting
+def test_symmetric_codes_by_hand(scheme, weights, scale, codes):
+    row = torch.tensor([weights + (32 - len(weights)) * [0.0]])
+    found, scales, zeros = decide(scheme, row, 32, symmetric=True)
+    assert (scales.tolist(), zeros) == ([[scale]], None)
+    assert found[0, 0, : len(codes)].tolist() == codes
 
 
-def test_layers_of_one_input_are_joined_only_when_of_one_kind():
-    first, _, _ = random_layer(symmetric=False, outputs=8)
-    second, _, _ = random_layer(symmetric=False, outputs=12, bias=False)
-    x = torch.randn(2, 100)
-    whole = concat_quantized([first, second])
-    assert whole is not None
-    assert whole(x).allclose(torch.cat([first(x), second(x)], dim=1), atol=1e-5)
-    assert concat_quantized([first, random_layer(group=64)[0]]) is None
-    assert concat_quantized([first, nn.Linear(100, 8)]) is None
+@pytest.mark.parametrize(
+    ("scheme", "weights", "rest", "scale", "zero", "codes"),
+    [
+        ("int2", [-1.0, 2.0, 0.4, 0.6], 0.0, 1.0, 1, [0, 3, 1, 2]),
+        ("int3", [-1.0, 2.5, 0.4, 0.8], 0.0, 0.5, 2, [0, 7, 3, 4]),
+        ("int4", [1.0, 3.0], 2.0, 0.2, 0, [5, 15, 10]),  # a range begins at 0, which must be exact
+        ("int8-groupwise", [-1.0, 1.5], 0.0, 2.5 / 255, 102, [0, 255, 102]),
+    ],
+)
+def test_asymmetric_codes_by_hand(scheme, weights, rest, scale, zero, codes):
+    found, scales, zeros = decide(
+        scheme, torch.tensor([weights + (32 - len(weights)) * [rest]]), 32, symmetric=False
+    )
+    assert scales[0, 0] == pytest.approx(scale, rel=1e-3)
+    assert zeros.tolist() == [[zero]]
+    assert found[0, 0, : len(codes)].tolist() == codes
+
+
+def test_two_low_bits_lie_beside_the_high_one():
+    matrix = schemes.random_affine("int3", 64, inputs=64).matrix
+    codes = matrix.unpack().q_weight[3, 0]
+    assert matrix.codes[3, 0, 5] == sum(int(codes[20 + i]) % 4 << 2 * i for i in range(4))
+    assert matrix.tensor("highs")[3, 0, 2] == sum(int(codes[16 + i]) // 4 << i for i in range(8))
+    assert (matrix.codes.shape, matrix.tensor("highs").shape) == ((24, 1, 16), (24, 1, 8))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_codes_and_scales_are_those_of_onnx_runtimes_quantizer(symmetric):
-    from onnxruntime.capi._pybind_state import quantize_matmul_4bits
+@pytest.mark.parametrize("scheme", ["int4", "int8-groupwise"])
+def test_codes_and_scales_are_those_of_onnx_runtimes_quantizer(scheme, symmetric):
+    from onnxruntime.capi import _pybind_state
 
-    rows, columns, group = 24, 100, 32
+    rows, columns, group, halves = 24, 100, 32, 2 if scheme == "int4" else 1
     groups = -(-columns // group)
     weight = np.random.default_rng(0).normal(size=(rows, columns)).astype(np.float32)
-    codes = np.zeros((rows, groups, group // 2), np.uint8)
-    scales, zeros = np.zeros(rows * groups, np.float32), np.zeros(rows * groups // 2, np.uint8)
+    codes = np.zeros((rows, groups, group // halves), np.uint8)
+    scales, zeros = np.zeros(rows * groups, np.float32), np.zeros(rows * groups // halves, np.uint8)
     transposed = np.ascontiguousarray(weight.T)
-    quantize_matmul_4bits(codes, transposed, scales, zeros, group, rows, columns, symmetric)
+    quantize = getattr(_pybind_state, f"quantize_matmul_{BITS[scheme]}bits")
+    quantize(codes, transposed, scales, zeros, group, rows, columns, symmetric)
+    theirs, their_zeros = torch.from_numpy(codes), torch.from_numpy(zeros).view(rows, -1)
+    if scheme == "int4":
+        theirs, their_zeros = unpack_nibbles(theirs), unpack_nibbles(their_zeros)
 
-    found = decide(torch.from_numpy(weight), group, symmetric)
-    expected = unpack_nibbles(torch.from_numpy(codes)).flatten(1)[:, :columns]
-    # a scale rounded to float16 may move a value that lies halfway between two codes
-    assert (found[0].flatten(1)[:, :columns] == expected).float().mean() > 0.995
-    assert np.allclose(found[1].flatten(), scales, rtol=2**-11)
-    if symmetric:
-        assert found[2] is None
-    else:
-        assert found[2].equal(unpack_nibbles(torch.from_numpy(zeros).view(rows, -1)))
-
-
-def test_symmetric_codes_by_hand():
-    # the largest magnitude, -4, becomes -8: scale 0.5; 3.7 is 7.4 -> 7; 4.0 would be 8 and is cut to 7
-    codes, scales, zeros = decide(torch.tensor([[-4.0, 3.7, 0.0, 0.26] + 12 * [0.0]]), 16, symmetric=True)
-    assert scales.tolist() == [[0.5]]
-    assert zeros is None
-    assert codes[0, 0, :4].tolist() == [0, 15, 8, 9]
-
-
-def test_asymmetric_codes_by_hand():
-    # from 0 (it must be exact) to 3: scale 0.2, zero point 0
-    codes, scales, zeros = decide(torch.tensor([[1.0, 3.0] + 14 * [2.0]]), 16, symmetric=False)
-    assert scales[0, 0] == pytest.approx(0.2, rel=1e-3)
-    assert zeros.tolist() == [[0]]
-    assert codes[0, 0, :3].tolist() == [5, 15, 10]
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_values_are_half_a_step_off_and_what_is_cut_a_step_at_most(symmetric):
-    torch.manual_seed(0)
-    weight = torch.randn(20, 72)
-    weight[3] = 0
-    weight[5, 32:64] = torch.tensor([-2.0, 2.0] * 16)  # the ends of a range are equally far
-    matrix = schemes.rounded_matrix("int4", weight, group_size=32, symmetric=symmetric)
-    steps = matrix.scales.float().abs().repeat_interleave(32, dim=1)[:, :72]
-    off = (matrix.dequantize() - weight).abs()
-    signed = weight / matrix.scales.float().repeat_interleave(32, dim=1)[:, :72]
-    cut = signed > 7.5 if symmetric else torch.zeros_like(weight, dtype=torch.bool)
-    assert (off <= torch.where(cut, 1.01, 0.51) * steps).all()
-    # of a symmetric range one end has 8 steps, the other 7
-    assert (off[cut] > 0.49 * steps[cut]).all()
-    assert int((off > 0.9 * steps).sum()) >= (16 if symmetric else 0)
-    assert matrix.dequantize()[3].eq(0).all()
-    assert torch.isfinite(matrix.scales).all()
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_cutting_one_end_errs_less_than_a_scale_that_cuts_nothing(group):
-    torch.manual_seed(0)
-    weight = torch.randn(200, 1024)
-    matrix = schemes.rounded_matrix("int4", weight, group_size=group)
-    groups = weight.unflatten(1, (-1, group))
-    scale = groups.abs().amax(dim=-1, keepdim=True) / 7
-    whole = torch.round(groups / scale) * scale
-    ours, other = ((w - weight).square().mean() for w in (matrix.dequantize(), whole.flatten(1)))
-    assert 1.25 < other / ours < 1.32
+    found, our_scales, our_zeros = decide(scheme, torch.from_numpy(weight), group, symmetric)
+    # a scale rounded to float16 moves values, and a zero point, that lie near the middle between two codes
+    off = (found.int() - theirs.int()).flatten(1)[:, :columns]
+    assert off.abs().max() <= 1
+    assert (off == 0).float().mean() > (0.995 if scheme == "int4" else 0.95)
+    assert np.allclose(our_scales.flatten(), scales, rtol=2**-11)
+    assert (our_zeros is None) == symmetric
+    if not symmetric:
+        off = our_zeros.int() - their_zeros.int()
+        assert off.abs().max() <= (0 if scheme == "int4" else 1)
+        assert (off == 0).float().mean() > 0.95
 
 
 def test_positive_scales_are_the_largest_magnitude_whatever_its_sign():
     groups = torch.tensor([[[-4.0, 1.0, 2.0, 0.5], [4.0, -3.9, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
-    options = default_options(find_scheme("int4")) | {"symmetric": "positive"}
-    grid = find_scheme("int4").compute_qparams(groups, 12, options)
+    scheme = find_scheme("int4")
+    options = default_options(scheme) | {"symmetric": "positive"}
+    grid = scheme.compute_qparams(groups, 12, options)
     assert grid["scales"].tolist() == [[0.5, 0.5, 1.0]]
-    values = find_scheme("int4").dequantize(
-        find_scheme("int4").quantize(groups, grid, options), grid, options
-    )
+    values = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options)
     assert values.tolist() == [[[-4.0, 1.0, 2.0, 0.5], [3.5, -4.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
 
 
@@ -216,3 +159,10 @@ def test_only_four_bits_have_positive_scales():
     with raises_setting_codes("wrong-value") as caught:
         QuantizeSettings(scheme="int2", symmetric="positive", embedding_scheme="int3")
     assert all(part in str(caught.value) for part in ("symmetric", "positive", "int2"))
+
+
+def test_structure_that_no_layer_has_is_refused():
+    edit = {"op": "quantize", "module": "0", "scheme": "int4", "symmetric": True, "accuracy_level": 4}
+    with raises_code("wrong-value", InputError) as caught:
+        apply_edits(nn.Sequential(nn.Linear(8, 8)), [edit | {"group_size": 48}])
+    assert caught.value.setting == "group_size"

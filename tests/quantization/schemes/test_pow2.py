@@ -8,8 +8,7 @@ import schemes
 import torch
 from torch import nn
 
-from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
-from smelt.quantization.schemes.pow2 import Pow2
+from smelt.compress.quantize.plan_layers import quantize_module
 
 SIZES = (16, 32, 64, 128)
 
@@ -35,16 +34,6 @@ def test_values_are_those_of_the_formula(size):
             expected = [by_formula(x, scale) for x in group]
             assert mine[start : start + size] == pytest.approx(expected, rel=1e-6, abs=0)
     assert len(found.unique()) > 15
-
-
-def test_codes_by_hand():
-    # of scale 4: itself, -1/2, 1/4, 0, near the least power, nearer to zero, either side of sqrt(2)
-    row = [4.0, -2.0, 1.0, 0.0, 3 / 64, -4 / 150, 2.9, -2.8]
-    codes, grid = round_to_nearest(
-        torch.tensor([row + 8 * [0.0]]), Pow2(), {"group_size": 16, "accuracy_level": 4}
-    )
-    assert grid["scales"].tolist() == [[4.0]]
-    assert codes[0, 0, :8].tolist() == [0, 9, 2, 7, 6, 7, 0, 9]
 
 
 def test_small_scales_leave_as_they_are():

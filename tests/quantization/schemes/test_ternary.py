@@ -5,9 +5,7 @@ import pytest
 import schemes
 import torch
 
-from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.quantization.scheme import UnpackedWeights
-from smelt.quantization.schemes.registry import bits_per_weight, find_scheme
 from smelt.quantization.schemes.ternary import Ternary
 
 LAYOUTS = list(itertools.product((32, 64, 128), ("group", "channel"), (0, 4)))
@@ -45,38 +43,6 @@ def test_codes_and_scales_are_those_of_ternary_weight_networks(granularity):
             alpha = size[beyond].mean() if beyond.any() else 0.0
             expected = np.where(beyond, np.sign(group), 0) * float(np.float16(alpha))
             np.testing.assert_allclose(values[row, start : start + len(group)], expected, rtol=2**-10)
-
-
-def test_the_threshold_is_the_papers_and_not_half_of_the_scale():
-    weight = torch.tensor([[1.0] * 16 + [0.36] * 16])  # mean 0.68, threshold 0.476, scale 1
-    codes, grid = round_to_nearest(weight, Ternary(), {"group_size": 32, "granularity": "group"})
-    assert grid["scales"].tolist() == [[1.0]]
-    assert codes[0, 0].tolist() == [2] * 16 + [1] * 16
-    weight[:, 16:] = 0.49  # mean 0.745, threshold 0.5215: half of the scale would be 0.5
-    weight[:, 0] = -0.51
-    codes, _ = round_to_nearest(weight, Ternary(), {"group_size": 32, "granularity": "group"})
-    assert codes[0, 0, 0] == 1
-    assert codes[0, 0, 1] == 2
-
-
-def test_a_group_that_is_filled_up_averages_over_its_own_weights():
-    codes, grid = round_to_nearest(
-        torch.full((1, 40), -0.5), Ternary(), {"group_size": 32, "granularity": "group"}
-    )
-    assert grid["scales"].tolist() == [[0.5, 0.5]]
-    assert codes.flatten()[:40].eq(0).all()
-
-
-def test_five_codes_lie_in_a_byte():
-    layer = random_layer(inputs=64, group=64)
-    codes = layer.matrix.unpack().q_weight[3, 0]
-    assert layer.matrix.codes[3, 0, 2] == sum(int(codes[10 + i]) * 3**i for i in range(5))
-    assert layer.matrix.codes.shape == (24, 1, 13)
-
-
-def test_a_row_costs_little_more_than_five_codes_a_byte():
-    row = {"group_size": 64, "granularity": "channel", "accuracy_level": 4}
-    assert bits_per_weight(find_scheme("ternary"), row, 1280) == 1.6 + 16 / 1280
 
 
 def test_what_fills_up_the_last_group_is_no_weight():

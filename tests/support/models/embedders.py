@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import classifiers
 import every_family
 from tiny import SENTENCES
 
@@ -29,10 +28,7 @@ def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **opt
 
     own = {name: options.pop(name) for name in list(options) if name in SentenceRules.model_fields}
     whole = folder.with_name(f"{folder.name}-whole")
-    if family in classifiers.MAKERS:
-        classifiers.MAKERS[family](whole, **options)
-    else:
-        every_family.write_model(whole, family, **options)
+    every_family.make_model(whole, family, **options)
     with silence_transformers():
         model = AutoModel.from_pretrained(whole)
         shutil.copytree(whole, folder, dirs_exist_ok=True)

@@ -1,14 +1,15 @@
 """A tiny model of any family with a working tokenizer, of as many layers as wanted; a stage run on it.
 
-source = every_family.of_layers("t5", 3)
-ctx = every_family.run(Prune(), PruneSettings(), source, "t5", tmp_path / "out")
-what_follows.check(ctx.out, "t5", tmp_path / "later")
+source = every_family.model_with_layers("t5", 3)
+ctx = every_family.run_stage(Prune(), PruneSettings(), source, "t5", tmp_path / "out")
+usability_checks.check_usable(ctx.out, "t5", tmp_path / "later")
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import causal
 import classifiers
 import harness
+import images
 import seq2seq
 import tiny
+from matrix import is_full_matrix
 from shared_folders import make_once
 
 from smelt.core.stage import Context
@@ -26,7 +29,7 @@ from smelt.data.splits import Columns, Task
 from smelt.models.families.registry import FAMILIES
 
 TEXT_FAMILIES = {name: known for name, known in FAMILIES.items() if known.input_kind == "texts"}
-"""The families that these models are of; those of images are in images.py."""
+"""The families that read texts."""
 ENCODER_DECODER_SIZES = {f"{side}_{word}": n for side in ("encoder", "decoder") for word, n in (
     ("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
 # a scaled embedding that is the head too lets every text end at once
@@ -44,57 +47,79 @@ ENCODER_CONFIG = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 34,
 }  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "pegasus": TRANSLATOR_CONFIG,
-    "m2m_100": TRANSLATOR_CONFIG | {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0},
-    "mistral": GATED_CONFIG | {"sliding_window": 6},
-    "qwen3": GATED_CONFIG,
-    "gemma": GATED_CONFIG | {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
-    "phi3": GATED_CONFIG | {"sliding_window": None, "original_max_position_embeddings": 64},
-    "opt": {
-        "hidden_size": 64,
-        "ffn_dim": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "dropout": 0.0,
-    },
-    "modernbert": ENCODER_CONFIG | {"global_attn_every_n_layers": 2, "local_attention": 6},
-    "mpnet": ENCODER_CONFIG | {"relative_attention_num_buckets": 32},
-}
 LABELS = ("no", "yes")
-ENCODER_DECODER_LAYERS = ("encoder_layers", "decoder_layers")
-MAKERS: dict[str, tuple[Callable[..., Path], tuple[str, ...]]] = {
-    "marian": (tiny.write_marian, ENCODER_DECODER_LAYERS),
-    "t5": (partial(seq2seq.write_t5, gated=True), ("num_layers", "num_decoder_layers")),
-    "bart": (seq2seq.write_bart, ENCODER_DECODER_LAYERS),
-    "mbart": (partial(seq2seq.write_bart, kind="mbart"), ENCODER_DECODER_LAYERS),
-    "bert": (tiny.write_bert, ("num_hidden_layers",)),
-    "distilbert": (classifiers.distilbert, ("n_layers",)),
-    "roberta": (classifiers.roberta, ("num_hidden_layers",)),
-    "gpt2": (partial(causal.write_model, family="gpt2", n_embd=64), ("n_layer",)),
-    "llama": (partial(causal.write_model, family="llama"), ("num_hidden_layers",)),
-    "qwen2": (partial(causal.write_model, family="qwen2"), ("num_hidden_layers",)),
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """A family's tiny model.
+
+    Args:
+        layers: what its config calls the numbers of layers.
+        maker: writes it into a folder, with other keys of its config; None: it is made from `config`.
+        config: keys of its config.
+        like: a family that computes in the same way. Of both, `DISTINCT_FAMILIES` has the other one alone.
+    """
+
+    layers: tuple[str, ...]
+    maker: Callable[..., Path] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    like: str = ""
+
+
+STACK, ENCODER_DECODER_LAYERS = ("num_hidden_layers",), ("encoder_layers", "decoder_layers")
+OPT_CONFIG = {
+    "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "dropout": 0.0,
+}  # fmt: skip
+MODELS: dict[str, TinyFamily] = {
+    "marian": TinyFamily(ENCODER_DECODER_LAYERS, tiny.write_marian),
+    "t5": TinyFamily(("num_layers", "num_decoder_layers"), partial(seq2seq.write_t5, gated=True)),
+    "bart": TinyFamily(ENCODER_DECODER_LAYERS, seq2seq.write_bart, like="marian"),
+    "mbart": TinyFamily(ENCODER_DECODER_LAYERS, partial(seq2seq.write_bart, kind="mbart"), like="m2m_100"),
+    "pegasus": TinyFamily(ENCODER_DECODER_LAYERS, config=TRANSLATOR_CONFIG, like="m2m_100"),
+    "m2m_100": TinyFamily(
+        ENCODER_DECODER_LAYERS,
+        config=TRANSLATOR_CONFIG | {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0},
+    ),
+    "bert": TinyFamily(STACK, tiny.write_bert),
+    "distilbert": TinyFamily(("n_layers",), classifiers.distilbert, like="bert"),
+    "roberta": TinyFamily(STACK, classifiers.roberta, like="bert"),
+    "modernbert": TinyFamily(
+        STACK, config=ENCODER_CONFIG | {"global_attn_every_n_layers": 2, "local_attention": 6}
+    ),
+    "mpnet": TinyFamily(STACK, config=ENCODER_CONFIG | {"relative_attention_num_buckets": 32}),
+    "gpt2": TinyFamily(("n_layer",), partial(causal.write_model, family="gpt2", n_embd=64)),
+    "opt": TinyFamily(STACK, config=OPT_CONFIG),
+    "llama": TinyFamily(STACK, partial(causal.write_model, family="llama"), like="qwen3"),
+    "qwen2": TinyFamily(STACK, partial(causal.write_model, family="qwen2"), like="qwen3"),
+    "qwen3": TinyFamily(STACK, config=GATED_CONFIG),
+    "mistral": TinyFamily(STACK, config=GATED_CONFIG | {"sliding_window": 6}, like="qwen3"),
+    "gemma": TinyFamily(
+        STACK, config=GATED_CONFIG | {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}
+    ),
+    "phi3": TinyFamily(
+        STACK, config=GATED_CONFIG | {"sliding_window": None, "original_max_position_embeddings": 64}
+    ),
+    "vit": TinyFamily(STACK, images.write_model),
+    "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
 }
-"""Families whose tiny models are written down elsewhere, and what their configs call the number of layers."""
+"""The tiny model of each family: whoever tests every family takes it from here."""
+CONFIGS = {name: model.config for name, model in MODELS.items() if model.config}
+DISTINCT_FAMILIES = [name for name in TEXT_FAMILIES if is_full_matrix() or not MODELS[name].like]
+"""One family for each way of computing, for tests of stages; all of them with SMELT_MATRIX=all."""
+
+
+def make_model(folder: Path, family: str, **config: Any) -> Path:
+    """Write the tiny model of any family with its tokenizer into `folder`; return it."""
+    maker = MODELS[family].maker
+    return maker(folder, **config) if maker else write_model(folder, family, **config)
 
 
 def model_with_layers(family: str, layers: int) -> Path:
     """Return a random model of any family with so many layers in each stack; read only."""
-
-    def make_it(folder: Path) -> None:
-        if family in MAKERS:
-            maker, words = MAKERS[family]
-            maker(folder, **dict.fromkeys(words, layers))
-        else:
-            words = (
-                ENCODER_DECODER_LAYERS
-                if FAMILIES[family].architecture == "seq2seq"
-                else ("num_hidden_layers",)
-            )
-            _write_model(folder, family, None, **dict.fromkeys(words, layers))
-
-    return make_once(f"{family}-of-{layers}-layers", make_it)
+    config = dict.fromkeys(MODELS[family].layers, layers)
+    return make_once(f"{family}-of-{layers}-layers", lambda folder: make_model(folder, family, **config))
 
 
 def run_stage(stage: Any, settings: Any, source: Path, family: str, out: Path) -> Context:

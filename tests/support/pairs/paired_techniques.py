@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import causal
-import classifiers
 import embedders
 import every_family
 import images
-import seq2seq
 import tiny
 
 from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task
@@ -39,29 +37,14 @@ class TinyModel:
         return FAMILIES[self.kind].architecture == "seq2seq"
 
 
-def _models_by_config() -> dict[str, TinyModel]:
-    return {
-        name: TinyModel(name, FAMILIES[name].tasks[0], partial(every_family.write_model, family=name))
-        for name in every_family.CONFIGS
-    }
-
-
+TASKS: dict[str, Task] = {"t5": "summarization"}  # others have the first task of their family
 MODELS: dict[str, TinyModel] = {
-    "marian": TinyModel("marian", "translation", tiny.write_marian),
-    "t5": TinyModel("t5", "summarization", partial(seq2seq.write_t5, gated=True)),
-    "bart": TinyModel("bart", "summarization", seq2seq.write_bart),
-    "mbart": TinyModel("mbart", "translation", partial(seq2seq.write_bart, kind="mbart")),
-    "bert": TinyModel("bert", "text-classification", tiny.write_bert),
-    "distilbert": TinyModel("distilbert", "text-classification", classifiers.distilbert),
-    "roberta": TinyModel("roberta", "text-classification", classifiers.roberta),
-    "gpt2": TinyModel("gpt2", "language-modeling", partial(causal.write_model, family="gpt2")),
-    "llama": TinyModel("llama", "language-modeling", partial(causal.write_model, family="llama")),
-    "qwen2": TinyModel("qwen2", "language-modeling", partial(causal.write_model, family="qwen2")),
-    "embedder": TinyModel("bert", SENTENCE_SIMILARITY, embedders.write_embedder),
-    **_models_by_config(),
-    "vit": TinyModel("vit", images.TASK, images.write_model),
-    "resnet": TinyModel("resnet", images.TASK, partial(images.write_model, family="resnet")),
+    name: TinyModel(
+        name, TASKS.get(name, FAMILIES[name].tasks[0]), partial(every_family.make_model, family=name)
+    )
+    for name in every_family.MODELS
 }
+MODELS["embedder"] = TinyModel("bert", SENTENCE_SIMILARITY, embedders.write_embedder)
 """Each family, and an embedder, which is trained otherwise."""
 LANGUAGES = {
     "mbart": {"source_language": "en_XX", "target_language": "de_DE"},

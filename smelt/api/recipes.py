@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -28,10 +28,10 @@ from smelt.data.splits import (
     TEXT_TO_TEXT_TASKS,
     Task,
 )
-from smelt.evaluate.report.render import render_table
+from smelt.evaluate.report.render import render_html, render_markdown, render_table
 from smelt.export.package.write_package import atomic_folder, require_empty_destination
 from smelt.pipeline.execute.run import RunOptions, run_plan
-from smelt.pipeline.execute.run_result import Report, write_report
+from smelt.pipeline.execute.run_result import Report, report_csv, write_report
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.inspect.onnx_files import is_onnx
 from smelt.pipeline.plan.load_plan import make_plan
@@ -329,3 +329,19 @@ def redraw_report(folder: Path) -> str:
     report = Report.read(folder).data
     write_report(folder, report)
     return f"{render_table(report)}\n\nReport: {folder / 'report.html'}"
+
+
+def report_text(folder: Path, as_format: str) -> str:
+    """Return the report of the run in `folder` as html, md, csv or json.
+
+    Raises:
+        InputError: as `redraw_report`.
+    """
+    report = Report.read(folder).data
+    renderings: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "html": render_html,
+        "md": render_markdown,
+        "csv": report_csv,
+        "json": lambda data: json.dumps(data, indent=1, ensure_ascii=False),
+    }
+    return renderings[as_format](report).rstrip("\n")

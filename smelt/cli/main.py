@@ -258,11 +258,17 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 
 @main.command(short_help="Show a run's table and write its report again.")
 @click.argument("run_folder", metavar="RUN", type=FOLDER_TYPE)
-def report(run_folder: Path) -> None:
-    """Show the table of a finished RUN and write report.md and report.html again."""
-    from smelt.api.recipes import redraw_report
+@click.option(
+    "--format",
+    "as_format",
+    type=click.Choice(("html", "md", "csv", "json")),
+    help="Print the report in this format instead; writes nothing.",
+)
+def report(run_folder: Path, as_format: str | None) -> None:
+    """Show the table of a finished RUN and write its pages, report.csv and charts again."""
+    from smelt.api.recipes import redraw_report, report_text
 
-    print_untrusted(redraw_report(run_folder))
+    print_untrusted(redraw_report(run_folder) if as_format is None else report_text(run_folder, as_format))
 
 
 @main.command(short_help="Compare several runs of one task.")

@@ -1,5 +1,7 @@
 """What a person types: every command on tiny models, and what it says when something is wrong."""
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -95,6 +97,19 @@ def test_report_draws_the_pages_again(classifier):
     assert "accuracy" in result.output.lower()
     assert max(map(len, result.output.splitlines()[:8])) <= 80
     assert (classifier / "run" / "report.html").stat().st_size > 5000
+
+
+def test_report_prints_each_format(classifier):
+    run = classifier / "run"
+    content = json.loads((run / "report.json").read_text())
+    assert json.loads(harness.smelt("report", run, "--format", "json").output) == content
+    rows = list(csv.DictReader(io.StringIO(harness.smelt("report", run, "--format", "csv").output)))
+    assert [row["step"] for row in rows] == [step["name"] for step in content["steps"]]
+    accuracy = [step["quality"]["accuracy"]["value"] for step in content["steps"]]
+    assert [float(row["accuracy"]) for row in rows] == accuracy
+    assert list(csv.DictReader((run / "report.csv").open())) == rows
+    assert harness.smelt("report", run, "--format", "md").output == (run / "report.md").read_text()
+    assert harness.smelt("report", run, "--format", "html").output.startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.quick

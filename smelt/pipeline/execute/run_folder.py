@@ -129,7 +129,7 @@ def linked_keys(store: Path, folder: Path) -> dict[str, str]:
 _LOG_FILE = "log.txt"
 # Files of a run that was killed right after its start.
 _INITIAL_FILES = {".lock", _LOG_FILE}
-_REPORT_FILES = ("report.json", "report.md", "report.html", *CHART_FILES)
+_REPORT_FILES = ("report.json", "report.md", "report.html", "report.csv", *CHART_FILES)
 
 
 def require_run_folder(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import shlex
@@ -123,12 +125,23 @@ def _frame_row(step: Mapping[str, Any]) -> dict[str, Any]:
             row |= {
                 f"{metric}_difference": test["difference"],
                 f"{metric}_p_value": test["p_value"],
-                f"{metric}_p_value_holm": test["p_value_holm"],
+                f"{metric}_p_value_holm": test.get("p_value_holm"),
             }
     for timed in step["latency"] or []:
         row[f"latency_ms_{timed['batch_size']}"] = timed["p50_ms"]
         row[f"speedup_{timed['batch_size']}"] = timed["speedup"]
     return row
+
+
+def report_csv(report: Mapping[str, Any]) -> str:
+    """Return the table of `Report.to_frame` as CSV, with a line for each step."""
+    rows = [_frame_row(step) for step in report["steps"]]
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 @dataclass
@@ -165,7 +178,7 @@ class Result:
 
 
 def write_report(folder: Path, report: Mapping[str, Any], charts: bool = True) -> None:
-    """Write report.json, report.md and report.html to `folder`; `charts`: also the chart's files."""
+    """Write report.json, .md, .html and .csv to `folder`; `charts`: also the chart's files."""
     from smelt.evaluate.report.chart import CHART_FILES, chart_files
     from smelt.evaluate.report.render import render_html, render_markdown
     from smelt.evaluate.report.schema import validate_report
@@ -173,6 +186,7 @@ def write_report(folder: Path, report: Mapping[str, Any], charts: bool = True) -
     write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     write_atomically(folder / "report.md", render_markdown(dict(report)))
     write_atomically(folder / "report.html", render_html(dict(report)))
+    write_atomically(folder / "report.csv", report_csv(report))
     if charts:
         drawn = chart_files(validate_report(report))
         for name in CHART_FILES.keys() - drawn:

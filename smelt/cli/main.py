@@ -19,9 +19,9 @@ from smelt.cli.commands import (
     package,
     predict,
     print_untrusted,
+    store,
     tensorrt_check,
 )
-from smelt.cli.store import store
 from smelt.core.system import SAFE_PATH_VARIABLE
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
 

@@ -1,9 +1,8 @@
-"""The commands of `smelt store`: list stored files, remove unused ones, compare files with their hashes."""
+"""The work of `smelt store`: list stored files, remove unused ones, compare files with their hashes."""
 
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 import time
 from collections.abc import Mapping
@@ -11,62 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
 from smelt.core.artifact import MANIFEST, read_manifest, unexpected_files
 from smelt.core.errors import InputError
 from smelt.core.files import folder_size, load_json, sha256_of
 from smelt.core.store import CachedFiles, Store, list_cached_files, list_step_checkpoints, remove_cached_files
 from smelt.pipeline.execute.run_folder import StoreRun, cleaning_lock, list_runs
-
-
-def _store_option(command: Any) -> Any:
-    return click.option(
-        "--store",
-        "folder",
-        default="runs",
-        show_default=True,
-        type=click.Path(path_type=Path, file_okay=False),
-        help="The store, or a folder with a .store in it.",
-    )(command)
-
-
-@click.group()
-def store() -> None:
-    """List, clean or check the stored artifacts and scores."""
-
-
-@store.command("list")
-@_store_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(folder: Path, as_json: bool) -> None:
-    """List all artifacts: key, stage, date, size and the runs that use them."""
-    root = find_store(folder)
-    click.echo(store_list_json(root) if as_json else store_list_text(root))
-
-
-@store.command()
-@_store_option
-@click.option("--yes", is_flag=True, help="Remove; without this, only list.")
-def clean(folder: Path, yes: bool) -> None:
-    """Remove the artifacts and scores that no run uses.
-
-    A run uses the artifacts that its folder links to. A run whose folder was
-    moved or deleted uses nothing.
-    """
-    root = find_store(folder)
-    click.echo(store_clean_text(remove_unused(root) if yes else find_unused(root), removed=yes))
-
-
-@store.command()
-@_store_option
-def check(folder: Path) -> None:
-    """Compare every file with its hash; exit with 1 if one is damaged."""
-    root = find_store(folder)
-    found = find_damaged_files(root)
-    click.echo(store_check_text(root, found))
-    sys.exit(1 if found else 0)
-
 
 _WIDTH = 80
 _HASH_MISMATCH = "changed since it was written (hash mismatch)"

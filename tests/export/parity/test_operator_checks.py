@@ -91,20 +91,18 @@ def test_operators_that_cannot_be_run_are_an_error_in_words():
     assert not list(path.parent.glob(".*"))
 
 
-def test_a_layer_is_found_whose_codes_are_another_layers_and_whose_scales_are_its_own():
+def test_an_operator_of_codes_that_two_layers_have_is_that_of_its_scales(monkeypatch):
     """W and -W have the same codes, which a graph holds once, under the name of the first."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(32, 4, bias=False) for _ in range(3)]
-    layers[1].weight.data = -layers[0].weight.data
-    module = torch.nn.ModuleDict({n: quantize_module(m, "int4") for n, m in zip("abc", layers, strict=True)})
-    one, other = module["a"].matrix, module["b"].matrix
-    assert torch.equal(one.codes, other.codes)
-    assert not torch.equal(one.scales, other.scales)
-    assert operator_checks._layer_with_equal_tensors(module, [("a", "codes"), ("b", "scales")]) == (
-        "b",
-        module["b"],
-    )
-    assert operator_checks._layer_with_equal_tensors(module, [("a", "codes"), ("c", "scales")]) is None
+    name, model, module, path = asked("groupwise")
+    products = [n for n in model.graph.node if n.op_type == "MatMulNBits"]
+    sizes = {t.name: list(t.dims) for t in model.graph.initializer}
+    first = products[0]
+    other = next(n for n in products[1:] if sizes[n.input[1]] == sizes[first.input[1]])
+    one, two = (module.get_submodule(n.input[1].rpartition(".matrix.")[0]).matrix for n in (first, other))
+    monkeypatch.setattr(two.codes, "data", one.codes.detach().clone())
+    assert not torch.equal(one.scales, two.scales)
+    other.input[1] = first.input[1]
+    assert check_operators(name, model, module, path, 1) == len(products)
 
 
 @pytest.mark.parametrize(("got", "passes"), [(2e-4, True), (2e-2, False), (1000.0, False)])

@@ -26,7 +26,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article, with_count
 from smelt.core.stage import Context, Need, Progress, Settings, no_progress
-from smelt.data.splits import TEXT_TO_TEXT_TASKS, Task
+from smelt.data.splits import ENCODER_DECODER_TASKS, Task
 
 if TYPE_CHECKING:
     from smelt.generation.shortlist import Shortlist
@@ -177,7 +177,7 @@ class ShortlistStage:
     )
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[ShortlistSettings]] = ShortlistSettings
-    tasks: ClassVar[frozenset[Task]] = TEXT_TO_TEXT_TASKS
+    tasks: ClassVar[frozenset[Task]] = ENCODER_DECODER_TASKS
 
     @classmethod
     def provides(cls, settings: ShortlistSettings) -> frozenset[str]:

@@ -25,6 +25,8 @@ METRICS: dict[str, Metric] = {
     "rouge2": Metric("ROUGE-2", "ROUGE-2"),
     "rougeL": Metric("ROUGE-L", "ROUGE-L"),
     "rougeLsum": Metric("ROUGE-Lsum", "ROUGE-Lsum"),
+    "exact_match": Metric("%", "Exact match"),
+    "token_f1": Metric("F1", "Token F1"),
     "accuracy": Metric("%", "Accuracy"),
     "f1": Metric("F1", "F1"),
     "f1_micro": Metric("F1", "F1 micro"),
@@ -37,10 +39,13 @@ METRICS: dict[str, Metric] = {
     "top1": Metric("%", "Top-1 agreement"),
     "relative_error": Metric("%", "Relative error", higher_is_better=False),
     "perplexity": Metric("perplexity", "Perplexity", higher_is_better=False),
+    "response_perplexity": Metric("perplexity", "Response perplexity", higher_is_better=False),
     "bits_per_byte": Metric("bits/byte", "Bits per byte", higher_is_better=False),
 }
 # of running text, whose windows depend on the tokenizer
 WINDOW_METRICS = ("perplexity", "bits_per_byte")
+# of the reference response, given its prompt
+RESPONSE_PERPLEXITY = "response_perplexity"
 LOWER_IS_BETTER = frozenset(name for name, metric in METRICS.items() if not metric.higher_is_better)
 AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC = "agreement", "top1", "relative_error"
 OUTPUT_METRICS = (AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC)

@@ -1,4 +1,4 @@
-"""Quality of a model's outputs: BLEU, chrF, ROUGE, accuracy, F1, perplexity; with n, interval, signature.
+"""Quality of a model's outputs: BLEU, chrF, ROUGE, exact match, accuracy, perplexity; with n and interval.
 
 perplexity = exp(sum of losses / tokens); bits per byte = sum of losses / ln 2 / bytes of UTF-8, from the
 losses of the windows of running text. Bits per byte does not depend on the tokenizer, so it compares models
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,17 +22,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash
 from smelt.data.bleu_tokenizer import UNSPACED_PATTERN, bleu_tokenizer
-from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
+from smelt.evaluate.metrics import METRICS, RESPONSE_PERPLEXITY, WINDOW_METRICS
 from smelt.evaluate.significance import (
     BOOTSTRAP_SEED,
     RESAMPLES,
     Statistics,
     bootstrap_interval,
+    metric_interval,
     metric_value,
     wilson_interval,
 )
 
-TEXT_METRICS = ("bleu", "chrf", "rouge1", "rouge2", "rougeL", "rougeLsum")
+TEXT_METRICS = ("bleu", "chrf", "rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match", "token_f1")
+_ANSWER_METRICS = ("exact_match", "token_f1")
 CLASS_METRICS = ("accuracy", "f1")
 _BOOTSTRAP_SIGNATURE = f"ci:bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
 
@@ -96,6 +99,8 @@ def score_texts(
     for metric in metrics:
         if metric in rouge_rows:
             signature, rows = _rouge_signature(metric, references), rouge_rows[metric]
+        elif metric in _ANSWER_METRICS:
+            signature, rows = _answer_statistics(metric, predictions, references)
         else:
             signature, rows = _sacrebleu_statistics(metric, predictions, references, tokenize, language)
         scores[metric] = _score(Statistics(metric=metric, signature=signature, examples=examples, rows=rows))
@@ -150,7 +155,7 @@ def _score(
         unit=known.unit,
         higher_is_better=known.higher_is_better,
         n=len(statistics.rows),
-        ci95=interval or bootstrap_interval(statistics),
+        ci95=interval or metric_interval(statistics),
         signature=statistics.signature,
         chance=chance_level(statistics),
         statistics=statistics,
@@ -273,6 +278,74 @@ def _rouge_signature(metric: str, references: Sequence[Sequence[str]]) -> str:
     if metric == "rougeLsum":
         settings += "|sentences:line ends and .!?"
     return f"nrefs:{number}|{settings}|{_BOOTSTRAP_SIGNATURE}|version:rouge-score {version('rouge-score')}"
+
+
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = frozenset(string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """Return `text` in lower case, without ASCII punctuation and English articles, with single spaces.
+
+    Source: `normalize_answer` of the evaluation script of SQuAD v1.1 (Rajpurkar et al. 2016).
+    """
+    plain = "".join(letter for letter in text.lower() if letter not in _PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", plain).split())
+
+
+def token_f1(prediction: str, reference: str) -> float:
+    """Return the F1 of the words of two normalized answers, 0..1; `f1_score` of SQuAD v1.1."""
+    own, gold = normalize_answer(prediction).split(), normalize_answer(reference).split()
+    same = sum((Counter(own) & Counter(gold)).values())
+    return 2 * same / (len(own) + len(gold)) if same else 0.0
+
+
+def _answer_statistics(
+    metric: str, predictions: Sequence[str], references: Sequence[Sequence[str]]
+) -> tuple[str, list[list[int | float]]]:
+    """Return the signature and the rows of exact match or token F1, the best over the references."""
+    rows: list[list[int | float]] = []
+    for text, wanted in zip(predictions, references, strict=True):
+        if metric == "token_f1":
+            rows.append([max(token_f1(text, reference) for reference in wanted)])
+        else:
+            own = normalize_answer(text)
+            rows.append([int(any(own == normalize_answer(reference) for reference in wanted)), 1])
+    interval = "ci:wilson" if metric == "exact_match" else _BOOTSTRAP_SIGNATURE
+    return f"norm:squad v1.1|refs:best|{interval}", rows
+
+
+def score_responses(
+    losses: Sequence[float],
+    tokens: Sequence[int],
+    sizes: Sequence[int],
+    examples: object,
+    vocabulary: int | None,
+) -> MetricScore:
+    """Return the perplexity of reference responses, given their prompts.
+
+    It is exp(sum of losses / tokens). Intervals and tests resample responses.
+
+    Args:
+        losses: for each example the sum of the negative log-likelihoods of its response's tokens, nats.
+        tokens: for each example the number of these tokens.
+        sizes: for each example the UTF-8 bytes of its response.
+        examples: prompts and responses (JSON-able); only scores on equal examples can be compared in pairs.
+        vocabulary: number of tokens; it equals the perplexity of a uniform model.
+
+    Raises:
+        InputError: no examples, or lengths that differ.
+    """
+    _check_inputs((), (), len(losses), len(tokens))
+    signature = f"refs:first|tokens:response and its end|{_BOOTSTRAP_SIGNATURE}"
+    statistics = Statistics(
+        metric=RESPONSE_PERPLEXITY,
+        signature=signature,
+        examples=json_hash(examples),
+        rows=[list(row) for row in zip(losses, tokens, sizes, strict=True)],
+    )
+    score = _score(statistics)
+    return score.model_copy(update={"chance": float(vocabulary) if vocabulary else None})
 
 
 def score_windows(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
-from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
+from smelt.evaluate.metrics import METRICS, RESPONSE_PERPLEXITY, WINDOW_METRICS
 
 Array = NDArray[np.float64]
 
@@ -118,6 +118,7 @@ LABEL_METRIC_FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "f1_macro": mean_f1,
     "subset_accuracy": accuracy,
     "top1": accuracy,
+    "exact_match": accuracy,
     "pearson": pearson,
     "spearman": spearman,
     "mse": mean_squared_error,
@@ -130,9 +131,11 @@ _MAX_CELLS = 4_000_000  # weights in memory at a time: 32 MB
 
 Interval = tuple[float, float]
 # metrics whose rows are a prediction and its gold value, right or wrong
-_BINARY_METRICS = frozenset({"accuracy", "subset_accuracy", "top1"})
+_BINARY_METRICS = frozenset({"accuracy", "subset_accuracy", "top1", "exact_match"})
 # metrics whose value is 100 times the mean of the examples' values
-_MEAN_METRICS = frozenset({"rouge1", "rouge2", "rougeL", "rougeLsum", "agreement", "relative_error"})
+_MEAN_METRICS = frozenset(
+    {"rouge1", "rouge2", "rougeL", "rougeLsum", "token_f1", "agreement", "relative_error"}
+)
 
 # metrics to which an example contributes a part
 _SUM_METRICS = frozenset({"bleu", "chrf", *_MEAN_METRICS})
@@ -141,7 +144,7 @@ _SUM_METRICS = frozenset({"bleu", "chrf", *_MEAN_METRICS})
 _VALUE_RANGES = dict.fromkeys(METRICS, (0.0, 100.0)) | dict.fromkeys(
     ("agreement", "pearson", "spearman"), (-100.0, 100.0)
 )
-_UNBOUNDED_METRICS = frozenset({*WINDOW_METRICS, "mse", "relative_error"})
+_UNBOUNDED_METRICS = frozenset({*WINDOW_METRICS, RESPONSE_PERPLEXITY, "mse", "relative_error"})
 _POINT_TOLERANCE = 1e-9  # points; a bootstrap interval up to this width is a point
 
 
@@ -150,12 +153,14 @@ class Statistics(BaseModel):
 
     rows: [n, K]. bleu: length of the prediction, length of the nearest reference, 4 counts of matching
     n-grams, 4 counts of n-grams (sacrebleu's segment statistics); chrf: 6 times the counts of n-grams
-    in prediction, reference and both; rouge: F1 in 0..1; accuracy and f1: predicted label, gold label;
+    in prediction, reference and both; rouge and token_f1: F1 in 0..1; exact_match: 1 where the response
+    equals a reference, then 1; accuracy and f1: predicted label, gold label;
     f1_micro and f1_macro: K times 0 or 1 as predicted, then as in the gold set; subset_accuracy: 1 where
     the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; agreement,
     where a row is a text: the cosine with the baseline's vector (of a graph's outputs: with the source
     graph's); relative_error: a share; top1: 1 where the row's choices are the same, then 1; perplexity and
-    bits_per_byte, where a row is a window: nats, tokens, bytes.
+    bits_per_byte, where a row is a window, and response_perplexity, where it is a response: nats, tokens,
+    bytes.
     examples: a hash of the references or gold labels; only scores with equal ones can be compared in pairs.
     """
 
@@ -458,7 +463,7 @@ def _metric_values(metric: str, rows: Array, weights: Array) -> Array:
         return _bleu(sums)
     if metric == "chrf":
         return _chrf(sums)
-    if metric == "perplexity":
+    if metric in ("perplexity", RESPONSE_PERPLEXITY):
         # beyond 700 nats a float64 would be infinite, which a report cannot contain
         return np.asarray(np.exp(np.minimum(700.0, sums[:, 0] / sums[:, 1])))
     if metric == "bits_per_byte":

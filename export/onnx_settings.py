@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
+from smelt.data.splits import DECODER_ONLY_TASKS
 from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.models.families.registry import find_family
 from smelt.quantization.scheme import graph_target
@@ -136,17 +137,17 @@ class OnnxSettings(Settings):
         return self
 
 
-KV_CACHE_TASK = "language-modeling"
+KV_CACHE_TASKS = DECODER_ONLY_TASKS
 FLOAT_CACHE_HINT = "Set kv_cache: float."
 
 
 def unsupported_task(task: str) -> str | None:
     """Return why models of `task` do not support int8 caches, or None."""
-    if task == KV_CACHE_TASK:
+    if task in KV_CACHE_TASKS:
         return None
     return (
-        f"ONNX Runtime supports int8 caches only for decoder-only models (task {KV_CACHE_TASK}); the task is"
-        f" {task}. {FLOAT_CACHE_HINT}"
+        "ONNX Runtime supports int8 caches only for decoder-only models (tasks"
+        f" {' and '.join(sorted(KV_CACHE_TASKS))}); the task is {task}. {FLOAT_CACHE_HINT}"
     )
 
 

@@ -15,7 +15,7 @@ from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder
 from smelt.data.bleu_tokenizer import BleuTokenizer
-from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.data.splits import DECODER_ONLY_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
 from smelt.models.families.registry import find_family
 from smelt.training.settings import LOSS_METRIC
 
@@ -382,7 +382,7 @@ class DistillSettings(TechniqueTrainingSettings):
         if self.losses.labels is not None or self.phases is not None or task == SENTENCE_SIMILARITY:
             return self
         labels = 0.5
-        if task in TEXT_TO_TEXT_TASKS or task == "language-modeling":
+        if task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
             labels = 0.0 if self.losses.logits or self.losses.reverse_kl else 1.0
         elif self.train_on != "labelled" and self.losses.uses_teacher():  # the other samples have no labels
             labels = 0.0

@@ -11,7 +11,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TEXT_TASKS, Task
+from smelt.data.splits import DECODER_ONLY_TASKS, TEXT_GENERATION, TEXT_TASKS, Task
 
 if TYPE_CHECKING:
     from smelt.compress.trim_vocabulary.vocabulary_rows import TokenizationChange
@@ -137,10 +137,11 @@ class TrimVocabulary:
                 f"Nothing is removed: all {size:,} tokens occur in the training samples, or are needed so"
                 " that no text has unknown tokens.",
             )
-        elif ctx.task == "language-modeling":
+        elif ctx.task in DECODER_ONLY_TASKS:
             ctx.warn(
                 "perplexity-by-token",
-                "Perplexity is measured per token, and the tokens have changed. Compare bits_per_byte"
+                "Perplexity is measured per token, and the tokens have changed. Compare"
+                f" {'scores of the generated texts' if ctx.task == TEXT_GENERATION else 'bits_per_byte'}"
                 " instead.",
             )
         again = load_tokenizer(ctx.out)

@@ -15,7 +15,8 @@ from torch import nn
 
 from smelt.compress.trim_vocabulary.select_tokens import TokenCounts
 from smelt.core.errors import InputError
-from smelt.data.splits import TEXT_TO_TEXT_TASKS, Split, Task, input_texts
+from smelt.data.splits import ENCODER_DECODER_TASKS, TEXT_GENERATION, Split, Task, input_texts
+from smelt.generation.prompt_batches import encode_responses
 from smelt.models.families.family import Family
 from smelt.models.families.model_blocks import is_token_embedding, output_modules
 from smelt.models.families.registry import FAMILIES, family_of
@@ -116,9 +117,14 @@ _NO_LIMIT = 10**9  # no truncation
 
 def tokenize_split(split: Split, tokenizer: Any, task: Task) -> list[list[int]]:
     """Return the ids of every text of `split` without truncation: inputs, then targets."""
+    if task == TEXT_GENERATION:
+        samples = [
+            (example.text, reference) for example in split.examples for reference in example.references
+        ]
+        return [row.ids for found in encode_responses(samples, tokenizer, every_turn=True) for row in found]
     texts, pairs = input_texts(split.examples, task)
     rows = list(encode_texts(texts, tokenizer, _NO_LIMIT, pairs).ids)
-    if task in TEXT_TO_TEXT_TASKS:
+    if task in ENCODER_DECODER_TASKS:
         targets = [reference for example in split.examples for reference in example.references]
         rows += encode_targets(targets, tokenizer, _NO_LIMIT)[0]
     return rows

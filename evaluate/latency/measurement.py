@@ -31,7 +31,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
 from smelt.core.stage import Progress, no_progress
 from smelt.core.system import child_environment, python_command
-from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION, Task
+from smelt.data.splits import CUSTOM_TASK, DECODER_ONLY_TASKS, IMAGE_CLASSIFICATION, Task
 from smelt.evaluate.latency.settings import LatencySettings, prompt_texts
 from smelt.evaluate.latency.summary import (
     MAX_ROUND_FACTOR,
@@ -272,7 +272,7 @@ class TimingJob:
             self.task, "texts/s"
         )
         found = summarize_rounds(pairs, own, baseline, lengths)
-        if self.task == "language-modeling":
+        if self.task in DECODER_ONLY_TASKS:
             unit, found["throughput"] = "tokens/s", found["throughput"] * lengths.output_tokens
         fixed = {"batch_size": size, "threads": own.threads, "texts": self.text_counts[size]}
         return fixed | found | {"unit": unit}

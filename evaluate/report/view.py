@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
+from smelt.data.splits import CUSTOM_TASK, DECODER_ONLY_TASKS, IMAGE_CLASSIFICATION
 from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
@@ -200,7 +200,7 @@ def timing_parts(
     if isinstance(timings, ClassifierTimings):
         before = "decoding" if report.recipe.get("task") == IMAGE_CLASSIFICATION else "tokenizing"
         return [(before, timings.tokenizing_ms), ("model", timings.model_ms), ("labels", timings.rest_ms)]
-    first = "prefill" if report.recipe.get("task") == "language-modeling" else "encoder"
+    first = "prefill" if report.recipe.get("task") in DECODER_ONLY_TASKS else "encoder"
     return [
         ("tokenizing", timings.tokenizing_ms),
         (first, timings.encoding_ms),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
+from smelt.data.splits import DECODER_ONLY_TASKS
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class GenaiFormat:
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"onnx"}),
         targets=frozenset({"ort-cpu"}),
-        tasks=frozenset({"language-modeling"}),
+        tasks=DECODER_ONLY_TASKS,
         hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
     is_artifact: ClassVar[bool] = False
@@ -89,6 +90,7 @@ class GenaiFormat:
         Raises:
             InputError: this runtime does not support the run's generation settings.
         """
+        from smelt.export.package.hub_files import preprocessing_notes
         from smelt.export.package.text_nodes import special_tokens_around
         from smelt.models.tokenizer import open_tokenizer
 
@@ -115,6 +117,7 @@ class GenaiFormat:
         program = _PROGRAM.format(before=list(before), longest=longest, new=decoding.requested_new_tokens(1))
         (folder / "answer.py").write_text(program, encoding="utf-8")
         notes = (
+            *preprocessing_notes(artifact.path),
             f"`{GENAI_CONFIG_FILE}` sets greedy search; change it with `set_search_options` (`num_beams`,"
             f" `do_sample`).",
             "Texts are tokenized by onnxruntime-genai's own reader of tokenizer.json, which was not compared"

@@ -23,7 +23,8 @@ from smelt.core.files import read_json_object, write_json
 from smelt.export.package.package_format import PackageOrigin
 from smelt.generation.runners import is_causal
 from smelt.models.families.registry import find_family
-from smelt.models.text_rules import NO_LIMIT, max_input_length, read_text_rules
+from smelt.models.prompt_template import CHAT, PROMPT_FIELD
+from smelt.models.text_rules import NO_LIMIT, max_input_length, read_prompt_template, read_text_rules
 from smelt.models.text_rules import TEXT_RULES_FILE as RULES
 from smelt.models.tokenizer import TOKENIZER_INFO_FILE as TOKENIZING
 from smelt.models.tokenizer import read_tokenizer_info
@@ -103,12 +104,23 @@ def preprocessing_notes(source: Path) -> tuple[str, ...]:
         )
     if rules.prefix:
         notes.append(f"Add the prefix {rules.prefix!r} to every text: smelt adds it, other libraries do not.")
+    if rules.prompt_template is not None:
+        how = (
+            "Apply the tokenizer's chat template (`apply_chat_template` with add_generation_prompt=True and"
+            " enable_thinking=False)"
+            if rules.prompt_template == CHAT
+            else f"Replace {PROMPT_FIELD} in {rules.prompt_template!r} by each prompt"
+        )
+        notes.append(f"{how}: smelt does this before the tokenizer, other libraries do not.")
     return tuple(notes)
 
 
 def with_prefix(source: Path, text: str) -> str:
     """Return an example text with the prefix that users of other libraries have to add."""
     rules = read_text_rules(source)
+    template = read_prompt_template(source)
+    if template is not None:
+        return template.render(text)
     return rules.prefix + (text.lower() if rules.lower else text)
 
 

@@ -94,6 +94,7 @@ _CLASSES = {
     "translation": "AutoModelForSeq2SeqLM",
     "summarization": "AutoModelForSeq2SeqLM",
     "language-modeling": "AutoModelForCausalLM",
+    "text-generation": "AutoModelForCausalLM",
     "text-classification": "AutoModelForSequenceClassification",
     "sentence-similarity": "AutoModel",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +17,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.data.labels import SINGLE_LABEL, problem_type
-from smelt.data.splits import SENTENCE_SIMILARITY
+from smelt.data.splits import SENTENCE_SIMILARITY, UNPROMPTED_TEXT_TASKS
 from smelt.export.graph_files import iter_initializers, read_graph
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.config import GenerationConfig, resolve_generation
@@ -156,7 +157,8 @@ class OneFileFormat:
 
     name: ClassVar[str] = "one-file"
     summary: ClassVar[str] = "one ONNX file: weights, generation loop, tokenizer if exact"
-    supported: ClassVar[SupportedArtifacts] = TEXT_GRAPHS
+    # the operators for texts cannot render a prompt template
+    supported: ClassVar[SupportedArtifacts] = replace(TEXT_GRAPHS, tasks=frozenset(UNPROMPTED_TEXT_TASKS))
     is_artifact: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:

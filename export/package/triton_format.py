@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TASKS
+from smelt.data.splits import SENTENCE_SIMILARITY, UNPROMPTED_TEXT_TASKS
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class TritonFormat:
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"onnx", "tensorrt"}),
         targets=frozenset({"ort-cpu", "tensorrt"}),
-        tasks=frozenset(TEXT_TASKS),
+        tasks=frozenset(UNPROMPTED_TEXT_TASKS),  # its Python model renders no prompt template
         hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
     is_artifact: ClassVar[bool] = False

@@ -16,7 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.data.batch import Batch
-from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Split, Task, input_texts
+from smelt.data.splits import (
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_GENERATION,
+    Split,
+    Task,
+    input_texts,
+)
 from smelt.generation.runners import is_causal
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import max_input_length
@@ -56,6 +63,8 @@ def parity_samples(
     tokenizer = load_tokenizer(folder)
     limit = max_input_length(tokenizer, parent.config)
     if is_causal(parent.config):
+        if task == TEXT_GENERATION and (split := _select_split(data)) is not None:
+            return _prompt_batch(split, tokenizer, limit, rows, length), True
         return causal_batch(data, tokenizer, parent.config, limit, rows, length)
     return parity_batch(data, tokenizer, parent.config, limit, task, rows, length)
 
@@ -194,6 +203,21 @@ def causal_batch(
     size = min(most, len(ids) // rows)
     prompts = [ids[at * size : (at + 1) * size][: max(1, size * (at + 1) // rows)] for at in range(rows)]
     return pad_left(prompts, padding_token(tokenizer)), real
+
+
+def _prompt_batch(split: Split, tokenizer: Any, limit: int, rows: int, length: int) -> Batch:
+    """Return rendered prompts from the shortest to the longest, truncated on the left and padded there.
+
+    Prompts of similar length are truncated to different ones, so that all rows but the last are padded.
+    """
+    from smelt.generation.prompt_batches import encode_prompts, pad_left, padding_token
+
+    most = max(2, min(length, limit - PARITY_STEPS))
+    found = encode_prompts([e.text for e in split.examples[:_MAX_CANDIDATES]], tokenizer, most)
+    chosen = _select_rows(EncodedTexts(found, None, 0), rows).ids
+    if 4 * min(map(len, chosen)) > 3 * max(map(len, chosen)):
+        chosen = [ids[-max(1, len(ids) * (at + 1) // rows) :] for at, ids in enumerate(chosen)]
+    return pad_left(chosen, padding_token(tokenizer))
 
 
 EXAMPLE_LENGTHS = (12, 8, 5)  # of the rows

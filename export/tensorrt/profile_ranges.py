@@ -17,8 +17,10 @@ from smelt.core.files import load_json
 from smelt.core.stage import Context
 from smelt.data.splits import (
     CUSTOM_TASK,
+    DECODER_ONLY_TASKS,
+    ENCODER_DECODER_TASKS,
     IMAGE_CLASSIFICATION,
-    TEXT_TO_TEXT_TASKS,
+    TEXT_GENERATION,
     Example,
     Task,
     input_texts,
@@ -57,7 +59,7 @@ def profile_ranges(
     parts = settings.each_profile()
     if ctx.task == IMAGE_CLASSIFICATION:
         ranges: list[DimensionRanges] = [{"batch": _batch_range(part)} for part in parts]
-    elif ctx.task == "language-modeling":
+    elif ctx.task in DECODER_ONLY_TASKS:
         ranges = _decoder_only_ranges(folder, config, parts, limit or 10**6, ctx)
     else:
         ranges = _text_ranges(folder, parts, limit or 10**6, ctx, setting_path)
@@ -106,8 +108,7 @@ def _text_ranges(
     folder: Path, parts: Sequence[TensorrtSettings], limit: int, ctx: Context, under: str
 ) -> list[DimensionRanges]:
     """Return the ranges of a graph that reads whole texts, and of the decoder after it if there is one."""
-    examples = [e for place in _SPLIT_ORDER if place in ctx.data for e in ctx.data[place].examples]
-    examples = examples[:: max(1, len(examples) // _MAX_EXAMPLES)]
+    examples = _sample_examples(ctx)
     if not examples and any(part.lengths is None for part in parts):
         raise InputError(
             "tensorrt: there is no train, calibration or validation data to compute text lengths from."
@@ -118,7 +119,7 @@ def _text_ranges(
     profiles: list[DimensionRanges] = []
     for part in parts:
         ranges = {"batch": _batch_range(part), "input": _input_range(part, lengths, limit)}
-        if ctx.task in TEXT_TO_TEXT_TASKS:
+        if ctx.task in ENCODER_DECODER_TASKS:
             longest = part.max_new_tokens or max_output_tokens(folder, ctx.task)
             ranges["past"] = past_range(outputs or lengths or [2], longest, limit)
         profiles.append(ranges)
@@ -132,6 +133,11 @@ def _text_ranges(
             f" would be truncated. Increase {under % 'length_percentile, lengths'}.",
         )
     return profiles
+
+
+def _sample_examples(ctx: Context) -> list[Example]:
+    examples = [e for place in _SPLIT_ORDER if place in ctx.data for e in ctx.data[place].examples]
+    return examples[:: max(1, len(examples) // _MAX_EXAMPLES)]
 
 
 def _input_range(settings: TensorrtSettings, lengths: Sequence[int], limit: int) -> SizeRange:
@@ -152,17 +158,26 @@ def max_output_tokens(folder: Path, task: Task) -> int:
     own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
     limits = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
     longest = GenerationConfig.model_validate(limits).max_total_length(1) - 1
-    prompted = task == "language-modeling" and "max_new_tokens" not in limits
+    prompted = task in DECODER_ONLY_TASKS and "max_new_tokens" not in limits
     return max(longest, MAX_NEW_TOKENS) if prompted else longest
 
 
 def _max_prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtSettings, ctx: Context) -> int:
-    """Return the largest number of input tokens: `lengths: {max}`, else the window of cut texts."""
+    """Return the largest number of input tokens: `lengths: {max}`, else the window of cut texts.
+
+    For text generation it is the percentile of the prompts' lengths, of the data if there are any.
+    """
     if settings.lengths is not None:
         return settings.lengths.max
     from smelt.models.checkpoint import load_tokenizer
     from smelt.models.text_rules import max_input_length, window_length
 
+    if ctx.task == TEXT_GENERATION:
+        examples = _sample_examples(ctx)
+        lengths, _ = _token_lengths(folder, examples, ctx.task)
+        if lengths:
+            limit = max_input_length(load_tokenizer(folder), config)
+            return input_range(lengths, settings.length_percentile, limit).max
     windows = next((ctx.data[name].windows for name in _SPLIT_ORDER if name in ctx.data), None)
     return window_length(windows, max_input_length(load_tokenizer(folder), config))
 
@@ -177,7 +192,7 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
     tokenizer = load_tokenizer(folder)
     texts, pairs = input_texts(examples, task)
     inputs = [len(ids) for ids in encode_texts(texts, tokenizer, 10**9, pairs).ids]
-    if task not in TEXT_TO_TEXT_TASKS:
+    if task not in ENCODER_DECODER_TASKS:
         return inputs, []
     references = [e.references[0] for e in examples if e.references]
     targets = tokenizer(text_target=references, verbose=False)["input_ids"] if references else []

@@ -165,8 +165,9 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     """
     from smelt.core.errors import did_you_mean
     from smelt.data.csv_rows import read_file_rows
+    from smelt.data.examples import parse_prompt
     from smelt.data.json_rows import data_suffix, read_text_file
-    from smelt.data.splits import Columns
+    from smelt.data.splits import TEXT_GENERATION, Columns
     from smelt.pipeline.inspect.data_files import guess_column
 
     if not path.is_file():
@@ -180,6 +181,9 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
         role = "source" if task in ("translation", "summarization") else "text"
         found = []
         for where, row in read_file_rows(path):
+            if task == TEXT_GENERATION and column is None:
+                found.append(parse_prompt(row, where, Columns()).text)
+                continue
             name = column or guess_column(row, role) or getattr(Columns(), role)
             if not isinstance(row.get(name), str):
                 hint = did_you_mean(name, map(str, row))

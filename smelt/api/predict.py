@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,17 @@ from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, TruncationWarning, did_you_mean
 from smelt.core.messages import Message, find_lone_surrogate, warning
 from smelt.data.csv_rows import read_file_rows
+from smelt.data.examples import parse_prompt
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
-from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Columns, Example
+from smelt.data.splits import (
+    ENCODER_DECODER_TASKS,
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_GENERATION,
+    Columns,
+    Example,
+)
 from smelt.pipeline.execute.scoring import prediction_text
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.runner import ClassPrediction, predictions_from_logits
@@ -222,7 +230,8 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     Args:
         path: a file in any format for data, or .txt.
         task: the artifact's task.
-        given: columns: NAME for the text, or ROLE=NAME with the role source, text or text_pair.
+        given: columns: NAME for the text, or ROLE=NAME with the role source, text, text_pair or prompt. For
+            text generation none are needed for a row with a prompt, an instruction or messages.
 
     Raises:
         InputError: the file cannot be read, is empty, or lacks a column.
@@ -243,6 +252,11 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
             )
         lines = strip_lines(io.StringIO(read_text_file(path), newline=None))
         return _require_rows(as_examples(lines, task), path)
+    if task == TEXT_GENERATION and not given:
+        rows = [
+            replace(parse_prompt(row, where, Columns()), line=None) for where, row in read_file_rows(path)
+        ]
+        return _require_rows(rows, path)
     text, pair = _column_names(given, task)
     # a column for pairs is required only if it was named
     wanted = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(given) else {})
@@ -297,7 +311,7 @@ def _has_column_names(given: Sequence[str]) -> bool:
 def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
     """Return the columns of the text and, for tasks with pairs, of the second text."""
     usual = Columns()
-    text = usual.source if task in TEXT_TO_TEXT_TASKS else usual.text
+    text = usual.source if task in ENCODER_DECODER_TASKS else usual.text
     pair = usual.text_pair if task in _PAIR_TASKS else None
     seen: dict[bool, str] = {}
     for item in given:
@@ -315,7 +329,7 @@ def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
                     code="does-not-fit-task",
                 )
             pair = name
-        elif sep and role in ("source", "text"):
+        elif sep and role in ("source", "text", "prompt"):
             text = name
         else:
             text = item

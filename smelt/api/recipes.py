@@ -25,6 +25,7 @@ from smelt.data.splits import (
     CLASSIFICATION_TASKS,
     CUSTOM_TASK,
     IMAGE_CLASSIFICATION,
+    TEXT_GENERATION,
     TEXT_TO_TEXT_TASKS,
     Task,
 )
@@ -300,7 +301,9 @@ def _write_placeholder_rows(task: Task, place: str, folder: Path) -> Path:
         InputError: the task needs real samples.
     """
     row: dict[str, Any] = {"text": _PLACEHOLDER_TEXT}
-    if task in TEXT_TO_TEXT_TASKS:
+    if task == TEXT_GENERATION:
+        row = {"prompt": _PLACEHOLDER_TEXT, "response": _PLACEHOLDER_TEXT}
+    elif task in TEXT_TO_TEXT_TASKS:
         row = {"source": _PLACEHOLDER_TEXT, "target": _PLACEHOLDER_TEXT}
     elif task in (CUSTOM_TASK, IMAGE_CLASSIFICATION):
         raise InputError(

@@ -21,11 +21,13 @@ from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_npz
+from smelt.data.prompt_rows import LAYOUT_COLUMNS, conversation_text, parse_messages, row_layout
 from smelt.data.splits import (
     CLASSIFICATION_TASKS,
     CUSTOM_TASK,
     IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
+    TEXT_GENERATION,
     TEXT_TO_TEXT_TASKS,
     Columns,
     Example,
@@ -224,8 +226,10 @@ class _MissingColumnError(InputError):
 def _parse_example(row: Mapping[str, Any], location: str, task: Task, columns: Columns) -> Example:
     tail = location.rpartition(":")[2]
     line = int(tail) if tail.isdecimal() else None
+    if task == TEXT_GENERATION:
+        return replace(_parse_prompted(row, location, columns), line=line)
     if task in TEXT_TO_TEXT_TASKS:
-        references = _parse_references(row, location, columns)
+        references = _parse_references(row, location, columns.references, columns.target, "target")
         return Example(_nonempty_text(row, columns.source, location, "source"), references, line=line)
     if task == "language-modeling":
         return Example(_text_of_column(row, columns.text, location, "text"), line=line)
@@ -275,23 +279,92 @@ def _parse_image(row: Mapping[str, Any], location: str, columns: Columns) -> str
     return reference
 
 
-def _parse_references(row: Mapping[str, Any], location: str, columns: Columns) -> tuple[str, ...]:
-    references = row.get(columns.references)
+def _parse_prompted(row: Mapping[str, Any], location: str, columns: Columns) -> Example:
+    """Return a sample of text generation: a prompt with its responses.
+
+    Raises:
+        InputError: as `parse_prompt`; there is no response, or it is empty.
+    """
+    example = parse_prompt(row, location, columns)
+    if example.layout == "messages":
+        _, answer = parse_messages(row[columns.messages], location, columns.messages)
+        _reject_surrogates(answer, location, columns.messages)
+        return replace(example, references=(answer,))
+    single = "output" if example.layout == "instruction" else "response"
+    answers = _parse_references(row, location, columns.responses, getattr(columns, single), single)
+    return replace(example, references=answers)
+
+
+def parse_prompt(row: Mapping[str, Any], location: str, columns: Columns) -> Example:
+    """Return the prompt of a row of text generation; see `smelt.data.prompt_rows` for the layouts of a row.
+
+    Raises:
+        InputError: a column is missing or has another type, a text is empty, or a conversation is invalid.
+    """
+    layout = row_layout(row, columns)
+    if layout is None:
+        raise _no_prompt(row, location, columns)
+    if layout == "messages":
+        before, _ = parse_messages(row[columns.messages], location, columns.messages)
+        for message in before:
+            _reject_surrogates(message["content"], location, columns.messages)
+        return Example(conversation_text(before), layout=layout)
+    if layout == "prompt":
+        return Example(_nonempty_text(row, columns.prompt, location, "prompt"), layout=layout)
+    text = _nonempty_text(row, columns.instruction, location, "instruction")
+    # a column named in the recipe must exist; the input of a row may be empty
+    if row.get(columns.input) is not None or "input" in columns.model_fields_set:
+        more = _text_of_column(row, columns.input, location, "input")
+        text = f"{text}\n\n{more}" if more.strip() else text
+    return Example(text, layout=layout)
+
+
+def _no_prompt(row: Mapping[str, Any], location: str, columns: Columns) -> _MissingColumnError:
+    """Return the error about a row that has no prompt, no instruction and no messages."""
+    names = ", ".join(map(str, row)) or "none"
+    roles = [(role, getattr(columns, role)) for role, *_ in LAYOUT_COLUMNS.values()]
+    wanted = ", ".join(f"'{name}'" for _, name in roles)
+    usual = next((name for name in _ALIASES["prompt"] if name in row), None)
+    answer = next((name for name in _ALIASES["response"] if name in row and name != usual), None)
+    right = f"prompt: {usual or 'NAME'}, response: {answer or 'NAME'}"
+    return _MissingColumnError(
+        f"{location}: none of the columns {wanted}; available: {names}. Name the right ones with data:"
+        f" {{columns: {{{right}}}}}.",
+        code="missing-column",
+    )
+
+
+def _parse_references(
+    row: Mapping[str, Any], location: str, several: str, single: str, setting: str
+) -> tuple[str, ...]:
+    """Return the target texts of a row.
+
+    Args:
+        row: the row.
+        location: of the row, for messages.
+        several: the column with a list of texts, which takes precedence.
+        single: the column with one text.
+        setting: the role of `single` in `data.columns`.
+
+    Raises:
+        InputError: a column is missing or has another type, or a text is empty.
+    """
+    references = row.get(several)
     if references is None:
-        references = [_text_of_column(row, columns.target, location, "target")]
+        references = [_text_of_column(row, single, location, setting)]
     if not isinstance(references, list) or not all(isinstance(r, str) for r in references):
         raise InputError(
-            f"{location}: column '{columns.references}' must be a list of texts, got {repr(references)[:80]}",
+            f"{location}: column '{several}' must be a list of texts, got {repr(references)[:80]}",
             code="wrong-column-type",
         )
     if not references or not all(reference.strip() for reference in references):
         raise InputError(
-            f"{location}: the target is empty; a model would learn to generate nothing. Remove or fill such"
-            " rows.",
+            f"{location}: the {'target' if setting == 'target' else 'response'} is empty; a model would learn"
+            " to generate nothing. Remove or fill such rows.",
             code="empty-text",
         )
     for reference in references:
-        _reject_surrogates(reference, location, columns.references)
+        _reject_surrogates(reference, location, several)
     return tuple(references)
 
 
@@ -369,6 +442,8 @@ _ALIASES = {
     "source": ("document", "article", "dialogue", "input", "text", "src", "en"),
     "target": ("summary", "highlights", "abstract", "output", "reference", "tgt", "de"),
     "image": ("file_name", "filename", "path", "file", "img", "image_path"),
+    "prompt": ("question", "query", "problem", "input", "text", "source"),
+    "response": ("answer", "completion", "chosen", "solution", "output", "target"),
 }
 
 
@@ -390,6 +465,8 @@ def _missing_columns(
 ) -> _MissingColumnError | None:
     """Return the error about several columns that `row` lacks; None if it lacks only one."""
     roles: tuple[str, ...] = ("text",)
+    if task == TEXT_GENERATION:  # the error names all of them
+        return None
     if task in TEXT_TO_TEXT_TASKS:
         roles = ("source",) if columns.references in row else ("source", "target")
     elif task in CLASSIFICATION_TASKS:

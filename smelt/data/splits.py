@@ -53,6 +53,7 @@ Task = Literal[
     "summarization",
     "text-classification",
     "language-modeling",
+    "text-generation",
     "sentence-similarity",
     "image-classification",
     "custom",
@@ -70,8 +71,17 @@ IMAGE_CLASSIFICATION: Task = "image-classification"
 CLASSIFICATION_TASKS: frozenset[Task] = frozenset({"text-classification", IMAGE_CLASSIFICATION})
 # The tasks of models with text inputs.
 TEXT_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task != IMAGE_CLASSIFICATION)
+# The task of answering prompts with a decoder-only language model.
+TEXT_GENERATION: Task = "text-generation"
+# The tasks of encoder-decoder models, and those of decoder-only models.
+ENCODER_DECODER_TASKS: frozenset[Task] = frozenset({"translation", "summarization"})
+DECODER_ONLY_TASKS: frozenset[Task] = frozenset({"language-modeling", TEXT_GENERATION})
+# Tasks of models with text inputs that have no prompt template.
+UNPROMPTED_TEXT_TASKS: tuple[Task, ...] = tuple(task for task in TEXT_TASKS if task != TEXT_GENERATION)
 # Tasks with a target text.
-TEXT_TO_TEXT_TASKS: frozenset[Task] = frozenset({"translation", "summarization"})
+TEXT_TO_TEXT_TASKS: frozenset[Task] = ENCODER_DECODER_TASKS | {TEXT_GENERATION}
+# Layouts of the samples of text generation; see smelt.data.prompt_rows.
+PromptLayout = Literal["messages", "prompt", "instruction"]
 
 
 # A class by index or name, a number (regression), or several classes; see smelt.data.labels.
@@ -89,18 +99,26 @@ class Columns(BaseModel):
     text_pair: str = Field(default="text_b", description="second text")
     image: str = Field(default="image", description="image")
     label: str = Field(default="label", description="label")
+    prompt: str = Field(default="prompt", description="prompt")
+    response: str = Field(default="response", description="response to the prompt")
+    responses: str = Field(default="responses", description="list of responses; takes precedence")
+    instruction: str = Field(default="instruction", description="instruction")
+    input: str = Field(default="input", description="input of an instruction")
+    output: str = Field(default="output", description="response to an instruction")
+    messages: str = Field(default="messages", description="list of messages with role and content")
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """One sample: a text, and its target in the task.
 
-    Translation, summarization: `references`; classification: `label`, optionally `text_pair`; sentence
-    similarity: optionally `text_pair`, and with it optionally the score as a float `label`; image
-    classification: `label`, and an image reference as the text.
+    Translation, summarization, text generation: `references`; classification: `label`, optionally
+    `text_pair`; sentence similarity: optionally `text_pair`, and with it optionally the score as a float
+    `label`; image classification: `label`, and an image reference as the text.
 
     line: its line in the file, None if the file has no lines or several samples in this one; row: its
-    number in the file, from 1; None without a file. Neither is part of the content.
+    number in the file, from 1; None without a file. layout: of a row of text generation. None of these is
+    part of the content.
     """
 
     text: str
@@ -109,6 +127,7 @@ class Example:
     label: Label | None = None
     line: int | None = field(default=None, compare=False)
     row: int | None = field(default=None, compare=False)
+    layout: PromptLayout | None = field(default=None, compare=False)
 
 
 # Raise it whenever the same text and settings give other windows.

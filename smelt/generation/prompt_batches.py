@@ -1,4 +1,4 @@
-"""Prompts for decoder-only language models: tokenizing, padding on the left, continuation.
+"""Prompts for decoder-only language models: tokenizing, padding on the left, continuation, responses.
 
 Shapes: B = batch, L = tokens of the longest prompt.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import numpy as np
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch
+from smelt.data.prompt_rows import assistant_turns
 from smelt.generation.config import GenerationConfig, GenerationSettings
+from smelt.models.prompt_template import PROMPT_FIELD, PromptTemplate, ResponseParts
 from smelt.models.text_rules import NO_LIMIT
-from smelt.models.tokenizer import as_text_tokenizer
+from smelt.models.tokenizer import TextTokenizer, as_text_tokenizer
 from smelt.runtimes.runner import Runner
 
 OnTruncate = Callable[[int, int], None]
@@ -26,11 +29,27 @@ OnTruncate = Callable[[int, int], None]
 def encode_prompts(texts: Sequence[str], tokenizer: Any, max_tokens: int) -> list[list[int]]:
     """Tokenize `texts`, truncated to their last `max_tokens` tokens. An empty one gets a first token.
 
+    The prompts of a model that answers them are rendered by its template first. A rendered chat contains its
+    special tokens, so none are added.
+
     Raises:
-        InputError: an empty prompt, and the tokenizer has no first token.
+        InputError: an empty prompt, and the tokenizer has no first token; or a prompt does not fit the
+            template (see `PromptTemplate.render`).
     """
     words = as_text_tokenizer(tokenizer)
-    found = words.encode_batch(texts, NO_LIMIT).ids
+    whole = _encode_rendered(_render(texts, words), words)
+    return [truncate_prompt(ids, max_tokens, words.bos_token_id) for ids in whole]
+
+
+def _render(texts: Sequence[str], words: TextTokenizer) -> list[str]:
+    return list(texts) if words.prompts is None else [words.prompts.render(text) for text in texts]
+
+
+def _encode_rendered(texts: Sequence[str], words: TextTokenizer) -> list[list[int]]:
+    if words.prompts is not None and words.prompts.is_chat:
+        found = words.encode_plain(texts)
+    else:
+        found = words.encode_batch(texts, NO_LIMIT).ids
     for at, ids in enumerate(found):
         if not ids:
             first = words.bos_token_id if words.bos_token_id is not None else words.eos_token_id
@@ -41,7 +60,83 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, max_tokens: int) -> lis
                     code="empty-prompt",
                 )
             found[at] = [first]
-    return [truncate_prompt(ids, max_tokens, words.bos_token_id) for ids in found]
+    return found
+
+
+@dataclass(frozen=True)
+class EncodedResponse:
+    """Tokens of a prompt and its response. is_target: for each token, whether it is one of a response."""
+
+    ids: list[int]
+    is_target: list[bool]
+
+    @property
+    def num_last_targets(self) -> int:
+        """The number of tokens of the last response."""
+        return next((n for n, target in enumerate(reversed(self.is_target)) if not target), len(self.ids))
+
+
+def encode_responses(
+    pairs: Sequence[tuple[str, str]], tokenizer: Any, *, every_turn: bool
+) -> list[list[EncodedResponse]]:
+    """Return prompts with their responses as tokens, without truncation.
+
+    The response is followed by the token that ends a text, or in a chat by the end of the assistant's turn.
+    It is tokenized without added special tokens: separately from the prompt, in a chat with it where the
+    prompt's tokens do not change by that.
+
+    Args:
+        pairs: n prompts, plain texts or conversations, each with its response.
+        tokenizer: with a prompt template.
+        every_turn: whether earlier turns of the assistant are targets too. A conversation is then one
+            sample, or several where the template renders an earlier turn differently once others follow.
+
+    Raises:
+        InputError: a prompt does not fit the template (see `PromptTemplate.render`).
+    """
+    words = as_text_tokenizer(tokenizer)
+    template = words.prompts or PromptTemplate(PROMPT_FIELD)
+    owners: list[int] = []
+    parts: list[ResponseParts] = []
+    for at, (prompt, response) in enumerate(pairs):
+        turns = assistant_turns(prompt, response)
+        for turn in turns if every_turn else turns[-1:]:
+            owners.append(at)
+            parts.append(template.render_response(turn))
+    prompts = _encode_rendered([part.prompt for part in parts], words)
+    alone = words.encode_plain([part.response for part in parts])
+    joint = words.encode_plain([part.prompt + part.response for part in parts]) if template.is_chat else alone
+    end = [] if words.eos_token_id is None else [words.eos_token_id]
+    found: list[list[EncodedResponse]] = [[] for _ in pairs]
+    for owner, part, ids, separate, together in zip(owners, parts, prompts, alone, joint, strict=True):
+        natural = template.is_chat and together[: len(ids)] == ids
+        targets = (together[len(ids) :] if natural else separate) + ([] if part.ended else end)
+        mask = [False] * len(ids)
+        rows = found[owner]
+        if rows and ids[: len(rows[-1].ids)] == rows[-1].ids:  # the earlier turns as they were rendered
+            before = rows.pop().is_target
+            mask[: len(before)] = before
+        rows.append(EncodedResponse(ids + targets, mask + [True] * len(targets)))
+    return found
+
+
+def fit_response(sample: EncodedResponse, limit: int, bos_token_id: int | None) -> EncodedResponse:
+    """Return `sample` with at most `limit` + 1 tokens, since the last one is never an input.
+
+    The prompt is truncated on the left. It keeps at least half of the tokens, as in generation; a longer
+    response is then truncated on the right.
+    """
+    room = limit + 1
+    if len(sample.ids) <= room:
+        return sample
+    begin = len(sample.ids) - sample.num_last_targets
+    kept = min(begin, max(1, limit // 2, room - sample.num_last_targets))
+    prompt = truncate_prompt(sample.ids[:begin], kept, bos_token_id)
+    response = sample.ids[begin:][: room - kept]
+    mask = sample.is_target[begin - kept : begin]
+    if prompt and prompt[0] != sample.ids[begin - kept]:  # the leading token is kept
+        mask = [False, *mask[1:]]
+    return EncodedResponse(prompt + response, mask + [True] * len(response))
 
 
 def truncate_prompt(ids: list[int], max_tokens: int, bos_token_id: int | None) -> list[int]:
@@ -96,6 +191,17 @@ def batch_prompts(
     return batches
 
 
+def truncated_prompts(
+    runner: Runner, texts: Sequence[str], decoding: GenerationConfig
+) -> tuple[list[list[int]], int]:
+    """Return the tokens of `texts` that are generated from, and how many texts are truncated for it."""
+    tools = runner.text
+    whole = encode_prompts(texts, tools.tokenizer, NO_LIMIT)
+    begin, limit = tools.tokenizer.bos_token_id, tools.max_input_length
+    prompts = [truncate_prompt(ids, max_prompt_length(len(ids), decoding, limit), begin) for ids in whole]
+    return prompts, sum(len(a) < len(b) for a, b in zip(prompts, whole, strict=True))
+
+
 def continue_texts(
     runner: Runner,
     texts: Sequence[str],
@@ -103,27 +209,38 @@ def continue_texts(
     batch_size: int = 32,
     progress: Progress = no_progress,
     on_truncate: OnTruncate | None = None,
+    on_length_limit: OnTruncate | None = None,
 ) -> list[str]:
-    """Return each text with its continuation, in their order."""
+    """Return each text with its continuation, in their order; of a model that answers prompts, the responses.
+
+    on_length_limit: called with the number of outputs that reached the length limit, and the largest such
+    limit in new tokens, if there are any.
+    """
     tools = runner.text
-    tokenizer, limit = tools.tokenizer, tools.max_input_length
+    tokenizer = tools.tokenizer
     decoding = tools.resolved_generation(generation, runner)
-    whole = encode_prompts(texts, tokenizer, NO_LIMIT)
-    begin = tokenizer.bos_token_id
-    prompts = [truncate_prompt(ids, max_prompt_length(len(ids), decoding, limit), begin) for ids in whole]
-    shortened = sum(len(a) < len(b) for a, b in zip(prompts, whole, strict=True))
+    prompts, shortened = truncated_prompts(runner, texts, decoding)
     if shortened and on_truncate is not None:
-        on_truncate(shortened, limit)
+        on_truncate(shortened, tools.max_input_length)
     results = [""] * len(texts)
     done = 0
+    limited: list[int] = []
     for part, (rows, batch) in enumerate(
         batch_prompts(prompts, batch_size, padding_token(tokenizer), decoding)
     ):
         tokens = runner.generator(runner, batch, decoding, part)
-        for i, new in zip(rows, tokens, strict=True):
-            results[i] = texts[i] + decode_continuation(tokenizer, prompts[i], new)
+        answers = tokenizer.decode_batch(tokens) if tokenizer.prompts is not None else None
+        for at, (i, new) in enumerate(zip(rows, tokens, strict=True)):
+            if answers is None:
+                results[i] = texts[i] + decode_continuation(tokenizer, prompts[i], new)
+            else:
+                results[i] = answers[at]
+            if len(new) >= decoding.prompt_limits(len(prompts[i]))[0] and new[-1] not in decoding.eos:
+                limited.append(len(new))
         done += len(rows)
         progress(done, len(texts), "texts")
+    if limited and on_length_limit is not None:
+        on_length_limit(len(limited), max(limited))
     return results
 
 

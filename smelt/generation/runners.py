@@ -13,7 +13,7 @@ P = tokens of previous calls, D = width of the model, H = heads, d = width of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -98,21 +98,32 @@ def nll_from_logits(logits: Logits, targets: Tokens) -> NDArray[np.float32]:
 def window_nll(
     runner: Any, text: TextWindows, batch_size: int = 32, progress: Progress = no_progress
 ) -> list[float]:
-    """Return for each window of `text` the summed loss of its scored tokens, nats.
+    """Return for each window of `text` the summed loss of its scored tokens, nats."""
+    return last_tokens_nll(runner, text.ids, text.scored_tokens, batch_size, progress)
 
-    A batch contains windows of one length only, so nothing is padded.
+
+def last_tokens_nll(
+    runner: Any,
+    rows: Sequence[Sequence[int] | Tokens],
+    counts: Sequence[int],
+    batch_size: int = 32,
+    progress: Progress = no_progress,
+) -> list[float]:
+    """Return for each of `rows`, token ids, the summed loss of its last `counts` tokens, nats.
+
+    A batch contains rows of one length only, so nothing is padded.
     """
     groups: dict[int, list[int]] = {}
-    for place, ids in enumerate(text.ids):
+    for place, ids in enumerate(rows):
         groups.setdefault(len(ids), []).append(place)
-    sums = [0.0] * len(text.ids)
+    sums = [0.0] * len(rows)
     done = 0
     for places in groups.values():
         for at in range(0, len(places), batch_size):
             chosen = places[at : at + batch_size]
-            losses = token_nll(runner, np.stack([text.ids[i] for i in chosen]))
+            losses = token_nll(runner, np.stack([np.asarray(rows[i], dtype=np.int64) for i in chosen]))
             for i, row in zip(chosen, losses, strict=True):
-                sums[i] = float(row[-text.scored_tokens[i] :].sum(dtype=np.float64))
+                sums[i] = float(row[-counts[i] :].sum(dtype=np.float64))
             done += len(chosen)
             progress(done, len(sums), "windows")
     return sums

@@ -38,6 +38,7 @@ from smelt.models.empty_model import (
     transpose_conv1d_tensors,
 )
 from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.prompt_template import CHAT
 from smelt.models.sentence_model import as_bare_encoder, is_sentence_model
 from smelt.models.text_rules import (
     MODULES_FILE,
@@ -47,6 +48,7 @@ from smelt.models.text_rules import (
     TextRules,
     apply_text_rules,
     language_token_id,
+    read_prompt_template,
     read_text_rules,
 )
 from smelt.models.weight_files import (
@@ -256,6 +258,7 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder}: the tokenizer cannot be read: {error}", code="damaged-tokenizer"
         ) from error
     apply_text_rules(tokenizer, read_text_rules(folder))
+    tokenizer.smelt_prompts = read_prompt_template(folder)
     return tokenizer
 
 
@@ -363,6 +366,36 @@ def _unique_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]
     return tensors, names
 
 
+def _write_chat_rules(folder: Path, rules: TextRules) -> None:
+    """Store the special tokens of a chat template, and let generation end where the assistant's turn ends.
+
+    A base model with a chat template often ends texts by another token than the template's turns.
+
+    Raises:
+        InputError: there is no chat template.
+    """
+    tokenizer = load_tokenizer(folder)
+    special = {str(name): str(token) for name, token in tokenizer.special_tokens_map.items()}
+    rules = rules.model_copy(update={"special_tokens": special})
+    write_json(folder / TEXT_RULES_FILE, rules.model_dump(exclude_defaults=True))
+    template = read_prompt_template(folder)
+    assert template is not None
+    word = "a"  # a response that no template changes
+    turn = template.render_response(
+        [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
+    )
+    ids = tokenizer(turn.response.rpartition(word)[2], add_special_tokens=False)["input_ids"]
+    if not turn.ended or len(ids) != 1 or ids[0] not in tokenizer.all_special_ids:
+        return
+    path, config = folder / "generation_config.json", load_config(folder)
+    settings = read_json_object(path) or GenerationConfig.from_model_config(config).to_dict()
+    known = settings.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if ids[0] not in ends:
+        settings["eos_token_id"] = [*ends, ids[0]]
+        GenerationConfig.from_dict(settings).save_pretrained(folder)
+
+
 def _is_tokenizer_file(path: Path) -> bool:
     return (
         path.suffix in TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER and is_artifact_file(path.name)
@@ -385,8 +418,10 @@ def copy_tokenizer(src: Path, out: Path) -> None:
 def write_text_rules(folder: Path, rules: TextRules) -> None:
     """Write `rules` to the model's `folder`, replacing earlier ones.
 
-    A target language also becomes the first generated token: the decoder's start for
-    MBartTokenizer (mBART-25), else the forced first token (mBART-50), as transformers' tokenizers document.
+    A prompt template is stored with the tokenizer's special tokens; the token that ends the assistant's turn
+    in a chat template also ends a generated text. A target language becomes the first generated token: the
+    decoder's start for MBartTokenizer (mBART-25), else the forced first token (mBART-50), as transformers'
+    tokenizers document.
 
     Raises:
         InputError: the tokenizer does not have a language.
@@ -395,6 +430,8 @@ def write_text_rules(folder: Path, rules: TextRules) -> None:
         (folder / TEXT_RULES_FILE).unlink(missing_ok=True)
         return
     write_json(folder / TEXT_RULES_FILE, rules.model_dump(exclude_defaults=True))
+    if rules.prompt_template == CHAT:
+        _write_chat_rules(folder, rules)
     if rules.target_language is None:
         return
     tokenizer, config = load_tokenizer(folder), load_config(folder)

@@ -19,7 +19,7 @@ import transformers
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import ProblemType
-from smelt.data.splits import IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS, Task
+from smelt.data.splits import ENCODER_DECODER_TASKS, IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS, Task
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_tokenizer, save_model
 from smelt.models.families.family import TokenizerSpec
@@ -137,7 +137,7 @@ def config_for_tokenizer(
                 setting="model.tokenizer",
             )
         wanted[f"{role}_token_id"] = token
-    if task in TEXT_TO_TEXT_TASKS:
+    if task in ENCODER_DECODER_TASKS:
         family = FAMILIES[kind]
         wanted["decoder_start_token_id"] = wanted[f"{family.decoder_start}_token_id"]
         if family.forces_eos:
@@ -151,7 +151,7 @@ def _requires_token(role: str, task: Task) -> bool:
 
 
 def _auto_class(task: Task) -> Any:
-    if task in TEXT_TO_TEXT_TASKS:
+    if task in ENCODER_DECODER_TASKS:
         return transformers.AutoModelForSeq2SeqLM
     if task == IMAGE_CLASSIFICATION:
         return transformers.AutoModelForImageClassification

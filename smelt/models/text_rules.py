@@ -1,8 +1,9 @@
-"""Rules by which a model's texts become inputs and vectors: prefix, languages, pooling, normalization.
+"""Rules by which a model's texts become inputs and vectors: prefix, languages, template, pooling.
 
-Prefix and languages are part of the artifact, in `text.json`, which every stage copies with the tokenizer's
-files; `load_tokenizer` applies them, so that training, scoring, timing and `smelt predict` are consistent. A
-forced first token belongs to the generation config, where `generate` of transformers reads it too.
+Prefix, languages and prompt template are part of the artifact, in `text.json`, which every stage copies with
+the tokenizer's files; `load_tokenizer` applies them, so that training, scoring, timing and `smelt predict`
+are consistent. A forced first token belongs to the generation config, where `generate` of transformers reads
+it too.
 
 Pooling and normalization of a sentence embedder are in the files of sentence-transformers. `modules.json`
 lists the steps: Transformer, Pooling, optionally Normalize. The folder of Pooling has its kind;
@@ -43,6 +44,7 @@ from smelt.data.batch import Tokens
 from smelt.data.splits import Split, Windows
 from smelt.models.families.family import PositionEncoding
 from smelt.models.families.registry import find_family
+from smelt.models.prompt_template import PromptTemplate, open_prompt_template
 
 TEXT_RULES_FILE = "text.json"
 
@@ -50,7 +52,9 @@ TEXT_RULES_FILE = "text.json"
 class TextRules(BaseModel):
     """prefix: added before every source text. The languages are codes of the tokenizer.
 
-    lower: texts are lowercased, whatever the tokenizer does.
+    lower: texts are lowercased, whatever the tokenizer does. prompt_template: of a model that answers
+    prompts: "chat", or a text with `{prompt}`; None: texts are not prompts. special_tokens: for a chat
+    template, the tokenizer's special tokens by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,10 +62,16 @@ class TextRules(BaseModel):
     source_language: str | None = None
     target_language: str | None = None
     lower: bool = False
+    prompt_template: str | None = None
+    special_tokens: dict[str, str] = Field(default_factory=dict)
 
     def cache_key(self) -> dict[str, Any]:
-        """Return the fields of a key; without `lower` where it is false, as in earlier versions."""
-        return self.model_dump(exclude=None if self.lower else {"lower"})
+        """Return the fields of a key; without newer ones where they have their defaults.
+
+        The special tokens follow from the tokenizer's files.
+        """
+        unset = {n for n in ("lower", "prompt_template") if not getattr(self, n)}
+        return self.model_dump(exclude={"special_tokens", *unset})
 
 
 def read_text_rules(folder: Path) -> TextRules:
@@ -97,6 +107,16 @@ def apply_text_rules(tokenizer: Any, rules: TextRules) -> None:
 def tokenizer_prefix(tokenizer: Any) -> str:
     """Return the prefix of every source text of this tokenizer's model."""
     return str(getattr(tokenizer, "smelt_prefix", ""))
+
+
+def read_prompt_template(folder: Path) -> PromptTemplate | None:
+    """Return the prompt template of the model in `folder`; None for a model that does not answer prompts.
+
+    Raises:
+        InputError: a file is damaged, or the chat template is missing (`no-chat-template`).
+    """
+    rules = read_text_rules(folder)
+    return open_prompt_template(folder, rules.prompt_template, rules.special_tokens)
 
 
 def language_token_id(tokenizer: Any, language: str) -> int:

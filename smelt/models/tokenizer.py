@@ -30,7 +30,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, read_json_object, write_json
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
-from smelt.models.text_rules import NO_LIMIT, max_input_length, read_text_rules, tokenizer_prefix
+from smelt.models.prompt_template import PromptTemplate
+from smelt.models.text_rules import (
+    NO_LIMIT,
+    max_input_length,
+    read_prompt_template,
+    read_text_rules,
+    tokenizer_prefix,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class TextTokenizer(Protocol):
     """Texts to ids and back. Thread-safe: it does not change after its creation.
 
     reader: tokenizers, sentencepiece or transformers. prefix: added before every source text. lower:
-    texts are lowercased first.
+    texts are lowercased first. prompts: the template of a model that answers prompts, else None.
     model_max_length: maximum number of tokens of a row, with special tokens; huge where unknown.
     The ids are None where there is no such token.
     """
@@ -54,6 +61,7 @@ class TextTokenizer(Protocol):
     reader: str
     prefix: str
     lower: bool
+    prompts: PromptTemplate | None
     model_max_length: int
     pad_token_id: int | None
     bos_token_id: int | None
@@ -63,6 +71,9 @@ class TextTokenizer(Protocol):
         self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
     ) -> EncodedTexts:
         """Tokenize `texts`, each with its pair, with special tokens; truncated to `max_length` tokens."""
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
 
     def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
@@ -137,8 +148,15 @@ class RustTokenizer:
 
     reader = "tokenizers"
 
-    def __init__(self, folder: Path, details: TokenizerInfo, prefix: str = "", lower: bool = False) -> None:
-        self.prefix, self.lower = prefix, lower
+    def __init__(
+        self,
+        folder: Path,
+        details: TokenizerInfo,
+        prefix: str = "",
+        lower: bool = False,
+        prompts: PromptTemplate | None = None,
+    ) -> None:
+        self.prefix, self.lower, self.prompts = prefix, lower, prompts
         self.model_max_length = details.longest
         self.pad_token_id: int | None = details.pad
         self.bos_token_id: int | None = details.bos
@@ -155,13 +173,7 @@ class RustTokenizer:
         left = self._facts.truncation_side == "left"
         seconds: Sequence[str | None] = [None] * len(texts) if pairs is None else pairs
         for text, pair in zip(texts, seconds, strict=True):
-            try:
-                found = self._inner.encode(text, pair)
-            except Exception as error:  # a bare one from Rust: the unknown token is not in the vocabulary
-                raise InputError(
-                    f"{self._path}: cannot tokenize {text[:60]!r}: {error}",
-                    code="tokenizer-failed",
-                ) from error
+            found = self._encode(text, pair, True)
             row, kinds = found.ids, found.type_ids if self._facts.types else []
             if len(row) > max_length:
                 truncated += 1
@@ -170,6 +182,19 @@ class RustTokenizer:
             ids.append(row)
             types.append(kinds)
         return EncodedTexts(ids, types if self._facts.types else None, truncated)
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
+        return [list(self._encode(text, None, False).ids) for text in texts]
+
+    def _encode(self, text: str, pair: str | None, special: bool) -> Any:
+        try:
+            return self._inner.encode(text, pair, add_special_tokens=special)
+        except Exception as error:  # a bare one from Rust: the unknown token is not in the vocabulary
+            raise InputError(
+                f"{self._path}: cannot tokenize {text[:60]!r}: {error}",
+                code="tokenizer-failed",
+            ) from error
 
     def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
@@ -242,6 +267,7 @@ class HubTokenizer:
         self.inner = inner
         self.prefix = tokenizer_prefix(inner)
         self.lower = bool(getattr(inner, "smelt_lower", False))
+        self.prompts: PromptTemplate | None = getattr(inner, "smelt_prompts", None)
         self.model_max_length = int(inner.model_max_length)
         self.pad_token_id: int | None = inner.pad_token_id
         self.bos_token_id: int | None = inner.bos_token_id
@@ -261,6 +287,16 @@ class HubTokenizer:
             if truncated:
                 full = self.inner(*both, truncation=True, max_length=max_length, verbose=False)
         return EncodedTexts(full["input_ids"], full.get("token_type_ids"), truncated)
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
+        if not texts:
+            return []
+        with self._lock:
+            found: list[list[int]] = self.inner(
+                list(texts), add_special_tokens=False, truncation=False, verbose=False
+            )["input_ids"]
+        return found
 
     def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
@@ -298,7 +334,7 @@ def open_light_tokenizer(folder: Path, details: TokenizerInfo) -> TextTokenizer 
     if details.reader == "sentencepiece":
         return MarianTokenizer(folder, details, rules.prefix)
 
-    return RustTokenizer(folder, details, rules.prefix, rules.lower)
+    return RustTokenizer(folder, details, rules.prefix, rules.lower, read_prompt_template(folder))
 
 
 def _load_transformers_tokenizer(folder: Path) -> Any:
@@ -324,6 +360,7 @@ class MarianTokenizer:
 
     reader = "sentencepiece"
     lower = False
+    prompts: PromptTemplate | None = None
 
     def __init__(self, folder: Path, details: TokenizerInfo, prefix: str = "") -> None:
         if details.eos is None or details.unknown is None:
@@ -366,6 +403,10 @@ class MarianTokenizer:
         if truncated and self._facts.truncation_side == "left":
             rows = [row[len(row) - room :] if len(row) > room else row for row in rows]
         return EncodedTexts([[*row[:room], self._eos] for row in rows], None, truncated)
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize `texts` without adding the final token."""
+        return [self._encode(text) for text in texts]
 
     def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""

@@ -13,10 +13,19 @@ from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch, check_finite_outputs
 from smelt.data.splits import Example
 from smelt.generation.config import GenerationSettings
-from smelt.generation.prompt_batches import OnTruncate, continue_texts
+from smelt.generation.prompt_batches import (
+    OnTruncate,
+    batch_prompts,
+    continue_texts,
+    encode_prompts,
+    padding_token,
+    truncate_prompt,
+    truncated_prompts,
+)
 from smelt.generation.runners import is_causal
 from smelt.generation.search import generate_n_best
 from smelt.models.families.registry import find_family, reads_images
+from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import EncodedTexts, TextTokenizer, TextTools, as_text_tokenizer
 from smelt.runtimes.images import image_logits
 from smelt.runtimes.runner import Runner
@@ -33,6 +42,8 @@ def encode_texts(
 ) -> EncodedTexts:
     """Tokenize `texts`, each with the model's prefix, truncated to `max_length` tokens.
 
+    Prompts of a model that answers them are rendered by its template, and truncated on the left.
+
     Args:
         texts: n texts.
         tokenizer: a `TextTokenizer`, or one of transformers.
@@ -40,6 +51,10 @@ def encode_texts(
         pairs: each text's second text, or None where it has none.
     """
     words = as_text_tokenizer(tokenizer)
+    if words.prompts is not None:
+        whole = encode_prompts(texts, words, NO_LIMIT)
+        ids = [truncate_prompt(row, max_length, words.bos_token_id) for row in whole]
+        return EncodedTexts(ids, None, sum(len(row) > max_length for row in whole))
     texts = [words.prefix + text for text in texts] if words.prefix else list(texts)
     texts = [text.lower() for text in texts] if words.lower else texts
     seconds = {i: p for i, p in enumerate(pairs or ()) if p is not None}
@@ -113,14 +128,14 @@ def generate_texts(
     on_length_limit: Callable[[int, int], None] | None = None,
     on_truncate: OnTruncate | None = None,
 ) -> list[str]:
-    """Generate texts from `texts`, in order; a language model continues them.
+    """Generate texts from `texts`, in order; a language model continues them, or answers them as prompts.
 
     on_length_limit: called with the number of outputs that reached the length limit, and that limit in
     tokens. on_truncate: called with the number of texts that were longer than the model's limit, and that
     limit.
     """
     if is_causal(runner.config):
-        return continue_texts(runner, texts, generation, batch_size, progress, on_truncate)
+        return continue_texts(runner, texts, generation, batch_size, progress, on_truncate, on_length_limit)
     if "decoder_start_token_id" not in {**runner.config, **runner.generation_config}:
         raise InputError(
             f"{runner.folder}: this model cannot generate text. Use a model that generates text.",
@@ -153,7 +168,7 @@ def generate_candidates(
     """Return the `count` best texts of a beam search for each of `texts`, best first, in order.
 
     Args:
-        runner: of an encoder with a decoder.
+        runner: of a generating model.
         texts: as in `generate_texts`.
         generation: with at least `count` beams.
         count: of texts; duplicates are kept.
@@ -164,7 +179,13 @@ def generate_candidates(
     decoding = tools.resolved_generation(generation, runner)
     results: list[list[str]] = [[] for _ in texts]
     done = 0
-    for rows, batch in _batches(tools, texts, batch_size, None, None):
+    batches: Sequence[tuple[list[int], Batch]]
+    if is_causal(runner.config):
+        prompts, _ = truncated_prompts(runner, texts, decoding)
+        batches = batch_prompts(prompts, batch_size, padding_token(tools.tokenizer), decoding)
+    else:
+        batches = _batches(tools, texts, batch_size, None, None)
+    for rows, batch in batches:
         for i, found in zip(rows, generate_n_best(runner, batch, decoding, count), strict=True):
             results[i] = list(tools.tokenizer.decode_batch(found))
         done += len(rows)

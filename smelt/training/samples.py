@@ -28,13 +28,15 @@ from smelt.data.labels import (
     regression_targets,
 )
 from smelt.data.splits import (
+    ENCODER_DECODER_TASKS,
     IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
-    TEXT_TO_TEXT_TASKS,
+    TEXT_GENERATION,
     Example,
     Split,
     input_texts,
 )
+from smelt.generation.prompt_batches import encode_responses, fit_response
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.families.registry import reads_images
 from smelt.models.image_processor import read_processor
@@ -54,7 +56,8 @@ class EncodedSample:
 
     target: target ids; a class index; for multi-label or regression one float per output; for a pair
     its score (NaN if it has none); None for a window of running text, whose targets are its own
-    tokens shifted by one. second_ids: ids of the second text of a pair that is embedded separately.
+    tokens shifted by one. is_target: of a window, which of its tokens are targets; None: all but the first.
+    second_ids: ids of the second text of a pair that is embedded separately.
     cache_index: key of cached values of the sample. image: of an image sample, which has no ids; it is
     decoded when its batch is made.
     """
@@ -65,6 +68,7 @@ class EncodedSample:
     second_ids: list[int] | None = None
     cache_index: int | None = None
     image: ImageInput | None = None
+    is_target: list[bool] | None = None
 
     @property
     def token_counts(self) -> tuple[int, int]:
@@ -92,8 +96,9 @@ def encode_split(
     """Return the tokenized samples of `split`. A sample with several references gives several samples.
 
     Texts longer than the model's limit (or `max_length` tokens) are truncated and counted in a warning. For a
-    language model all samples are one text, cut into windows (of `max_length` tokens if given). For an
-    image model `tokenizer` is its image processor (see `load_processor`).
+    language model all samples are one text, cut into windows (of `max_length` tokens if given); for text
+    generation a sample is a prompt with its response. For an image model `tokenizer` is its image processor
+    (see `load_processor`).
 
     Raises:
         InputError: a label that is not in the model's config.
@@ -111,11 +116,13 @@ def encode_split(
         labels = classifier_targets(examples, config, split.origin)
         images = split_images(split, tokenizer)
         return [EncodedSample([], None, y, image=image) for image, y in zip(images, labels, strict=True)]
+    if ctx.task == TEXT_GENERATION:
+        return _encode_prompted(split, tokenizer, limit, ctx, split_name)
     texts, pairs = input_texts(examples, ctx.task)
     sources = encode_texts(texts, tokenizer, limit, pairs)
     cut = sources.truncated
     types: Sequence[list[int] | None] = sources.types or [None] * len(examples)
-    if ctx.task in TEXT_TO_TEXT_TASKS:
+    if ctx.task in ENCODER_DECODER_TASKS:
         references = [reference for e in examples for reference in e.references]
         targets = encode_targets(references, tokenizer, limit)
         cut += targets[1]
@@ -128,13 +135,29 @@ def encode_split(
     else:
         labels = classifier_targets(examples, config, split.origin)
         rows = [EncodedSample(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
+    _warn_of_truncation(cut, len(examples), limit, ctx, split_name)
+    return rows
+
+
+def _warn_of_truncation(cut: int, samples: int, limit: int, ctx: Context, split_name: str) -> None:
     if cut:
-        those = f"{with_count(cut, 'text')} of {len(examples)} samples"
+        those = f"{with_count(cut, 'text')} of {samples} samples"
         ctx.warn(
             "truncated-texts",
             f"{split_name}: {those} {'was' if cut == 1 else 'were'} truncated to {limit} tokens.",
         )
-    return rows
+
+
+def _encode_prompted(
+    split: Split, tokenizer: Any, limit: int, ctx: Context, split_name: str
+) -> list[EncodedSample]:
+    """Return prompts with their responses as windows whose targets are the tokens of the responses."""
+    pairs = [(example.text, reference) for example in split.examples for reference in example.references]
+    whole = [row for rows in encode_responses(pairs, tokenizer, every_turn=True) for row in rows]
+    fitting = [fit_response(row, limit, tokenizer.bos_token_id) for row in whole]
+    cut = sum(len(short.ids) < len(row.ids) for short, row in zip(fitting, whole, strict=True))
+    _warn_of_truncation(cut, len(split), limit, ctx, split_name)
+    return [EncodedSample(row.ids, None, None, is_target=row.is_target) for row in fitting]
 
 
 def load_processor(folder: Path) -> Any:
@@ -200,9 +223,10 @@ def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
     translation model labels are int64 [B, T] with -100 for padding, and decoder_input_ids [B, T] are the
     labels shifted right after the decoder's start token; for a classifier labels are int64 [B], or
     float32 [B, C] for multi-label and regression. For a language model labels are int64
-    [B, L], the token after each of input_ids, -100 for padding. For pairs that are embedded separately the
-    inputs are [2 B, L], all first texts first, and labels are float32 [B, 1]. For images the input is
-    pixel_values, float32 [B, 3, h, w]. Cache indices of samples are in `rows`, int64 [B].
+    [B, L], the token after each of input_ids, -100 for padding and for tokens that are no targets. For pairs
+    that are embedded separately the inputs are [2 B, L], all first texts first, and labels are float32
+    [B, 1]. For images the input is pixel_values, float32 [B, 3, h, w]. Cache indices of samples are in
+    `rows`, int64 [B].
     """
     numbers = [row.cache_index for row in samples if row.cache_index is not None]
     if samples[0].image is not None:
@@ -244,8 +268,16 @@ def _collate_windows(samples: Sequence[EncodedSample]) -> TensorBatch:
     return {
         "input_ids": _pad([r.input_ids[:-1] for r in samples], 0),
         "attention_mask": _pad([[1] * (len(r.input_ids) - 1) for r in samples], 0),
-        "labels": _pad([r.input_ids[1:] for r in samples], IGNORE_INDEX),
+        "labels": _pad([_window_labels(r) for r in samples], IGNORE_INDEX),
     }
+
+
+def _window_labels(sample: EncodedSample) -> list[int]:
+    """Return the token after each input of a window, -100 where it is no target."""
+    if sample.is_target is None:
+        return sample.input_ids[1:]
+    both = zip(sample.input_ids[1:], sample.is_target[1:], strict=True)
+    return [token if target else IGNORE_INDEX for token, target in both]
 
 
 def _pad(lists: Sequence[Sequence[int]], value: int) -> Tensor:

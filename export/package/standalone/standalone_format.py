@@ -21,10 +21,18 @@ from smelt.core.artifact import Artifact, default_threads
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import read_json_object, write_json
 from smelt.data.labels import class_names, problem_type
-from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TASKS, TEXT_TO_TEXT_TASKS
+from smelt.data.splits import (
+    DECODER_ONLY_TASKS,
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_GENERATION,
+    TEXT_TASKS,
+    TEXT_TO_TEXT_TASKS,
+)
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
 from smelt.models.image_processor import read_processor
+from smelt.models.text_rules import read_prompt_template
 
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationConfig
@@ -36,6 +44,7 @@ _GENERATES = (*TEXT_TO_TEXT_TASKS, "language-modeling")
 TASK_SCRIPTS = {
     "translation": ("translation", "Translator", 'print(Translator()(["TEXT", "ANOTHER"]))'),
     "language-modeling": ("language_modeling", "Writer", 'print(Writer()(["TEXT", "ANOTHER"]))'),
+    TEXT_GENERATION: ("text_generation", "Answerer", 'print(Answerer()(["PROMPT", "ANOTHER"]))'),
     "text-classification": (
         "text_classification",
         "Classifier",
@@ -102,7 +111,8 @@ class StandaloneFormat:
         (folder / INFER_FILE).write_text(assemble_script(part, instead), encoding="utf-8")
         (folder / SERVE_FILE).write_text(assemble_script("serve", {}), encoding="utf-8")
         write_json(folder / INFER_SETTINGS_FILE, settings)
-        (folder / "requirements.txt").write_text(requirements_file(reader), encoding="utf-8")
+        more = ("jinja2", "markupsafe") if task == TEXT_GENERATION else ()
+        (folder / "requirements.txt").write_text(requirements_file(reader, *more), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
         given = "photo.jpg" if task == IMAGE_CLASSIFICATION else '"TEXT"'
         return UsageNotes(
@@ -198,11 +208,12 @@ USER, PORT = 1000, 8000  # of the container
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # of one version they compute the same on a CPU
 
 
-def requirements(reader: str) -> list[str]:
+def requirements(reader: str, *more: str) -> list[str]:
     """Return the lines of requirements.txt: the versions that smelt runs with here.
 
     Args:
         reader: the library that reads texts or images: tokenizers, sentencepiece or pillow.
+        more: further libraries.
 
     Raises:
         MissingDependencyError: ONNX Runtime is not installed.
@@ -212,7 +223,11 @@ def requirements(reader: str) -> list[str]:
         raise MissingDependencyError(
             "onnxruntime is not installed. Run: pip install onnxruntime", code="not-installed"
         )
-    return [f"numpy=={version('numpy')}", f"onnxruntime=={runtime}", f"{reader}=={version(reader)}"]
+    return [
+        f"numpy=={version('numpy')}",
+        f"onnxruntime=={runtime}",
+        *(f"{n}=={version(n)}" for n in (reader, *more)),
+    ]
 
 
 def _version(package: str) -> str | None:
@@ -222,9 +237,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def requirements_file(reader: str) -> str:
+def requirements_file(reader: str, *more: str) -> str:
     """Return requirements.txt; infer.py does not import the packages' own dependencies."""
-    return "\n".join([f"# {INSTALL_COMMAND}", *requirements(reader)]) + "\n"
+    return "\n".join([f"# {INSTALL_COMMAND}", *requirements(reader, *more)]) + "\n"
 
 
 def curl_command(task: str) -> str:
@@ -299,6 +314,10 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
         settings["generation"], notes = _generation_settings(artifact, config, generation)
         if not config.get("is_encoder_decoder"):  # the requested number of new tokens limits a prompt
             settings["generation"]["limit"], tokenizer["limit"] = limit, None
+    if task == TEXT_GENERATION:
+        template = read_prompt_template(artifact.path)
+        assert template is not None
+        settings["prompt_template"] = asdict(template)
     return settings, notes
 
 
@@ -325,7 +344,7 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
     words = open_tokenizer(artifact.path)
     limit: int | None = max_input_length(words, config)
     limit = None if limit is None or limit >= NO_LIMIT else limit
-    left = not config.get("is_encoder_decoder") and artifact.manifest.task == "language-modeling"
+    left = not config.get("is_encoder_decoder") and artifact.manifest.task in DECODER_ONLY_TASKS
     pad = padding_token(words) if left else words.pad_token_id or 0
     kept = info.model_dump(exclude={"reason", "longest", "clean_up"})
     more = {

@@ -74,6 +74,7 @@ class ResidualStream:
 Config = Mapping[str, Any]
 Architecture = Literal["encoder", "seq2seq", "decoder"]
 SEQ2SEQ_TASKS: tuple[Task, ...] = ("translation", "summarization")
+DECODER_TASKS: tuple[Task, ...] = ("language-modeling", "text-generation")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ part; they are other families.
 from __future__ import annotations
 
 from smelt.models.families.family import (
+    DECODER_TASKS,
     Config,
     Family,
     PublishedLearningRate,
@@ -27,7 +28,7 @@ def _unsupported_config(config: Config) -> list[str]:
 FAMILY = Family(
     name="gemma",
     architecture="decoder",
-    tasks=("language-modeling",),
+    tasks=DECODER_TASKS,
     stacks=stacks,
     embedding_suffixes=("embed_tokens.weight",),
     hidden_size_key="hidden_size",

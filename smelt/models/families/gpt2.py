@@ -7,6 +7,7 @@ Linear layers are stored transposed (`Conv1D`), [inputs, outputs].
 from __future__ import annotations
 
 from smelt.models.families.family import (
+    DECODER_TASKS,
     Attention,
     Config,
     Family,
@@ -66,7 +67,7 @@ def unsupported_config(config: Config) -> list[str]:
 FAMILY = Family(
     name="gpt2",
     architecture="decoder",
-    tasks=("language-modeling",),
+    tasks=DECODER_TASKS,
     stacks=stacks,
     embedding_suffixes=("wte.weight",),
     hidden_size_key="n_embd",

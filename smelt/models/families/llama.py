@@ -7,6 +7,7 @@ has a row of gate and up and a column of down.
 from __future__ import annotations
 
 from smelt.models.families.family import (
+    DECODER_TASKS,
     Attention,
     Config,
     Family,
@@ -70,7 +71,7 @@ def unsupported_config(config: Config) -> list[str]:
 FAMILY = Family(
     name="llama",
     architecture="decoder",
-    tasks=("language-modeling",),
+    tasks=DECODER_TASKS,
     stacks=stacks,
     embedding_suffixes=("embed_tokens.weight",),
     hidden_size_key="hidden_size",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.models.families.family import Config, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.family import DECODER_TASKS, Config, Family, PublishedLearningRate, TokenizerFiles
 from smelt.models.families.llama import FAMILY as LLAMA
 from smelt.models.families.llama import LM_HEAD, stacks, unsupported_config
 
@@ -16,7 +16,7 @@ def attention_window(config: Config, layer_index: int) -> int | None:
 FAMILY = Family(
     name="mistral",
     architecture="decoder",
-    tasks=("language-modeling",),
+    tasks=DECODER_TASKS,
     stacks=stacks,
     embedding_suffixes=("embed_tokens.weight",),
     hidden_size_key="hidden_size",

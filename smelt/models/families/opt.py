@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from smelt.models.families.bart import FAIRSEQ_VERSION_TENSORS, LM_HEAD, bart_attention
 from smelt.models.families.family import (
+    DECODER_TASKS,
     Config,
     Family,
     FeedForward,
@@ -63,7 +64,7 @@ def unsupported_config(config: Config) -> list[str]:
 FAMILY = Family(
     name="opt",
     architecture="decoder",
-    tasks=("language-modeling",),
+    tasks=DECODER_TASKS,
     stacks=stacks,
     embedding_suffixes=("embed_tokens.weight",),
     hidden_size_key="hidden_size",

@@ -7,6 +7,7 @@ up. Its attention takes the number of heads from the config, the same for all bl
 from __future__ import annotations
 
 from smelt.models.families.family import (
+    DECODER_TASKS,
     Attention,
     Config,
     Family,
@@ -58,7 +59,7 @@ def _unsupported_config(config: Config) -> list[str]:
 FAMILY = Family(
     name="phi3",
     architecture="decoder",
-    tasks=("language-modeling",),
+    tasks=DECODER_TASKS,
     stacks=stacks,
     embedding_suffixes=("embed_tokens.weight",),
     hidden_size_key="hidden_size",

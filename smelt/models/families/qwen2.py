@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.models.families.family import Config, Family, PublishedLearningRate, Stack, TokenizerFiles
+from smelt.models.families.family import (
+    DECODER_TASKS,
+    Config,
+    Family,
+    PublishedLearningRate,
+    Stack,
+    TokenizerFiles,
+)
 from smelt.models.families.gpt2 import GPT2_TOKENIZER
 from smelt.models.families.llama import INV_FREQ_TENSORS, LM_HEAD, unsupported_config
 from smelt.models.families.llama import stacks as llama_stacks
@@ -26,7 +33,7 @@ def attention_window(config: Config, layer_index: int) -> int | None:
 FAMILY = Family(
     name="qwen2",
     architecture="decoder",
-    tasks=("language-modeling",),
+    tasks=DECODER_TASKS,
     stacks=stacks,
     embedding_suffixes=("embed_tokens.weight",),
     hidden_size_key="hidden_size",

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.models.families.family import Config, Family, PublishedLearningRate, Stack, TokenizerFiles
+from smelt.models.families.family import (
+    DECODER_TASKS,
+    Config,
+    Family,
+    PublishedLearningRate,
+    Stack,
+    TokenizerFiles,
+)
 from smelt.models.families.llama import LM_HEAD, unsupported_config
 from smelt.models.families.qwen2 import FAMILY as QWEN2
 from smelt.models.families.qwen2 import stacks as qwen2_stacks
@@ -21,7 +28,7 @@ def stacks(config: Config) -> tuple[Stack, ...]:
 FAMILY = Family(
     name="qwen3",
     architecture="decoder",
-    tasks=("language-modeling",),
+    tasks=DECODER_TASKS,
     stacks=stacks,
     embedding_suffixes=("embed_tokens.weight",),
     hidden_size_key="hidden_size",

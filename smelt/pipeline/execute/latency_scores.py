@@ -18,7 +18,14 @@ from smelt.core.files import json_hash
 from smelt.core.messages import error_message, messages_to_json, with_count
 from smelt.core.stage import Progress
 from smelt.core.store import Store
-from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split, Task
+from smelt.data.splits import (
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_GENERATION,
+    TEXT_TO_TEXT_TASKS,
+    Split,
+    Task,
+)
 from smelt.pipeline.execute.scoring import library_versions
 from smelt.pipeline.inspect.machine import artifact_device
 
@@ -229,7 +236,20 @@ def require_texts_fit(folder: Path, task: Task, splits: Mapping[str, Split]) -> 
 
 
 def _too_long_rows(split: Split, task: Task, tokenizer: Any, limit: int) -> set[int]:
-    """Return the indices of samples with a source, pair or target that is too long."""
+    """Return the indices of samples with a source, pair or target that is too long.
+
+    For text generation prompt and response share the model's limit.
+    """
+    if task == TEXT_GENERATION:
+        from smelt.generation.prompt_batches import encode_responses
+
+        pairs = [(e.text, reference) for e in split.examples for reference in e.references]
+        numbers = [i for i, e in enumerate(split.examples) for _ in e.references]
+        coded = encode_responses(pairs, tokenizer, every_turn=True)
+        # the last token is never an input
+        return {
+            i for i, rows in zip(numbers, coded, strict=True) if any(len(r.ids) > limit + 1 for r in rows)
+        }
     if task == SENTENCE_SIMILARITY:
         both = [(i, text) for i, e in enumerate(split.examples) for text in (e.text, e.text_pair) if text]
         lengths = _token_counts(tokenizer, [text for _, text in both])

@@ -26,15 +26,17 @@ from smelt.data.labels import (
 from smelt.data.splits import (
     CLASSIFICATION_TASKS,
     CUSTOM_TASK,
+    ENCODER_DECODER_TASKS,
     IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
+    TEXT_GENERATION,
     TEXT_TO_TEXT_TASKS,
     Example,
     Split,
     Task,
     input_texts,
 )
-from smelt.evaluate.metrics import AGREEMENT_METRIC
+from smelt.evaluate.metrics import AGREEMENT_METRIC, RESPONSE_PERPLEXITY
 from smelt.generation.config import GenerationSettings
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.machine import artifact_device
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from smelt.evaluate.quality import MetricScore
     from smelt.runtimes.runner import ClassPrediction
 
 
@@ -98,7 +101,7 @@ class Scorer:
         if kept is not None:
             return kept
         with open_runner(artifact, self.threads, self.device) as runner:
-            too_long = _count_too_long(runner, split.examples, self.task)
+            too_long = _count_too_long(runner, split.examples, self.task, self.generation)
             if too_long and self.truncation == "error":
                 raise InputError(
                     f"{split.origin}: {with_count(too_long, 'text')} longer than the model's limit. Shorten"
@@ -164,6 +167,7 @@ class Scorer:
         from smelt.generation.config import resolve_generation
         from smelt.runtimes.predict_texts import generate_texts
 
+        metrics = [metric for metric in self.metrics if metric != RESPONSE_PERPLEXITY]
         texts = [e.text for e in split.examples]
         stopped: list[tuple[int, int]] = []
         predictions = generate_texts(
@@ -171,7 +175,7 @@ class Scorer:
         )
         references = [e.references for e in split.examples]
         language = read_text_rules(runner.folder).target_language
-        scores = score_texts(self.metrics, predictions, references, self.tokenize, language)
+        scores = score_texts(metrics, predictions, references, self.tokenize, language)
         value = {
             **_split_scores(scores),
             "predictions": predictions,
@@ -179,6 +183,18 @@ class Scorer:
         }
         for scored in value["quality"].values():
             scored["signature"] += f"|{resolve_generation(self.generation, runner).describe()}"
+        return value
+
+    def _score_responses(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        generated = len(self.metrics) > (RESPONSE_PERPLEXITY in self.metrics)
+        value = self._score_texts(runner, split, progress) if generated else None
+        value = value or {"quality": {}, "statistics": {}, "predictions": []}
+        if RESPONSE_PERPLEXITY in self.metrics:
+            found = _split_scores({RESPONSE_PERPLEXITY: _response_perplexity(runner, split, self.batch_size)})
+            value["quality"] |= found["quality"]
+            value["statistics"] |= found["statistics"]
+        for part in ("quality", "statistics"):  # in the recipe's order
+            value[part] = {name: value[part][name] for name in self.metrics}
         return value
 
     def _score_windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
@@ -280,13 +296,30 @@ class Scorer:
 
 # Scoring method of each task.
 _SCORE_METHODS: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
-    **dict.fromkeys(TEXT_TO_TEXT_TASKS, Scorer._score_texts),
+    **dict.fromkeys(ENCODER_DECODER_TASKS, Scorer._score_texts),
+    TEXT_GENERATION: Scorer._score_responses,
     **dict.fromkeys(CLASSIFICATION_TASKS, Scorer._score_labels),
     "language-modeling": Scorer._score_windows,
     "sentence-similarity": Scorer._score_vectors,
     "custom": Scorer._score_arrays,
 }
 _METRIC_LIBRARIES = ("sacrebleu", "mecab-python3", "mecab-ko", "rouge-score", "scikit-learn")
+
+
+def _response_perplexity(runner: Any, split: Split, batch_size: int) -> MetricScore:
+    """Return the perplexity of the first reference of each example, given its prompt."""
+    from smelt.evaluate.quality import score_responses
+    from smelt.generation.prompt_batches import encode_responses, fit_response
+    from smelt.generation.runners import last_tokens_nll
+
+    tools = runner.text
+    pairs = [(example.text, example.references[0]) for example in split.examples]
+    encoded = [row for (row,) in encode_responses(pairs, tools.tokenizer, every_turn=False)]
+    rows = [fit_response(row, tools.max_input_length, tools.tokenizer.bos_token_id) for row in encoded]
+    tokens = [row.num_last_targets for row in rows]
+    losses = last_tokens_nll(runner, [row.ids for row in rows], tokens, batch_size)
+    sizes = [len(reference.encode()) for _, reference in pairs]
+    return score_responses(losses, tokens, sizes, pairs, runner.config.get("vocab_size"))
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
@@ -358,7 +391,9 @@ def pair_scores(split: Split) -> list[float] | None:
     return found if split.has_labels else None
 
 
-def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int:
+def _count_too_long(
+    runner: Any, examples: Sequence[Example], task: Task, generation: GenerationSettings
+) -> int:
     from smelt.runtimes.predict_texts import encode_texts
 
     if task in (CUSTOM_TASK, IMAGE_CLASSIFICATION):
@@ -366,6 +401,10 @@ def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int
     if task == "language-modeling":  # text is split into windows
         return 0
     texts, pairs = input_texts(examples, task)
+    if task == TEXT_GENERATION:  # a prompt leaves room for its new tokens
+        from smelt.generation.prompt_batches import truncated_prompts
+
+        return truncated_prompts(runner, texts, runner.text.resolved_generation(generation, runner))[1]
     return encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs).truncated
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
-from smelt.core.errors import SmeltError, rust_panics_as_errors
+from smelt.core.errors import SmeltError, combined_error, rust_panics_as_errors
 from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message
 from smelt.core.stage import Context
@@ -28,6 +28,7 @@ from smelt.models.text_rules import SentenceRules, TextRules
 from smelt.pipeline.execute.failures import explain_step_error
 from smelt.pipeline.execute.scoring import Scorer, library_versions
 from smelt.pipeline.inspect.machine import gpu_names, has_bf16_instructions, training_device
+from smelt.pipeline.plan.prompt_checks import check_prompts
 from smelt.pipeline.plan.task_checks import embedder_metrics, resolve_pooling, resolve_text_rules
 from smelt.pipeline.plan.untrained_checks import config_file, resolve_labels
 from smelt.runtimes.third_party.trial_run import record_verified_graphs
@@ -329,4 +330,6 @@ def resolve_task(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) 
         metrics = embedder_metrics(recipe, data)
         sentences, doubts = resolve_pooling(recipe, folder if ready else None)
     rules, _ = resolve_text_rules(recipe, folder)
+    if wrong := check_prompts(recipe, folder, data):
+        raise combined_error([mistake.with_prefix(f"data.{name}: ") for name, mistake in wrong])
     return ResolvedTask(folder, TaskSetup(rules, labels, sentences), metrics, doubts)

@@ -13,10 +13,12 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
+from smelt.data.prompt_rows import row_layout
 from smelt.data.splits import (
     CUSTOM_TASK,
     IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
+    TEXT_GENERATION,
     TEXT_TO_TEXT_TASKS,
     Columns,
     Task,
@@ -38,6 +40,8 @@ _SPLIT_WORDS = {
 _COLUMN_NAMES = {
     "source": ("source", "src", "input", "document", "article", "dialogue", "text", "en"),
     "target": ("target", "tgt", "summary", "highlights", "abstract", "output", "de", "fr"),
+    "prompt": ("prompt", "question", "query", "problem"),
+    "response": ("response", "answer", "completion", "solution", "output"),
     "text": ("text", "sentence", "sentence1", "premise", "question", "content", "review", "document"),
     "text_pair": ("text_b", "sentence2", "hypothesis", "answer"),
     "image": ("image", "file_name", "filename", "image_path", "path", "file", "img"),
@@ -265,6 +269,10 @@ def _renamed_columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[s
     row = next((row for _, row in read_file_rows(path)), {})
     if task == IMAGE_CLASSIFICATION:
         return _guess_columns(path, row, ("image", "label"), task, given)
+    if task == TEXT_GENERATION:
+        if row_layout(row, Columns(**given)) is not None:
+            return dict(given)
+        return _guess_columns(path, row, ("prompt", "response"), task, given)
     roles: tuple[str, ...] = ("source", "target") if task in TEXT_TO_TEXT_TASKS else ("text",)
     roles += ("text_pair", "label") if task in ("text-classification", SENTENCE_SIMILARITY) else ()
     return _guess_columns(path, row, roles, task, given)
@@ -275,7 +283,8 @@ def _guess_columns(
 ) -> dict[str, str]:
     own, found = Columns(), dict(given)
     for role in roles:
-        if role in found or getattr(own, role) in row or (role == "target" and own.references in row):
+        several = {"target": own.references, "response": own.responses}.get(role)
+        if role in found or getattr(own, role) in row or several in row:
             continue
         name = guess_column(row, role, set(found.values()))
         if name is not None:

@@ -18,7 +18,17 @@ from smelt.core.messages import with_article
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import read_image_rows
 from smelt.data.labels import infer_problem_type
-from smelt.data.splits import IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS, Columns, Label, SplitName, Task
+from smelt.data.prompt_rows import row_layout
+from smelt.data.splits import (
+    ENCODER_DECODER_TASKS,
+    IMAGE_CLASSIFICATION,
+    TEXT_GENERATION,
+    TEXT_TO_TEXT_TASKS,
+    Columns,
+    Label,
+    SplitName,
+    Task,
+)
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
@@ -44,6 +54,7 @@ _ROW_EXAMPLES = {
     "summarization": '{"source": "...", "target": "..."}',
     "text-classification": '{"text": "...", "label": "..."}, and "text_b" for pairs',
     "language-modeling": '{"text": "..."}, or a .txt file',
+    TEXT_GENERATION: '{"prompt": "...", "response": "..."}; or instruction, input, output; or messages',
     "sentence-similarity": '{"text": "..."}, for scored pairs also "text_b" and "label"',
     "image-classification": '{"image": "FILE", "label": "..."}, or a folder with a folder for each class',
 }
@@ -51,11 +62,13 @@ _QUALITY_METRICS = {
     "translation": "[bleu, chrf]",
     "summarization": "[rouge1, rouge2, rougeL, rougeLsum]",
     "language-modeling": "[perplexity, bits_per_byte]",
+    TEXT_GENERATION: "[rougeL, token_f1, exact_match, response_perplexity]",
 }
 _MAIN_METRICS = {
     "translation": "bleu",
     "summarization": "rougeL",
     "language-modeling": "perplexity",
+    TEXT_GENERATION: "rougeL",
     "sentence-similarity": "agreement",
 }
 # Samples that are read to determine the type of the labels.
@@ -118,6 +131,8 @@ def init_recipe(
     seen = inspect_model(model, task or options.task)
     if data and (task or options.task) is None and _has_class_labels(data, seen, options.columns):
         seen = inspect_model(model, CLASSIFICATION_TASK)
+    elif data and (task or options.task) is None and _has_prompts(data, seen, options.columns):
+        seen = inspect_model(model, TEXT_GENERATION)
     seen = replace(seen, languages=_required_languages(seen, options))
     found = inspect_data(data, seen.task, options.columns) if data else None
     if seen.needs_classifier and found and "train" not in found.splits:
@@ -157,6 +172,18 @@ def _has_class_labels(data: Sequence[Path], model_info: ModelInfo, columns: Mapp
     row = next((row for _, row in read_file_rows(next(iter(found.splits.values())))), {})
     label = row.get(names.label)
     return label is not None and (row.get(names.text_pair) is None or isinstance(label, str | list))
+
+
+def _has_prompts(data: Sequence[Path], model_info: ModelInfo, columns: Mapping[str, str]) -> bool:
+    """Return whether the samples are prompts with responses, so that a language model answers them."""
+    if TEXT_GENERATION not in model_info.tasks:
+        return False
+    try:
+        found = inspect_data(data, TEXT_GENERATION, columns)
+    except InputError:
+        return False  # no prompts; errors are reported for the model's own task
+    row = next((row for _, row in read_file_rows(next(iter(found.splits.values())))), {})
+    return Columns().text not in row or row_layout(row, Columns(**columns)) is not None
 
 
 def _init_onnx_recipe(
@@ -235,7 +262,7 @@ def recipe_text(
     """Return the recipe as YAML with comments. base: the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
     train = "train" in splits
-    decides = model_info.task in TEXT_TO_TEXT_TASKS if fast else model_info.task == CLASSIFICATION_TASK
+    decides = model_info.task in ENCODER_DECODER_TASKS if fast else model_info.task == CLASSIFICATION_TASK
     rows = _count_training_rows(data) if data and train and decides else MIN_SHORTLIST_ROWS
     judge = (
         _main_metric(model_info, data) if "validation" in {*splits, *(data.fractions if data else ())} else ""

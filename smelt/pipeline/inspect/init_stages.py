@@ -14,7 +14,14 @@ from typing import Any
 
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.json_rows import data_suffix, read_text_file
-from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.data.splits import (
+    DECODER_ONLY_TASKS,
+    ENCODER_DECODER_TASKS,
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_TO_TEXT_TASKS,
+    Task,
+)
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo
 from smelt.pipeline.inspect.model_info import ModelInfo, QuantizedModelInfo
@@ -98,7 +105,7 @@ def _classifier_training(model_info: ModelInfo) -> Iterator[ProposedStep]:
 
 def _distill_losses(task: Task) -> str:
     """Return the losses of `distill`: only the teacher's logits, or also labels where they help."""
-    if task in TEXT_TO_TEXT_TASKS or task == "language-modeling":
+    if task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
         return _LOGITS_LOSS
     return f"losses: {{{_TASK_LOSSES.get(task, 'logits: 1.0, labels: 0.5')}}}"
 
@@ -133,7 +140,7 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
     yield from _classifier_training(model_info)
     teacher, counts = _teacher_setting(model_info), layer_counts(model_info)
     select = f", metric_for_best_model: {selection_metric}" if selection_metric else ""
-    if model_info.task in TEXT_TO_TEXT_TASKS:
+    if model_info.task in ENCODER_DECODER_TASKS:
         yield ProposedStep(
             "onnx", "{target: ort-cpu}", "generates the training texts for the student", "whole-onnx"
         )
@@ -150,7 +157,7 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
         yield from _narrow_model_steps(teacher, select, *counts.items())
         return
     ((name, count), *_) = counts.items()
-    if model_info.task == "language-modeling":  # text quality drops with each removed layer
+    if model_info.task in DECODER_ONLY_TASKS:  # text quality drops with each removed layer
         if count > 1:
             few = f"{{{name}: {min(count - 1, round(0.8 * count))}}}"
             yield ProposedStep("drop-layers", few, "remove the least important layers", "shallow")
@@ -351,7 +358,7 @@ def training_time_text(model_info: ModelInfo, data: DataInfo, steps: Iterable[Pr
         return None
     rows, letters = _count_rows_and_chars(data)
     # in an encoder-decoder each half processes one side
-    tokens = letters / _CHARS_PER_TOKEN / (2 if model_info.task in TEXT_TO_TEXT_TASKS else 1)
+    tokens = letters / _CHARS_PER_TOKEN / (2 if model_info.task in ENCODER_DECODER_TASKS else 1)
     epochs = work = 0.0
     for word, values in settings:
         passes = float(values.get("epochs", TrainingSettings.model_fields["epochs"].default))
@@ -371,7 +378,7 @@ def training_time_text(model_info: ModelInfo, data: DataInfo, steps: Iterable[Pr
 
 def _embedding_parameters(model_info: ModelInfo) -> int:
     """Return the number of weights without operations: the embedding of a model that does not generate."""
-    writes = model_info.task in TEXT_TO_TEXT_TASKS or model_info.task == "language-modeling"
+    writes = model_info.task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS
     words, width = (
         model_info.config.get("vocab_size"),
         model_info.config.get(FAMILIES[model_info.family].hidden_size_key),

@@ -24,7 +24,7 @@ from smelt.core.files import load_json, path_exists, resolve_path
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.labels import CLASSIFIER_SUFFIXES
-from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Task
+from smelt.data.splits import CLASSIFICATION_TASKS, DECODER_ONLY_TASKS, SENTENCE_SIMILARITY, Task
 from smelt.models.families.model_blocks import is_token_embedding
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK, find_family
 from smelt.models.quantization_config import (
@@ -317,7 +317,7 @@ def check_model_folder(
     if config and families and kind not in families:
         problems.append(unknown_family_message(kind, task).with_prefix(f"{folder / 'config.json'}: "))
     else:
-        problems += _check_language_model(config, folder) if task == "language-modeling" else []
+        problems += _check_language_model(config, folder) if task in DECODER_ONLY_TASKS else []
         problems += _check_bare_encoder(config, folder) if task == SENTENCE_SIMILARITY else []
         problems += [
             problem.with_prefix(f"{folder / 'config.json'}: ")

@@ -43,6 +43,7 @@ from smelt.pipeline.plan.gates import (
 )
 from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
 from smelt.pipeline.plan.plan_checker import PlanChecker
+from smelt.pipeline.plan.prompt_checks import check_prompts
 from smelt.pipeline.plan.quantized_steps import (
     prequantized_mistakes,
     qat_mistakes,
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
 # Files up to this size are read for the plan, so that their mistakes are reported with the others.
 _EAGER_READ_BYTES = 8_000_000
 # Keys that `resolve_text_rules` reads.
-_TEXT_KEYS = ("data.prefix", "data.source_language", "data.target_language")
+_TEXT_KEYS = ("data.prefix", "data.source_language", "data.target_language", "data.prompt_template")
 
 
 def check_model(
@@ -130,6 +131,28 @@ def check_model(
 def _is_supported_model(folder: Path, task: Task) -> bool:
     """Return whether the config can be read and its model_type supports `task`."""
     return read_config(folder)[0].get("model_type") in FAMILIES_BY_TASK[task]
+
+
+def _check_prompts(
+    recipe: ParsedRecipe,
+    folder: Path | None,
+    splits: Mapping[str, Split],
+    mistakes: Mistakes,
+    bad: set[str],
+) -> None:
+    """Check that the prompt template fits the samples that were read."""
+    if has_mistake(bad, "task", "model", *_TEXT_KEYS):
+        return
+    if not isinstance(recipe.model, str):
+        folder = recipe.base / recipe.model.config
+    if folder is None:
+        return
+    try:
+        found = check_prompts(recipe, folder, splits)
+    except InputError:  # of the template itself; reported with the model
+        return
+    for name, mistake in found:
+        mistakes.add_message(("data", name), mistake)
 
 
 def check_device(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
@@ -419,6 +442,7 @@ def make_plan(
     check_window_length(read, folder, mistakes)
     splits = check_data(read, mistakes, bad)
     check_bleu_tokenizer(read, splits, mistakes)
+    _check_prompts(read, folder, splits, mistakes, bad)
     check_device(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)
     read = check_embedder(read, folder, splits, mistakes, bad, checker.warnings)

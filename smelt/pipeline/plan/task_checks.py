@@ -8,14 +8,14 @@ languages come from the recipe or the model's files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import load_json
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_GENERATION, Split
 from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
 from smelt.models.families.family import Family
 from smelt.models.families.registry import find_family
@@ -30,6 +30,7 @@ from smelt.models.text_rules import (
     read_sentence_rules,
     read_text_rules,
 )
+from smelt.pipeline.plan.prompt_checks import prompt_rules
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.recipe import ParsedRecipe
 
@@ -164,25 +165,16 @@ def resolve_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, l
     """Return the text rules of `recipe` for the model in `folder`, and their description for the plan.
 
     Values that the recipe does not set come from the model: from its text.json, if smelt made it, else the
-    prefix from `task_specific_params` in its config, as in T5 checkpoints.
+    chat template of its tokenizer, or the prefix from `task_specific_params` in its config, as in T5
+    checkpoints.
 
     Raises:
         InputError: settings do not fit the task or the model, or required ones are missing.
     """
+    if recipe.task not in ENCODER_DECODER_TASKS:
+        return _other_rules(recipe, folder)
+    _require_task(recipe, ("prompt_template",), TEXT_GENERATION)
     data = recipe.data
-    if recipe.task not in TEXT_TO_TEXT_TASKS:
-        known = ("prefix", "source_language", "target_language")[recipe.task == SENTENCE_SIMILARITY :]
-        given = [k for k in known if getattr(data, k) is not None]
-        if given:
-            raise InputError(
-                f"{given[0]}: only for {' and '.join(sorted(TEXT_TO_TEXT_TASKS))}; the task is {recipe.task}."
-                " Remove it.",
-                code="does-not-fit-task",
-                setting=f"data.{given[0]}",
-            )
-        return (
-            _embedder_text_rules(recipe, folder) if recipe.task == SENTENCE_SIMILARITY else (TextRules(), [])
-        )
     config = _read_config_or_empty(folder)
     kind = config.get("model_type")
     family = find_family(config)
@@ -200,6 +192,31 @@ def resolve_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, l
             f"prefix {prefix!r} (target language token of {with_article(kind)} model)"
         ]
     return _task_specific_rules(recipe, config)
+
+
+def _other_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[str]]:
+    """Return the text rules of a task without languages.
+
+    Raises:
+        InputError: `does-not-fit-task`, or as `prompt_rules` and `_embedder_text_rules`.
+    """
+    languages = ("prefix", "source_language", "target_language")[recipe.task == SENTENCE_SIMILARITY :]
+    _require_task(recipe, languages, " and ".join(sorted(ENCODER_DECODER_TASKS)))
+    if recipe.task == TEXT_GENERATION:
+        return prompt_rules(recipe, folder)
+    _require_task(recipe, ("prompt_template",), TEXT_GENERATION)
+    return _embedder_text_rules(recipe, folder) if recipe.task == SENTENCE_SIMILARITY else (TextRules(), [])
+
+
+def _require_task(recipe: ParsedRecipe, names: Sequence[str], tasks: str) -> None:
+    """Require that the recipe sets none of the settings `names` of `data`, which are for `tasks`."""
+    given = [name for name in names if getattr(recipe.data, name) is not None]
+    if given:
+        raise InputError(
+            f"{given[0]}: only for {tasks}; the task is {recipe.task}. Remove it.",
+            code="does-not-fit-task",
+            setting=f"data.{given[0]}",
+        )
 
 
 def _embedder_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[str]]:

@@ -95,8 +95,8 @@ class EmbeddingSettings(Settings):
 class DataSettings(Settings):
     """The data of each split: a file relative to the recipe, or a hub id.
 
-    None in prefix, source_language and target_language uses the values of the model's files (see
-    `smelt.pipeline.plan.task_checks`).
+    None in prefix, prompt_template, source_language and target_language uses the values of the model's files
+    (see `smelt.pipeline.plan.task_checks`).
     """
 
     train: NonEmptyText | None = Field(default=None, description="training samples")
@@ -119,6 +119,11 @@ class DataSettings(Settings):
     )
     target_language: str | None = Field(
         default=None, description="language of the targets, also for BLEU's tokenizer"
+    )
+    prompt_template: NonEmptyText | None = Field(
+        default=None,
+        description="text-generation: text with {prompt}, or chat for the tokenizer's template; default: chat"
+        " if there is one, else {prompt}",
     )
     axes: dict[NonEmptyText, Annotated[int, Field(ge=0, strict=True)] | None] = Field(
         default_factory=dict,

@@ -11,9 +11,16 @@ from pydantic import ConfigDict, Field, field_validator
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.stage import Settings
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
-from smelt.data.splits import ALL_TASKS, IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task, Windows
+from smelt.data.splits import (
+    ALL_TASKS,
+    IMAGE_CLASSIFICATION,
+    SENTENCE_SIMILARITY,
+    TEXT_GENERATION,
+    Task,
+    Windows,
+)
 from smelt.evaluate.latency import LatencySettings
-from smelt.evaluate.metrics import EMBEDDING_METRICS, LOWER_IS_BETTER, OUTPUT_METRICS
+from smelt.evaluate.metrics import EMBEDDING_METRICS, LOWER_IS_BETTER, OUTPUT_METRICS, RESPONSE_PERPLEXITY
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.mistakes import (
     Mistakes,
@@ -37,6 +44,10 @@ METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
     "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
     "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf"),
     "language-modeling": ("perplexity", "bits_per_byte"),
+    TEXT_GENERATION: (
+        *("rougeL", "token_f1", "exact_match", RESPONSE_PERPLEXITY),
+        *("bleu", "chrf", "rouge1", "rouge2", "rougeLsum"),
+    ),
     IMAGE_CLASSIFICATION: CLASSIFIER_METRICS,
     "text-classification": CLASSIFIER_METRICS,
     "sentence-similarity": EMBEDDING_METRICS,
@@ -47,6 +58,7 @@ METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
 # model and data (smelt.pipeline.plan.untrained_checks, smelt.pipeline.plan.task_checks).
 DEFAULT_METRICS = METRICS_BY_TASK | {
     "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
+    TEXT_GENERATION: ("rougeL", "token_f1", "exact_match", RESPONSE_PERPLEXITY),
     "text-classification": (),
     IMAGE_CLASSIFICATION: (),
     "sentence-similarity": (),

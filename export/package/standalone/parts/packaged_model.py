@@ -12,6 +12,7 @@ from typing import Any
 
 TASK_CLASSES = {
     "language-modeling": "Writer",
+    "text-generation": "Answerer",
     "text-classification": "Classifier",
     "sentence-similarity": "Embedder",
     "image-classification": "ImageClassifier",

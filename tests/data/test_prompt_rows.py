@@ -1,0 +1,128 @@
+"""Rows of text generation: three layouts, conversations as prompts, and every error with its code."""
+
+import json
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import InputError
+from smelt.data.examples import parse_prompt, read_split
+from smelt.data.prompt_rows import assistant_turns, conversation_text, parse_conversation, prompt_messages
+from smelt.data.splits import Columns
+
+pytestmark = pytest.mark.quick
+USER, ASSISTANT, SYSTEM = ({"role": role, "content": role[:1]} for role in ("user", "assistant", "system"))
+
+
+def _read(tmp_path, *rows, **columns):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_split(str(path), "text-generation", Columns(**columns), tmp_path).examples
+
+
+def test_three_layouts_become_prompt_and_references(tmp_path):
+    rows = [
+        {"prompt": "p", "response": "r"},
+        {"prompt": "p", "responses": ["r", "s"], "response": "unread"},
+        {"instruction": "do", "input": "", "output": "done"},
+        {"instruction": "do", "input": "this", "output": "done"},
+        {"messages": [USER, ASSISTANT]},
+    ]
+    found = _read(tmp_path, *rows)
+    assert [(e.text, e.references, e.layout, e.line) for e in found] == [
+        ("p", ("r",), "prompt", 1),
+        ("p", ("r", "s"), "prompt", 2),
+        ("do", ("done",), "instruction", 3),
+        ("do\n\nthis", ("done",), "instruction", 4),
+        ("u", ("a",), "messages", 5),
+    ]
+
+
+def test_several_turns_or_a_system_message_are_a_conversation(tmp_path):
+    turns = [SYSTEM, USER, ASSISTANT, USER]
+    [found] = _read(tmp_path, {"messages": [*turns, {**ASSISTANT, "content": "last"}], "prompt": "unread"})
+    assert (json.loads(found.text), found.references) == (turns, ("last",))
+    assert parse_conversation(found.text) == turns
+    ends = [[m["content"] for m in turn] for turn in assistant_turns(found.text, "last")]
+    assert ends == [["s", "u", "a"], ["s", "u", "a", "u", "last"]]
+
+
+def test_named_columns_decide_the_layout(tmp_path):
+    row = {"messages": [USER, ASSISTANT], "question": "q", "answers": ["1", "2"]}
+    [found] = _read(tmp_path, row, prompt="question", responses="answers")
+    assert (found.text, found.references, found.layout) == ("q", ("1", "2"), "prompt")
+
+
+def test_messages_may_be_json_in_a_table(tmp_path):
+    path = tmp_path / "rows.csv"
+    cell = json.dumps([USER, ASSISTANT]).replace('"', '""')
+    path.write_text(f'messages\n"{cell}"\n')
+    [found] = read_split(str(path), "text-generation", Columns(), tmp_path).examples
+    assert (found.text, found.references) == ("u", ("a",))
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"text": "t"}, "missing-column"),
+        ({"prompt": "p"}, "missing-column"),
+        ({"instruction": "p"}, "missing-column"),
+        ({"prompt": " ", "response": "r"}, "empty-text"),
+        ({"prompt": "p", "response": " "}, "empty-text"),
+        ({"prompt": "p", "responses": []}, "empty-text"),
+        ({"prompt": "p", "responses": ["r", ""]}, "empty-text"),
+        ({"prompt": "p", "responses": "r"}, "wrong-column-type"),
+        ({"prompt": 1, "response": "r"}, "wrong-column-type"),
+        ({"prompt": "p\ud800", "response": "r"}, "lone-surrogate"),
+        ({"instruction": "", "output": "r"}, "empty-text"),
+        ({"messages": "hello"}, "wrong-column-type"),
+        ({"messages": []}, "wrong-column-type"),
+        ({"messages": [{"role": "user"}, ASSISTANT]}, "wrong-column-type"),
+        ({"messages": [USER]}, "no-assistant-turn"),
+        ({"messages": [ASSISTANT]}, "no-assistant-turn"),
+        ({"messages": [USER, ASSISTANT, USER]}, "no-assistant-turn"),
+        ({"messages": [USER, ASSISTANT, ASSISTANT]}, "no-assistant-turn"),
+        ({"messages": [{**USER, "role": "human"}, ASSISTANT]}, "unknown-role"),
+        ({"messages": [{**USER, "content": " "}, ASSISTANT]}, "empty-text"),
+        ({"messages": [USER, {**ASSISTANT, "content": "\n"}]}, "empty-text"),
+        ({"messages": [USER, {**ASSISTANT, "content": "\udc00"}]}, "lone-surrogate"),
+    ],
+)
+def test_wrong_rows_are_refused_with_their_line(tmp_path, row, code):
+    with raises_code(code, InputError) as caught:
+        _read(tmp_path, {"prompt": "p", "response": "r"}, row)
+    assert caught.value.line == 2
+
+
+def test_a_prompt_needs_no_response():
+    assert parse_prompt({"prompt": "p"}, "f:1", Columns()).text == "p"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        "[1, 2]",
+        "[]",
+        '[{"role": "user"}]',
+        '[{"role": "user", "content": 1}]',
+        "[",
+        '{"role": "user"}',
+    ],
+)
+def test_other_json_is_plain_text(text):
+    assert parse_conversation(text) is None
+    assert prompt_messages(text) == [{"role": "user", "content": text}]
+
+
+def test_a_message_that_reads_as_a_conversation_is_kept_as_one():
+    inner = [{"role": "user", "content": conversation_text([SYSTEM, USER])}]
+    assert prompt_messages(conversation_text(inner)) == inner
+
+
+@pytest.mark.parametrize(
+    ("messages", "code"), [([USER, ASSISTANT], "no-user-turn"), ([{**USER, "role": "x"}], "unknown-role")]
+)
+def test_prompts_that_cannot_be_answered_are_refused(messages, code):
+    with raises_code(code, InputError):
+        prompt_messages(json.dumps(messages))

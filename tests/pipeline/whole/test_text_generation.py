@@ -1,0 +1,278 @@
+"""Models that answer prompts, through the command line: training, compression, export, scores, predict."""
+
+import json
+
+import causal
+import chat_templates
+import fake_workers
+import forked_workers
+import harness
+import pytest
+from expected_errors import command_error, error_codes
+
+from smelt.evaluate.quality import UnicodeTokenizer
+
+PAIRS = [
+    ("Where does the man walk?", "on the grass"), ("What is cold?", "the river"),
+    ("Who sleeps?", "The cat sleeps."), ("Who sings?", "she sings a song"),
+    ("Where is the house?", "near the river"), ("What is red?", "a hat"),
+]  # fmt: skip
+RECIPE = """
+model: m
+task: text-generation
+data: {train: train.jsonl, validation: train.jsonl, test: test.jsonl%s}
+stages:
+  - %s
+  - prune: {targets: [ffn], keep_ratio: 0.9, importance: taylor, calibration_samples: 6}
+  - quantize: {scheme: int4, method: gptq, group_size: 16, calibration_samples: 6}
+  - onnx: {target: ort-cpu}
+score:
+  quality: [rougeL, token_f1, exact_match, response_perplexity, bleu, chrf]
+  generation: {max_new_tokens: 10}
+  latency: %s
+"""
+ASKED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+LATENCY = "{batch_sizes: [2], rounds: 3, texts: 2, min_round_ms: 1, threads: 1, steps: all}"
+TRAINING = "epochs: 25, learning_rate: 5.0e-3, batch_size: 6, num_evals: 1"
+
+
+def _rows(family):
+    if family == "qwen2":
+        hello = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "two dogs"}]
+        return [
+            {"messages": [*hello, {"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+            for q, a in PAIRS
+        ]
+    if family == "llama":
+        return [{"instruction": q, "input": "", "output": a} for q, a in PAIRS]
+    return [{"prompt": q, "response": a} for q, a in PAIRS]
+
+
+def _write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_model(folder, family):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    positions = "n_positions" if family == "gpt2" else "max_position_embeddings"
+    causal.write_model(folder, family, **{positions: 96})
+    if family != "qwen2":
+        return
+    words = AutoTokenizer.from_pretrained(folder)
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    words.chat_template = chat_templates.CHATML
+    words.model_max_length = 96
+    words.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(words))
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return a function that runs the recipe of a family once."""
+    done = {}
+
+    def make(family):
+        if family in done:
+            return done[family]
+        home = tmp_path_factory.mktemp(family)
+        _write_model(home / "m", family)
+        rows = _rows(family)
+        _write_rows(home / "train.jsonl", rows)
+        _write_rows(home / "test.jsonl", rows)
+        template = ', prompt_template: "Q: {prompt}\\nA: "' if family == "llama" else ""
+        first = f"finetune: {{{TRAINING}}}"
+        if family == "gpt2":
+            first = f"distill: {{losses: {{labels: 1.0, logits: 0.1}}, {TRAINING}}}"
+        latency = LATENCY if family == "gpt2" else "false"
+        (home / "recipe.yaml").write_text(RECIPE % (template, first, latency))
+        with pytest.MonkeyPatch.context() as patch:
+            fake_workers.ignore_disturbance(patch)
+            forked_workers.install(patch)
+            harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet", code=0)
+        done[family] = home, json.loads((home / "run" / "report.json").read_text())
+        return done[family]
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_scores_are_those_of_what_predict_prints(run, family):
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    home, report = run(family)
+    answers = [answer for _, answer in PAIRS]
+    assert [step["name"] for step in report["steps"][2:]] == ["prune", "quantize", "onnx"]
+    for step in report["steps"]:
+        result = harness.smelt(
+            "predict", home / "run" / step["artifact"], "--data", home / "test.jsonl", "--json",
+            "--max-new-tokens", 10, code=0,
+        )  # fmt: skip
+        said = [json.loads(line)["output"] for line in result.stdout.splitlines()]
+        quality = {name: score["value"] for name, score in step["quality"].items()}
+        assert quality["bleu"] == pytest.approx(BLEU().corpus_score(said, [answers]).score)
+        assert quality["chrf"] == pytest.approx(CHRF().corpus_score(said, [answers]).score)
+        scorer = RougeScorer(["rougeL"], tokenizer=UnicodeTokenizer())
+        rouge = [scorer.score(a, s)["rougeL"].fmeasure for a, s in zip(answers, said, strict=True)]
+        assert quality["rougeL"] == pytest.approx(100 * sum(rouge) / len(rouge))
+        hits = sum(
+            s.lower().strip(". ").removeprefix("the ").removeprefix("a ").strip()
+            == a.lower().strip(". ").removeprefix("the ").removeprefix("a ").strip()
+            for a, s in zip(answers, said, strict=True)
+        )
+        assert quality["exact_match"] == pytest.approx(100 * hits / len(answers))
+        assert quality["token_f1"] >= quality["exact_match"]
+        assert list(quality) == ["rougeL", "token_f1", "exact_match", "response_perplexity", "bleu", "chrf"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_models_learn_to_answer_and_to_end(run, family):
+    _, report = run(family)
+    before, after = report["steps"][0]["quality"], report["steps"][1]["quality"]
+    assert after["exact_match"]["value"] >= 80 > 20 >= before["exact_match"]["value"]
+    assert after["response_perplexity"]["value"] < 1.5 < before["response_perplexity"]["value"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_perplexity_is_that_of_transformers(run, family):
+    import torch
+
+    from smelt.models.checkpoint import load_model, load_tokenizer
+
+    home, report = run(family)
+    folder = home / "run" / report["steps"][1]["artifact"]
+    model, words = load_model(folder)[0], load_tokenizer(folder)
+    total, count = 0.0, 0
+    for (question, answer), row in zip(PAIRS, _rows(family), strict=True):
+        if family == "qwen2":
+            prompt = words.apply_chat_template(
+                row["messages"][:-1], add_generation_prompt=True, return_dict=False
+            )
+            rest = words(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
+        else:
+            text = f"Q: {question}\nA: " if family == "llama" else question
+            prompt = words(text)["input_ids"]
+            rest = [*words(answer, add_special_tokens=False)["input_ids"], words.eos_token_id]
+        ids = torch.tensor([prompt + rest])
+        with torch.no_grad():
+            logp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+        total -= float(logp.gather(1, ids[0, len(prompt) :, None]).sum())
+        count += len(rest)
+    expected = torch.tensor(total / count).exp().item()
+    assert report["steps"][1]["quality"]["response_perplexity"]["value"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_every_step_keeps_template_and_tokens(run):
+    home, report = run("qwen2")
+    for step in report["steps"]:
+        folder = home / "run" / step["artifact"]
+        assert json.loads((folder / "text.json").read_text())["prompt_template"] == "chat"
+        assert (folder / "chat_template.jinja").read_text() == chat_templates.CHATML
+        assert len(json.loads((folder / "generation_config.json").read_text())["eos_token_id"]) == 2
+
+
+def test_conversations_are_prompts_of_predict(run):
+    home, report = run("qwen2")
+    prompt = json.dumps(_rows("qwen2")[0]["messages"][:-1])
+    folder = home / "run" / report["steps"][1]["artifact"]
+    result = harness.smelt("predict", folder, prompt, "--max-new-tokens", 10, code=0)
+    assert result.stdout.splitlines() == [PAIRS[0][1]]
+    wrong = json.dumps(_rows("qwen2")[0]["messages"])
+    assert command_error(harness.smelt("predict", folder, wrong, code=2)).code == "no-user-turn"
+
+
+def test_latency_counts_tokens_of_the_responses(run):
+    _, report = run("gpt2")
+    for step in report["steps"]:
+        (row,) = step["latency"]
+        assert row["unit"] == "tokens/s"
+        assert 0 < row["output_tokens"] <= 10
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_packaged_program_answers_as_the_artifact(run, family, tmp_path):
+    import subprocess
+    import sys
+
+    home, report = run(family)
+    folder = home / "run" / report["steps"][-1]["artifact"]
+    harness.smelt("package", folder, "--out", tmp_path / "p", "--format", "standalone", code=0)
+    prompts = [q for q, _ in PAIRS]
+    if family == "qwen2":
+        prompts[0] = json.dumps(_rows(family)[0]["messages"][:-1])
+    expected = harness.smelt("predict", folder, *prompts, "--max-new-tokens", 10, code=0).stdout
+    # a process of its own, as the user starts it: 1 s
+    found = subprocess.run(
+        [sys.executable, tmp_path / "p" / "infer.py", *prompts], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.splitlines() == expected.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("data", "rows", "code"),
+    [
+        ("", [{"instruction": "a", "output": "b"}], "no-chat-template"),
+        ("", [{"messages": ASKED}], "no-chat-template"),
+        (", prompt_template: chat", [{"prompt": "a", "response": "b"}], "no-chat-template"),
+        (", prompt_template: 'Q:'", [{"prompt": "a", "response": "b"}], "missing-placeholder"),
+        (
+            ", prompt_template: '{prompt}'",
+            [{"messages": [{"role": "system", "content": "s"}, *ASKED]}],
+            "needs-chat-template",
+        ),
+        (", prefix: x", [{"prompt": "a", "response": "b"}], "does-not-fit-task"),
+        ("", [{"text": "a"}], "missing-column"),
+    ],
+)  # fmt: skip
+def test_prompts_that_do_not_fit_are_found_by_the_plan(tmp_path, data, rows, code):
+    causal.write_model(tmp_path / "m", "gpt2")
+    _write_rows(tmp_path / "train.jsonl", rows)
+    _write_rows(tmp_path / "test.jsonl", rows)
+    (tmp_path / "recipe.yaml").write_text(RECIPE % (data, "finetune", "false"))
+    found = harness.smelt("plan", tmp_path / "recipe.yaml", code=2)
+    assert code in error_codes(command_error(found))
+
+
+def test_other_tasks_have_no_prompt_template(tmp_path):
+    causal.write_model(tmp_path / "m", "gpt2")
+    causal.write_lines(tmp_path / "t.txt", 1)
+    (tmp_path / "recipe.yaml").write_text(
+        "model: m\ntask: language-modeling\ndata: {test: t.txt, prompt_template: chat}\nstages: []\n"
+    )
+    found = harness.smelt("plan", tmp_path / "recipe.yaml", code=2)
+    assert "does-not-fit-task" in error_codes(command_error(found))
+
+
+def test_sequence_level_distillation_uses_the_teachers_answers(run, tmp_path):
+    home, _ = run("gpt2")
+    (home / "sequence.yaml").write_text(
+        "model: run/artifacts/distill\ntask: text-generation\n"
+        "data: {train: train.jsonl, test: test.jsonl}\n"
+        "stages:\n  - distill: {student: {layers: 1}, sequence_level: {num_beams: 2, max_new_tokens: 10},"
+        f" {TRAINING.replace('num_evals: 1', 'num_evals: 0')}, losses: {{labels: 1.0, logits: 0.0}}}}\n"
+        "  - trim-vocabulary: {}\n"
+        "score: {quality: [exact_match, rougeL], latency: false, generation: {max_new_tokens: 10}}\n"
+    )
+    harness.smelt("run", home / "sequence.yaml", "--out", tmp_path / "run", "--quiet", code=0)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    _, student, trimmed = report["steps"]
+    assert student["details"]["sequence_level"]["written_by_the_teacher"] == len(PAIRS)
+    assert student["quality"]["exact_match"]["value"] >= 60
+    assert trimmed["quality"]["rougeL"]["value"] == pytest.approx(student["quality"]["rougeL"]["value"])
+
+
+def test_init_proposes_the_task_for_prompts(tmp_path):
+    causal.write_model(tmp_path / "m", "gpt2")
+    _write_rows(tmp_path / "train.jsonl", [{"question": q, "answer": a} for q, a in PAIRS * 4])
+    out = tmp_path / "r.yaml"
+    harness.smelt("init", tmp_path / "m", "--data", tmp_path / "train.jsonl", "--out", out, code=0)
+    text = out.read_text()
+    assert "task: text-generation" in text
+    assert "columns: {prompt: question, response: answer}" in text
+    harness.smelt("plan", out, code=0)

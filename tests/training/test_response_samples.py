@@ -1,0 +1,128 @@
+"""Samples of text generation: tokens, labels on responses only, truncation, several turns."""
+
+import json
+
+import causal
+import chat_templates
+import harness
+import pytest
+import torch
+
+from smelt.core.messages import message_codes
+from smelt.data.splits import Example, Split
+from smelt.generation.prompt_batches import EncodedResponse, encode_prompts, encode_responses, fit_response
+from smelt.models.checkpoint import load_tokenizer, write_text_rules
+from smelt.models.text_rules import TextRules
+from smelt.training.losses import IGNORE_INDEX
+from smelt.training.samples import collate, encode_split
+
+TALK = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "sleeps"}]
+LONGER = [*TALK, {"role": "user", "content": "The river"}]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    def make(template, chat=None, begin=False):
+        folder = tmp_path / "m"
+        folder.mkdir()
+        words = causal.write_tokenizer(folder, begin)
+        if chat:
+            words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+            words.chat_template = chat
+            words.save_pretrained(folder)
+        rules = TextRules(prompt_template=template)
+        if chat:  # the model's files are not needed
+            (folder / "text.json").write_text(rules.model_dump_json(exclude_defaults=True))
+        else:
+            write_text_rules(folder, rules)
+        return load_tokenizer(folder)
+
+    return make
+
+
+def _plain(words, text):
+    return words(text, add_special_tokens=False)["input_ids"]
+
+
+def test_plain_prompts_are_followed_by_response_and_end(tokenizer):
+    words = tokenizer("Q: {prompt}\nA:", begin=True)
+    [[found]] = encode_responses([("The cat", " sleeps")], words, every_turn=True)
+    prompt = words("Q: The cat\nA:")["input_ids"]
+    assert prompt[0] == words.bos_token_id
+    assert found.ids == [*prompt, *_plain(words, " sleeps"), words.eos_token_id]
+    assert found.is_target == [False] * len(prompt) + [True] * (len(found.ids) - len(prompt))
+    assert encode_prompts(["The cat"], words, 10**6) == [prompt]
+
+
+def test_chats_have_the_tokens_of_transformers(tokenizer):
+    words = tokenizer("chat", chat_templates.CHATML)
+    [[found]] = encode_responses([("The cat", "sleeps")], words, every_turn=True)
+    prompt = words.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
+    whole = words.apply_chat_template(TALK, return_dict=False)
+    assert found.ids == whole[: len(found.ids)]
+    assert found.ids[-1] == words.convert_tokens_to_ids("<|im_end|>")
+    assert found.num_last_targets == len(found.ids) - len(prompt)
+    assert encode_prompts([json.dumps(TALK[:1])], words, 10**6) == [prompt]
+
+
+def test_every_turn_of_the_assistant_is_a_target_in_training_only(tokenizer):
+    words = tokenizer("chat", chat_templates.CHATML)
+    [[found]] = encode_responses([(json.dumps(LONGER), "is cold")], words, every_turn=True)
+    learned = [i for i, target in zip(found.ids, found.is_target, strict=True) if target]
+    end = words.convert_tokens_to_ids("<|im_end|>")
+    assert learned == [*_plain(words, "sleeps"), end, *_plain(words, "is cold"), end]
+    [[scored]] = encode_responses([(json.dumps(LONGER), "is cold")], words, every_turn=False)
+    assert scored.ids == found.ids
+    assert sum(scored.is_target) == scored.num_last_targets == found.num_last_targets
+
+
+def test_turns_that_are_rendered_differently_later_are_samples_of_their_own(tokenizer):
+    words = tokenizer("chat", chat_templates.THINKING)
+    [rows] = encode_responses([(json.dumps(LONGER), "is cold")], words, every_turn=True)
+    assert len(rows) == 2
+    assert [row.num_last_targets == sum(row.is_target) for row in rows] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "limit", "expected"),
+    [
+        (3, 2, 4, (3, 2)),  # the last token is never an input
+        (6, 2, 5, (4, 2)),
+        (6, 6, 7, (3, 5)),  # the prompt keeps half
+        (2, 9, 5, (2, 4)),
+    ],
+)
+def test_long_samples_lose_the_beginning_of_the_prompt(prompt, response, limit, expected):
+    ids = [*range(100, 100 + prompt), *range(200, 200 + response)]
+    sample = EncodedResponse(ids, [False] * prompt + [True] * response)
+    found = fit_response(sample, limit, None)
+    kept, answered = expected
+    assert found.ids == ids[prompt - kept : prompt + answered]
+    assert found.is_target == [False] * kept + [True] * answered
+
+
+def test_the_first_token_survives_truncation():
+    sample = EncodedResponse([7, 1, 2, 3, 4, 5], [False, False, True, False, False, True])
+    found = fit_response(sample, 3, 7)
+    assert (found.ids, found.is_target) == ([7, 3, 4, 5], [False, False, False, True])
+
+
+def test_labels_are_the_tokens_of_the_responses(tokenizer, tmp_path):
+    words = tokenizer("{prompt}")
+    rows = (Example("The old house", (" stands",)), Example("A man", (" walks", " in a red hat")))
+    ctx = harness.make_context(tmp_path / "out", "text-generation")
+    config = type("Config", (), {"to_dict": lambda self: {}, "pad_token_id": None})()
+    found = encode_split(Split("x", rows), config, words, ctx)
+    assert len(found) == 3
+    assert [row.token_counts for row in found] == [(len(row.input_ids), 0) for row in found]
+    batch = collate(found, config)
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    for row, inputs, labels in zip(found, batch["input_ids"], batch["labels"], strict=True):
+        assert inputs[: len(row.input_ids) - 1].tolist() == row.input_ids[:-1]
+        wanted = [i if t else IGNORE_INDEX for i, t in zip(row.input_ids[1:], row.is_target[1:], strict=True)]
+        assert labels.tolist() == wanted + [IGNORE_INDEX] * (len(labels) - len(wanted))
+    assert torch.equal(batch["attention_mask"].sum(1), torch.tensor([len(r.input_ids) - 1 for r in found]))
+    assert ctx.warnings == []
+    short = encode_split(Split("x", rows), config, words, ctx, max_length=4)
+    assert max(len(row.input_ids) for row in short) == 5
+    assert message_codes(ctx.warnings) == ["truncated-texts"]

@@ -158,6 +158,7 @@ FAST |= {
 }
 FAST |= {("mbart", "chain-learned")}
 FAST |= {("gpt2", "chain-qlora")}
+FAST |= {("electra", "chain-narrow")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
 FAST |= {("llama", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow"), ("opt", "chain")}

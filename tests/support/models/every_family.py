@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "modernbert": ENCODER_CONFIG | {"global_attn_every_n_layers": 2, "local_attention": 6},
     "mpnet": ENCODER_CONFIG | {"relative_attention_num_buckets": 32},
+    "electra": ENCODER_CONFIG | {"embedding_size": 32},
 }
 LABELS = ("no", "yes")
 ENCODER_DECODER_LAYERS = ("encoder_layers", "decoder_layers")

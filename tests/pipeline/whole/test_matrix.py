@@ -107,6 +107,7 @@ STAGES = {
     "int2": ["quantize: {scheme: int2, group_size: 32}"],
     "kmeans4": ["quantize: {scheme: kmeans4, group_size: 128}"],
     "pow2": ["quantize: {scheme: pow2, group_size: 32}"],
+    "mxfp4": ["quantize: {scheme: mxfp4}"],
     "ternary": [
         "quantize: {scheme: ternary, group_size: 32, granularity: channel, embedding_scheme: ternary}"
     ],
@@ -166,6 +167,7 @@ FAST |= {
     ("llama", "int3"),
     ("gpt2", "kmeans4"),
     ("bert", "pow2"),
+    ("gpt2", "mxfp4"),
     ("gpt2", "ternary"),
     ("gpt2", "mixed"),
     ("bart", "chain-divided"),
@@ -191,7 +193,7 @@ OF_IMAGES = {
     "share",
 }
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "int3", "int2"}
-OF_IMAGES |= {"kmeans4", "pow2"}
+OF_IMAGES |= {"kmeans4", "pow2", "mxfp4"}
 OF_IMAGES |= {"awq", "hqq", "ternary", "binary", "mixed"}
 OF_IMAGES |= {"share-difference", "int4-pairs", "chain-divided"}
 OF_IMAGES |= {"prune-width", "chain-narrow"}

@@ -1,7 +1,8 @@
 """Importance scores of units (heads and neurons), and their normalization across layers.
 
-The scores are Fisher, Taylor, magnitude (without samples) or random (the baseline). Fisher and Taylor use the
-gradient of a mask of ones on the units, on labelled calibration samples.
+The scores are Fisher, Taylor, Wanda, magnitude (without samples) or random (the baseline). Fisher and Taylor
+use the gradient of a mask of ones on the units, on labelled calibration samples; Wanda uses the inputs of
+layers, without labels.
 
 Shapes: H = heads of a layer, F = neurons of its feed-forward block.
 """
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.statistics import collect_statistics
 from smelt.compress.prune.units import (
     AttentionGroup,
     FeedForwardGroup,
@@ -147,6 +150,39 @@ def magnitude_scores(
     return UnitScores(heads, neurons)
 
 
+def wanda_scores(
+    model: nn.Module,
+    attentions: list[AttentionGroup],
+    blocks: list[FeedForwardGroup],
+    samples: CalibrationSamples,
+    ctx: Context,
+) -> UnitScores:
+    """Return the sum of |W_ij| * |X_j| over each unit's columns of the layer that reads it as its score.
+
+    W is the matrix of `out` (a head owns several columns j) or `down` (a neuron owns one), |X_j| the L2 norm
+    of its input j over all tokens of `samples`. Source: Sun et al. 2023, Wanda, arXiv:2306.11695, equation 1,
+    for single weights; summed per unit as Wanda-sp of An et al. 2023, FLAP, arXiv:2312.11983.
+
+    Args:
+        model: float32, in eval mode, on the CPU.
+        attentions: the attentions to score.
+        blocks: the feed-forward blocks to score.
+        samples: calibration samples, without labels or with.
+        ctx: device, threads, progress.
+    """
+    readers = {g.name: g.structure.out for g in attentions} | {b.name: b.structure.down for b in blocks}
+    layers = {name: [linear_with_inputs(model, reader)] for name, reader in readers.items()}
+    with collect_statistics(model, samples, layers, ctx, second=False) as found:
+        by_column = {
+            name: whole_weight(model, reader).double().abs().sum(dim=0) * found[name].l2_norms
+            for name, reader in readers.items()
+        }
+    return UnitScores(
+        {g.name: by_column[g.name].view(g.count(model), -1).sum(dim=1) for g in attentions},
+        {b.name: by_column[b.name] for b in blocks},
+    )
+
+
 def random_scores(
     model: nn.Module, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], seed: int
 ) -> UnitScores:
@@ -245,6 +281,14 @@ UNIT_SCORES: Mapping[str, Callable[[ScoredModel, Groups], UnitScores]] = {
         scored,
         lambda batches: fisher_scores(scored.model, *groups, batches, label_objective()),
         single=True,
+    ),
+    "wanda": lambda scored, groups: wanda_scores(
+        scored.model,
+        *groups,
+        load_calibration_samples(
+            scored.model, scored.src, scored.settings.calibration_samples, scored.ctx, "prune", padded=True
+        ),
+        scored.ctx,
     ),
     "magnitude": lambda scored, groups: magnitude_scores(scored.model, *groups),
     "random": lambda scored, groups: random_scores(scored.model, *groups, scored.ctx.seed),

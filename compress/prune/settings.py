@@ -42,6 +42,7 @@ IMPORTANCES: Mapping[str, Importance] = {
     "magnitude": Importance(
         "weight norms", ("heads", "ffn", "width", "channels"), "weights", compares_kinds=False, is_local=True
     ),
+    "wanda": Importance("weight times input norm", ("heads", "ffn"), "samples", compares_kinds=False),
     "random": Importance("the baseline", ("heads", "ffn", "width", "channels"), "weights"),
     "activation": Importance("hidden states (default for width)", ("width",), "samples"),
 }
@@ -136,7 +137,7 @@ class PruneSettings(Settings):
     calibration_samples: int = Field(
         default=256,
         ge=1,
-        description="for taylor, fisher, activation and reconstruct",
+        description="for taylor, fisher, wanda, activation and reconstruct",
     )
     batch_size: int = Field(default=16, ge=1, description="for taylor and fisher")
     reconstruct: bool = Field(

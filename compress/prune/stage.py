@@ -59,7 +59,8 @@ class Prune:
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
-        " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; global: Molchanov et al. 2017,"
+        " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; wanda: Sun et al. 2023,"
+        " arXiv:2306.11695; global: Molchanov et al. 2017,"
         " arXiv:1611.06440; budgets of latency: HALP, Shen et al. 2021, arXiv:2110.10811, ZipLM, Kurtic et"
         " al. 2023, arXiv:2302.04089; width: Minitron, Muralidharan et al. 2024, arXiv:2407.14679; channels:"
         " Li et al. 2017, arXiv:1608.08710, Molchanov et al. 2019, arXiv:1906.10771"

@@ -10,6 +10,7 @@ from smelt.models.families import (
     bart,
     bert,
     distilbert,
+    electra,
     gemma,
     gpt2,
     llama,
@@ -32,7 +33,7 @@ from smelt.models.families import (
 from smelt.models.families.family import Config, Family
 
 _SEQ2SEQ_MODULES = (marian, t5, bart, mbart, pegasus, m2m_100)
-_ENCODER_MODULES = (bert, distilbert, roberta, mpnet, modernbert)
+_ENCODER_MODULES = (bert, distilbert, roberta, mpnet, modernbert, electra)
 _IMAGE_MODULES = (vit, resnet)
 _DECODER_MODULES = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3)
 FAMILIES: dict[str, Family] = {

@@ -22,6 +22,7 @@ from smelt.quantization.schemes.binary import Binary
 from smelt.quantization.schemes.bitsandbytes import BnbInt8, BnbNf4
 from smelt.quantization.schemes.int8 import Int8Dynamic, Int8Static
 from smelt.quantization.schemes.kmeans4 import Kmeans4
+from smelt.quantization.schemes.mxfp4 import Mxfp4
 from smelt.quantization.schemes.pow2 import Pow2
 from smelt.quantization.schemes.ternary import Ternary
 
@@ -34,6 +35,7 @@ _ALL_SCHEMES: tuple[Scheme, ...] = (
     Int2(),
     Kmeans4(),
     Pow2(),
+    Mxfp4(),
     Ternary(),
     Binary(),
     BnbNf4(),

@@ -138,6 +138,7 @@ REFUSED = {
         {"rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS}},
     ),
     "words of another width": ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512}),
+    "embeddings of another width": ("electra", {"hidden_size": 256, "embedding_size": 128}),
     "norms behind their parts": ("opt", {"do_layer_norm_before": False}),
     "norms without weights": ("opt", {"layer_norm_elementwise_affine": False}),
     "what comes after": ("gemma", {"use_bidirectional_attention": True}),
@@ -154,4 +155,5 @@ def test_a_config_is_refused_when_smelt_cannot_follow_it(name):
     family, config = REFUSED[name]
     assert len(FAMILIES[family].unsupported_config(config)) == 1
     plain = {"partial_rotary_factor": 1.0, "rope_parameters": None, "rope_scaling": None}
+    plain |= {"hidden_size": 32, "embedding_size": 32}
     assert FAMILIES[family].unsupported_config(plain | {"use_bidirectional_attention": False}) == []

@@ -107,6 +107,7 @@ STAGES = {
     "int2": ["quantize: {scheme: int2, group_size: 32}"],
     "kmeans4": ["quantize: {scheme: kmeans4, group_size: 128}"],
     "pow2": ["quantize: {scheme: pow2, group_size: 32}"],
+    "mxfp4": ["quantize: {scheme: mxfp4}"],
     "ternary": [
         "quantize: {scheme: ternary, group_size: 32, granularity: channel, embedding_scheme: ternary}"
     ],
@@ -152,10 +153,17 @@ FAST |= {("qwen3", "chain-inside"), ("m2m_100", "chain-listed")}
 FAST |= {("t5", "chain-static"), ("gemma", "chain-smooth")}
 FAST |= {("mbart", "chain-learned")}
 FAST |= {("gpt2", "chain-qlora")}
+FAST |= {("electra", "chain-narrow")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
 FAST |= {("llama", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow")}
-FAST |= {("gpt2", "kmeans4"), ("bert", "pow2"), ("gpt2", "mixed"), ("bart", "chain-divided")}
+FAST |= {
+    ("gpt2", "kmeans4"),
+    ("bert", "pow2"),
+    ("gpt2", "mxfp4"),
+    ("gpt2", "mixed"),
+    ("bart", "chain-divided"),
+}
 FAST |= {("vit", "chain-smooth"), ("resnet", "chain-convolutions")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
@@ -172,7 +180,7 @@ OF_IMAGES = {
     "share",
 }
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "int3", "int2"}
-OF_IMAGES |= {"kmeans4", "pow2"}
+OF_IMAGES |= {"kmeans4", "pow2", "mxfp4"}
 OF_IMAGES |= {"awq", "hqq", "ternary", "binary", "mixed"}
 OF_IMAGES |= {"share-difference", "int4-pairs", "chain-divided"}
 OF_IMAGES |= {"prune-width", "chain-narrow"}

@@ -140,14 +140,21 @@ def _run_on_graph(case: Case, folder: Path) -> Path:
     ).out
 
 
+def _load_arrays(path: Path) -> dict[str, Any]:
+    """Return the tensors of a file; powers of two of one byte, which numpy does not have, as float32."""
+    import torch
+    from safetensors.torch import load_file
+
+    found = load_file(path)
+    return {n: (t.float() if t.dtype == torch.float8_e8m0fnu else t).numpy() for n, t in found.items()}
+
+
 def _model_fingerprint(out: Path, trained_from: Path | None) -> dict[str, Any]:
     """Return shapes, edits, and projections of the weights, of their change where they were trained."""
-    from safetensors.numpy import load_file
-
-    tensors = load_file(out / "model.safetensors")
+    tensors = _load_arrays(out / "model.safetensors")
     shortlist = out / "shortlist.safetensors"
-    tensors |= load_file(shortlist) if shortlist.is_file() else {}
-    before = load_file(trained_from / "model.safetensors") if trained_from else {}
+    tensors |= _load_arrays(shortlist) if shortlist.is_file() else {}
+    before = _load_arrays(trained_from / "model.safetensors") if trained_from else {}
     structure = out / "structure.json"
     edits = json.loads(structure.read_text()) if structure.is_file() else []
     values: dict[str, Any] = {}

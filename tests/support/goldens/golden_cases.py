@@ -65,6 +65,7 @@ NF4: dict[str, Any] = {"scheme": "bnb-nf4"}
 INT3: dict[str, Any] = {"scheme": "int3", "group_size": 16, "symmetric": False}
 KMEANS4: dict[str, Any] = {"scheme": "kmeans4", "group_size": 128}
 POW2: dict[str, Any] = {"scheme": "pow2", "group_size": 32}
+MXFP4: dict[str, Any] = {"scheme": "mxfp4"}
 INT2: dict[str, Any] = {"scheme": "int2", "group_size": 32}
 TERNARY: dict[str, Any] = {"scheme": "ternary", "group_size": 32, "granularity": "channel"}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
@@ -187,6 +188,7 @@ CASES: dict[str, Case] = {
     "quantize gpt2, int2": Case("quantize", "gpt2", INT2),
     "quantize bert, kmeans4": Case("quantize", "bert", KMEANS4),
     "quantize gpt2, pow2": Case("quantize", "gpt2", POW2),
+    "quantize bert, mxfp4": Case("quantize", "bert", MXFP4),
     "quantize marian, ternary": Case("quantize", "marian", TERNARY),
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
     "quantize gpt2, mixed precision": Case(
@@ -217,6 +219,7 @@ CASES: dict[str, Case] = {
     "onnx gpt2, int2": Case("onnx", "gpt2", {}, (("quantize", INT2),)),
     "onnx bert, kmeans4": Case("onnx", "bert", {}, (("quantize", KMEANS4),)),
     "onnx gpt2, pow2": Case("onnx", "gpt2", {}, (("quantize", POW2),)),
+    "onnx bert, mxfp4": Case("onnx", "bert", {}, (("quantize", MXFP4),)),
     "onnx marian, ternary": Case("onnx", "marian", {}, (("quantize", TERNARY),)),
     "onnx marian, bnb-nf4": Case("onnx", "marian", {}, (("quantize", NF4),)),
     "onnx marian, binary": Case("onnx", "marian", {}, (("quantize", BINARY),)),

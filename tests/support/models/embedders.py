@@ -11,7 +11,7 @@ import every_family
 from tiny import SENTENCES
 
 TASK = "sentence-similarity"
-FAMILIES = ("bert", "distilbert", "roberta", "mpnet", "modernbert")
+FAMILIES = ("bert", "distilbert", "roberta", "mpnet", "modernbert", "electra")
 
 
 def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **options: Any) -> Path:

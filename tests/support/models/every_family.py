@@ -89,6 +89,7 @@ MODELS: dict[str, TinyFamily] = {
         STACK, config=ENCODER_CONFIG | {"global_attn_every_n_layers": 2, "local_attention": 6}
     ),
     "mpnet": TinyFamily(STACK, config=ENCODER_CONFIG | {"relative_attention_num_buckets": 32}),
+    "electra": TinyFamily(STACK, config=ENCODER_CONFIG | {"embedding_size": 32}, like="bert"),
     "gpt2": TinyFamily(("n_layer",), partial(causal.write_model, family="gpt2", n_embd=64)),
     "opt": TinyFamily(STACK, config=OPT_CONFIG),
     "llama": TinyFamily(STACK, partial(causal.write_model, family="llama"), like="qwen3"),

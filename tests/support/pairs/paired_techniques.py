@@ -162,6 +162,7 @@ TECHNIQUES: dict[str, Technique] = {
     "int2": Technique("quantize", {"scheme": "int2", "group_size": 32}, True),
     "kmeans4": Technique("quantize", {"scheme": "kmeans4", "group_size": 128}, True),
     "pow2": Technique("quantize", {"scheme": "pow2", "group_size": 32}, True),
+    "mxfp4": Technique("quantize", {"scheme": "mxfp4"}, True),
     "ternary": Technique("quantize", {"scheme": "ternary"}, True),
     "gptq": Technique(
         "quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW_SAMPLES}, True

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from expected_errors import command_error, raises_code
 
-from smelt.api.benchmark import STANDARD_TEXTS, open_artifacts, read_texts, timing_table
+from smelt.api.benchmark import open_artifacts, read_texts, timing_table
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
 from smelt.pipeline.execute import display
@@ -165,9 +165,3 @@ def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
     (parts,) = (line for line in table.splitlines() if line.startswith("y") and "0.12" in line)
     assert parts.split()[1:] == ["0.12", "12,346", "1.00", "–", "2.00"]
     assert "1.23" in table
-
-
-def test_standard_texts_are_of_all_lengths():
-    words = [len(text.split()) for text in STANDARD_TEXTS]
-    assert words == sorted(words)
-    assert (words[0], words[-1]) == (3, 43)

@@ -74,8 +74,10 @@ def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(tmp_
         assert new.generate(tiny.SENTENCES) == old.generate(tiny.SENTENCES)
 
 
-@pytest.mark.parametrize("step", ["model", "onnx"])
-@pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [("translator", "onnx"), ("classifier", "onnx"), ("writer", "onnx"), ("translator", "model")],
+)
 def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(kind, step):
     """Another thread opens and closes models meanwhile; texts that are cut are among the requests."""
     artifact, other = (
@@ -83,7 +85,7 @@ def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(kind,
         exported_artifacts.exported_artifact("translator"),
     )
     texts = [*tiny.SENTENCES, LONG]
-    count = 240 if step == "onnx" else 60
+    count = 120 if step == "onnx" else 40
     requests = [[texts[(i + k) % len(texts)] for k in range(1 + i % 3)] for i in range(count)]
     stop, opened = threading.Event(), []
 
@@ -110,8 +112,7 @@ def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(kind,
     assert all(one == opened[0] for one in opened)
 
 
-@pytest.mark.parametrize("step", ["model", "onnx"])
-@pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
+@pytest.mark.parametrize(("kind", "step"), [("translator", "model"), ("classifier", "onnx")])
 def test_a_closed_model_says_so(kind, step):
     folder = exported_artifacts.exported_artifact(kind, step)
     model = smelt.load(folder)
@@ -137,7 +138,7 @@ def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_
         assert re.findall(rf"\b(?:predict|generate|{task})\b", message) == [use, task, fitting]
 
 
-@pytest.mark.parametrize("folder", [None, 3, b"runs", ["runs"]])
+@pytest.mark.parametrize("folder", [None, b"runs"])
 def test_a_folder_that_is_no_path_is_refused(folder):
     with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.load(folder)
@@ -240,30 +241,23 @@ def test_one_text_of_one_is_told_in_the_singular():
     assert str(smelt.TruncationWarning(1, 5, 8)).startswith("1 of 5 texts was ")
 
 
-@pytest.mark.parametrize("size", [0, -3, True, 2.0, "8", None])
-def test_a_batch_size_that_is_none_is_refused(size):
+@pytest.mark.parametrize(("kind", "use"), [("translator", "generate"), ("classifier", "predict")])
+def test_a_batch_size_that_is_none_is_refused(kind, use):
     with (
-        smelt.load(exported_artifacts.exported_artifact("translator")) as model,
+        smelt.load(exported_artifacts.exported_artifact(kind)) as model,
         raises_code("wrong-value", smelt.InputError) as caught,
     ):
-        model.generate(["a man"], batch_size=size)
-    assert caught.value.setting == "batch_size"
-    with (
-        smelt.load(exported_artifacts.exported_artifact("classifier")) as model,
-        raises_code("wrong-value", smelt.InputError) as caught,
-    ):
-        model.predict(["a man"], batch_size=size)
+        getattr(model, use)(["a man"], batch_size=0)
     assert caught.value.setting == "batch_size"
 
 
-@pytest.mark.parametrize("step", ["onnx", "model"])
-@pytest.mark.parametrize("kind", ["translator", "writer"])
+@pytest.mark.parametrize(("kind", "step"), [("translator", "onnx"), ("writer", "model")])
 def test_of_no_texts_nothing_is_made(kind, step):
     with smelt.load(exported_artifacts.exported_artifact(kind, step)) as model:
         assert model.generate([]) == model.generate((text for text in ()), num_beams=3) == []
 
 
-@pytest.mark.parametrize("texts", [None, 3, b"a", ["a", None], [("a", "b")], [["a"]], "a man"])
+@pytest.mark.parametrize("texts", [["a", None], [("a", "b")], "a man"])
 def test_what_are_no_texts_is_refused(texts):
     with (
         smelt.load(exported_artifacts.exported_artifact("translator")) as model,
@@ -272,7 +266,7 @@ def test_what_are_no_texts_is_refused(texts):
         model.generate(texts)
 
 
-@pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2"])
+@pytest.mark.parametrize("threads", [0, "2"])
 def test_a_number_of_threads_that_is_none_is_refused(threads):
     with raises_code("wrong-value", smelt.InputError) as caught:
         smelt.load(exported_artifacts.exported_artifact("translator"), threads=threads)

@@ -7,7 +7,7 @@ import yaml
 from expected_errors import raises_code
 from pydantic import Field
 
-from smelt.cli.stage_help import _settings_lines, describe_stage, list_stages
+from smelt.cli.stage_help import _settings_lines, describe_stage
 from smelt.core.errors import InputError
 from smelt.core.stage import Settings, StepName
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, load_stage
@@ -120,12 +120,6 @@ def test_each_scheme_is_explained_with_what_it_needs(name: str) -> None:
     assert ("needs the package" in summary) == bool(scheme.packages)
 
 
-def test_the_list_fits_and_names_every_stage() -> None:
-    lines = list_stages().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert {line.split()[0] for line in lines if line and not line.startswith(" ")} >= set(STAGE_CLASSES)
-
-
 def test_an_unknown_stage_names_the_nearest() -> None:
     with raises_code("unknown-stage", InputError) as caught:
         describe_stage("prnue")
@@ -156,11 +150,3 @@ def test_a_list_of_mappings_is_told_with_what_stands_in_each() -> None:
 )
 def test_what_counts_where_none_of_several_settings_is_given_is_told(stage: str, words: str) -> None:
     assert words in " ".join(describe_stage(stage).split())
-
-
-@pytest.mark.parametrize("name", STAGE_CLASSES)
-def test_no_source_is_told_twice(name: str) -> None:
-    text = describe_stage(name)
-    start = text.index("\nsource: ")
-    sources = " ".join(text[start : text.index("\n\n", start)].split()).split("; ")
-    assert len(sources) == len(set(sources))

@@ -65,13 +65,6 @@ def test_shipped_rows_are_what_the_generator_makes(split: generator.Split, count
     assert generator.distinct_rows(split, count, SHIPPED_SEED) == _shipped(split)[:count]
 
 
-def test_written_files_do_not_depend_on_time_or_name(tmp_path: Path) -> None:
-    rows = _take("test", 2, 5)
-    for name in ("a.gz", "b.gz"):
-        generator.write_rows(rows, tmp_path / name)
-    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
-
-
 def test_shipped_rows_say_what_babel_says() -> None:
     """Pairs built from Babel's formats alone occur, clause for clause, in the shipped rows."""
     clauses: set[tuple[str, str]] = set()

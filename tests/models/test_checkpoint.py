@@ -80,34 +80,6 @@ def test_damaged_or_missing_weights_are_explained(tmp_path):
         load_model(folder)
 
 
-def test_a_stray_file_overrides_nothing_and_is_not_counted(tmp_path):
-    folder = tiny.write_marian(tmp_path / "m")
-    expected, count = load_model(folder)[0].state_dict(), count_parameters(folder)
-    tensors = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file(tensors | {"stray": torch.zeros(9)}, folder / "model.variant.safetensors")
-    found = load_model(folder)[0].state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert count_parameters(folder) == count
-
-
-def test_shards_load_as_one_file_does_and_one_that_lost_a_tensor_is_named(tmp_path):
-    folder = tiny.write_marian(tmp_path / "m")
-    expected = load_model(folder)[0].state_dict()
-    size = (folder / "model.safetensors").stat().st_size
-    MarianMTModel.from_pretrained(folder).save_pretrained(folder, max_shard_size=size // 3)
-    (folder / "model.safetensors").unlink()
-    save_file({"model.shared.weight": torch.zeros(3)}, folder / "a-stray.safetensors")
-    found = load_model(folder)[0].state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    first = min(folder.glob("model-*.safetensors"))
-    tensors = load_file(first)
-    lost = min(tensors)
-    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, first)
-    with raises_code("missing-tensor", InputError) as caught:
-        load_model(folder)
-    assert all(part in str(caught.value) for part in (first.name, f"'{lost}'"))
-
-
 def test_bare_encoder_gets_a_new_head_with_a_warning(tmp_path):
     folder = tiny.write_bert(tmp_path / "bert")
     BertModel.from_pretrained(folder).save_pretrained(folder)

@@ -1,6 +1,7 @@
 """Weights are counted as what codes stand for: quantizing changes no count."""
 
 import every_family
+import matrix
 import pytest
 
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -9,8 +10,7 @@ from smelt.models.count_parameters import count_parameters
 from smelt.quantization.schemes.registry import SCHEMES
 
 
-@pytest.mark.parametrize("kind", ["t5", "gpt2", "bert"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "kind"), matrix.matrix_cells(list(SCHEMES), ["t5", "gpt2", "bert"]))
 def test_quantizing_changes_no_count(scheme, kind, tmp_path):
     model = every_family.model_with_layers(kind, 1)
     made = every_family.run_stage(Quantize(), QuantizeSettings(scheme=scheme), model, kind, tmp_path / "out")

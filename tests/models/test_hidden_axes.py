@@ -1,5 +1,6 @@
 """The axes that carry the hidden states: against torch-pruning's graph, and by making models narrower."""
 
+import every_family
 import family_models
 import pytest
 import torch
@@ -71,7 +72,7 @@ def without_half_of_the_heads(model, state):
             state[name] = state[name][:, : state[name].shape[1] // 2]
 
 
-@pytest.mark.parametrize("name", family_models.NAMES)
+@pytest.mark.parametrize("name", every_family.DISTINCT_FAMILIES)
 def test_half_of_the_channels_can_go_when_they_are_copies_and_the_config_says_the_width(name):
     """The model of a config of half the width takes the tensors that are left, and computes the same.
 

@@ -20,7 +20,7 @@ from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.new_model import config_for_tokenizer, create_model
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["marian", "t5", "bart", "bert", "gpt2", "llama"])
 def test_a_model_of_every_family_loads_and_agrees_with_its_tokenizer(tmp_path, family):
     labels = ["no", "yes", "maybe"] if CONFIGS[family][0] == "text-classification" else []
     folder, notes = make_untrained(tmp_path, family, labels=labels)

@@ -1,5 +1,6 @@
 """What configs say of codes: the words of GPTQ's and AWQ's tools, and those that are not read."""
 
+import matrix
 import pytest
 from expected_errors import raises_code
 
@@ -107,8 +108,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("base", [GPTQ, AUTO_ROUND, AWQ], ids=["gptq", "auto-round", "awq"])
-@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize(("case", "base"), matrix.matrix_cells(OTHERS, [GPTQ, AUTO_ROUND, AWQ]), ids=str)
 def test_what_is_no_rounding_of_weights_alone_to_whole_numbers_is_refused(base, case):
     options, code, *values = case
     with raises_code(code, InputError) as caught:

@@ -3,6 +3,7 @@
 import json
 
 import causal
+import matrix
 import pytest
 import seq2seq
 import tiny
@@ -51,8 +52,7 @@ def declared_dtype(folder):
     return json.loads((folder / "config.json").read_text())["dtype"]
 
 
-@pytest.mark.parametrize("family", MADE)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("family", "dtype"), matrix.matrix_cells(list(MADE), HALVES))
 def test_a_model_of_16_bits_is_written_as_it_was_read_and_from_pretrained_reads_it(tmp_path, family, dtype):
     folder = cast(MADE[family](tmp_path / "model"), dtype)
     notes, tensors = rewritten(folder, tmp_path / "out")
@@ -68,9 +68,9 @@ def test_a_model_of_16_bits_is_written_as_it_was_read_and_from_pretrained_reads_
 
 
 @pytest.mark.parametrize(
-    ("word", "dtype"), [("fp32", torch.float32), ("fp16", HALVES[0]), ("bf16", HALVES[1])]
+    ("word", "dtype", "stored"),
+    [("fp32", torch.float32, HALVES[0]), ("fp16", HALVES[0], torch.float32), ("bf16", HALVES[1], HALVES[0])],
 )
-@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 def test_another_type_can_be_asked_for(tmp_path, word, dtype, stored):
     folder = cast(tiny.write_marian(tmp_path / "model"), stored)
     _, tensors = rewritten(folder, tmp_path / "out", word)

@@ -189,15 +189,6 @@ def test_a_damaged_header_is_an_input_error(tmp_path, content):
         read_header(tmp_path / "model.safetensors")
 
 
-def test_the_files_are_chosen_without_torch():
-    import subprocess
-    import sys
-
-    code = "import sys, smelt.models.weight_files, smelt.models.weight_files; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -1,11 +1,7 @@
 """What a family says of its models is what transformers' models are."""
 
-import causal
-import classifiers
 import every_family
 import pytest
-import seq2seq
-import tiny
 from every_family import TEXT_FAMILIES
 from torch import nn
 
@@ -18,26 +14,10 @@ from smelt.models.weight_files import weight_tensors
 
 pytestmark = pytest.mark.quick
 
-MAKERS = {
-    "marian": tiny.write_marian,
-    "t5": seq2seq.write_t5,
-    "bart": seq2seq.write_bart,
-    "mbart": lambda folder: seq2seq.write_bart(folder, kind="mbart"),
-    "bert": tiny.write_bert,
-    "distilbert": classifiers.distilbert,
-    "roberta": classifiers.roberta,
-    **{name: lambda folder, name=name: causal.write_model(folder, name) for name in causal.FAMILIES},
-    **{
-        name: lambda folder, name=name: every_family.write_model(folder, name)
-        for name in every_family.CONFIGS
-    },
-}
-
 
 @pytest.fixture(scope="module", params=sorted(TEXT_FAMILIES))
 def made(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    MAKERS[request.param](folder)
+    folder = every_family.make_model(tmp_path_factory.mktemp("models") / request.param, request.param)
     model, _ = load_model(folder)
     return FAMILIES[request.param], model, folder
 

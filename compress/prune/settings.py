@@ -137,9 +137,14 @@ class PruneSettings(Settings):
     calibration_samples: int = Field(
         default=256,
         ge=1,
-        description="for taylor, fisher, wanda, activation and reconstruct",
+        description=f"for {', '.join(n for n, known in IMPORTANCES.items() if known.needs != 'weights')} and"
+        " reconstruct",
     )
-    batch_size: int = Field(default=16, ge=1, description="for taylor and fisher")
+    batch_size: int = Field(
+        default=16,
+        ge=1,
+        description=f"for {' and '.join(n for n, known in IMPORTANCES.items() if known.needs == 'labels')}",
+    )
     reconstruct: bool = Field(
         default=True,
         description="refit the following layers by least squares; not for channels",

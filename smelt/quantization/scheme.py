@@ -228,7 +228,10 @@ class Scheme(Protocol):
     # Storage.
 
     def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
-        """Return the specs of the tensors of a matrix [N, K]; one is called `codes`."""
+        """Return the specs of the tensors of a matrix [N, K].
+
+        One is called `codes`; HQQ and learned scales need a float one called `scales`.
+        """
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the tensors of `stored_tensors`, in their types in memory."""

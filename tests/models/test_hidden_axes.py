@@ -1,5 +1,6 @@
 """The axes that carry the hidden states: against torch-pruning's graph, and by making models narrower."""
 
+import embedders
 import every_family
 import family_models
 import pytest
@@ -38,7 +39,7 @@ def test_the_axes_are_those_of_the_dependency_graph(name):
     assert theirs - ours == set()
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "mpnet", "modernbert", "electra"])
+@pytest.mark.parametrize("name", embedders.FAMILIES)
 def test_the_axes_inside_of_a_head_are_those_of_the_dependency_graph(name):
     model = family_models.load(name)
     ours = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "head"}

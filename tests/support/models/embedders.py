@@ -10,8 +10,10 @@ from typing import Any
 import every_family
 from tiny import SENTENCES
 
+from smelt.models.families.registry import FAMILIES as REGISTERED
+
 TASK = "sentence-similarity"
-FAMILIES = ("bert", "distilbert", "roberta", "mpnet", "modernbert", "electra")
+FAMILIES = tuple(name for name, family in REGISTERED.items() if TASK in family.tasks)
 
 
 def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **options: Any) -> Path:

@@ -33,7 +33,7 @@ score:
 """
 ASKED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 LATENCY = "{batch_sizes: [2], rounds: 3, texts: 2, min_round_ms: 1, threads: 1, steps: all}"
-TRAINING = "epochs: 25, learning_rate: 5.0e-3, batch_size: 6, num_evals: 1"
+TRAINING = "epochs: 90, learning_rate: 5.0e-3, batch_size: 6, num_evals: 1"
 
 
 def _rows(family):

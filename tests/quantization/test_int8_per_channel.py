@@ -52,6 +52,12 @@ def test_a_matrix_of_zeros_has_scale_1():
 
 
 @EACH
+def test_weights_beyond_a_range_that_was_cut_have_the_outermost_codes(scheme):
+    codes = find_scheme(scheme).quantize(torch.tensor([[[-200.0, 200.0]]]), {"scales": torch.ones(1, 1)}, {})
+    assert codes.tolist() == [[[-127, 127]]]
+
+
+@EACH
 def test_no_row_is_decided_alone_where_all_have_one_scale(scheme):
     found = find_scheme(scheme)
     assert not found.is_per_tensor({"granularity": "channel"})

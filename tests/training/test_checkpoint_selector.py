@@ -177,13 +177,16 @@ def test_a_metric_of_which_less_is_better_is_told_as_it_is(model, tmp_path, monk
 
 def test_the_averaged_weights_are_what_is_validated_and_kept(model, tmp_path, monkeypatch):
     before = weights(model)
-    _, _, seen = run(model, tmp_path, monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], ema_decay=0.5, dropout=0.0)
+    _, _, seen = run(model, tmp_path, monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], ema_decay=0.28, dropout=0.0)
     assert same(seen[0], before)
     assert same(weights(model), seen[3])
     plain, _ = load_model(tmp_path / "model")
     _, _, unaveraged = run(plain, tmp_path / "plain", monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], dropout=0.0)
     assert same(seen[1], unaveraged[1])  # the average begins with the first update
-    assert not same(seen[3], unaveraged[3])
+    average = seen[1]
+    for step, decay in ((2, 3 / 12), (3, 0.28)):  # of few updates (1 + n) / (10 + n), where that is less
+        average = {name: decay * average[name] + (1 - decay) * unaveraged[step][name] for name in average}
+        torch.testing.assert_close(seen[step], average)
 
 
 def test_a_loss_that_is_no_number_is_never_the_best():

@@ -1,5 +1,6 @@
 """Which layers a student copies, and what becomes of the edits."""
 
+import every_family
 import pytest
 import torch
 from expected_errors import raises_code
@@ -7,6 +8,7 @@ from transformers import BertConfig, BertForSequenceClassification, MarianConfig
 
 from smelt.compress.distill.layer_selection import keep_layers, layers_to_copy
 from smelt.core.errors import InputError
+from smelt.models.checkpoint import load_model
 from smelt.models.edits import apply_edits
 
 
@@ -158,6 +160,13 @@ def test_classifiers_have_one_stack():
     assert caught.value.setting == "student.decoder_layers"
     keep_layers(model, [], "layers", 2, "uniform")
     assert (len(model.bert.encoder.layer), model.config.num_hidden_layers) == (2, 2)
+
+
+def test_a_first_layer_that_has_no_norm_has_to_stay():
+    model, edits = load_model(every_family.model_with_layers("modernbert", 3))
+    with raises_code("first-layer-required", InputError) as caught:
+        keep_layers(model, edits, "layers", [1, 2], "uniform")
+    assert caught.value.setting == "student.layers"
 
 
 @pytest.mark.parametrize("wrong", [[2, 1], [0, 4], [1, 1]])

@@ -3,27 +3,21 @@
 import harness
 import images
 import pytest
-import tiny
 import torch
 import torch_pruning
 from pydantic import ValidationError
 
-from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.channels import filter_magnitudes, find_channels, gate_scores, whole_kernel
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.core.messages import message_codes
-from smelt.export.onnx_settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import read_edits
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 2]}
 KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}
-TRAIN = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -137,18 +131,6 @@ def test_layers_compete_where_the_scope_is_global(basic, tmp_path):
     ctx = run(basic, tmp_path / "out", scope="global", keep_ratio=0.5)
     assert sum(ctx.details["kept_channels"].values()) == (16 + 24 + 24) // 2
     assert min(ctx.details["kept_channels"].values()) >= 4
-
-
-def test_it_is_distilled_pruned_again_and_exported(basic, tmp_path):
-    once = run(basic, tmp_path / "once", keep_ratio=0.75).out
-    rows = {"train": images.read_rows(images.write_rows(tmp_path / "more.jsonl"))}
-    whole = {"ancestors": {"model": tiny.as_artifact(basic, images.TASK)}}
-    settings = DistillSettings.model_validate(TRAIN)
-    taught = harness.run_stage(Distill(), settings, once, tmp_path / "taught", images.TASK, rows, **whole)
-    twice = run(taught.out, tmp_path / "twice", keep_ratio=0.5)
-    assert set(twice.details["kept_channels"].values()) == {8, 12}
-    onnx = harness.run_stage(Onnx(), OnnxSettings(), twice.out, tmp_path / "onnx", images.TASK)
-    assert onnx.details["parity"]
 
 
 @pytest.mark.parametrize("method", ["tucker", "cp"])

@@ -1,6 +1,7 @@
 """Scores of units, recomputed by hand; those of factorized layers are those of the products."""
 
 import causal
+import every_family
 import harness
 import pytest
 import seq2seq
@@ -131,13 +132,13 @@ def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
 def test_taylor_neuron_score_is_dynaberts_formula(build):
     model = build()
     attentions, blocks = find_groups(model)
-    batch = example_batch(model)
-    scores = taylor_scores(model, attentions, blocks, [batch, batch], example_loss)
-    block = blocks[0]
+    batch, block = example_batch(model), blocks[0]
     first, second = (
         linear_with_outputs(model, block.structure.up),
         linear_with_inputs(model, block.structure.down),
     )
+    torch.nn.init.normal_(first.bias)
+    scores = taylor_scores(model, attentions, blocks, [batch, batch], example_loss)
     w1, b1, w2 = torch.autograd.grad(example_loss(model, batch), [first.weight, first.bias, second.weight])
     model.requires_grad_(False)
     n = 3
@@ -180,8 +181,10 @@ def test_taylor_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
         assert not torch.allclose(scores.neurons[block.name], without, rtol=0.05)
 
 
-def test_magnitude_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
-    model, blocks = gated
+@pytest.mark.parametrize("family", ["t5", "llama", "phi3"])  # phi3: of one layer with the other row
+def test_magnitude_of_a_gated_neuron_counts_its_row_of_the_gate(family):
+    model, _ = load_model(every_family.model_with_layers(family, 2))
+    blocks = find_groups(model)[1]
     before = magnitude_scores(model, [], blocks).neurons
     for block in blocks:
         with torch.no_grad():

@@ -3,11 +3,9 @@
 import every_family
 import family_models
 import harness
-import onnx
 import pytest
 import tiny
 import torch
-import usability_checks
 from expected_errors import raises_code, raises_setting_codes
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
@@ -21,8 +19,6 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
-from smelt.export.onnx_settings import OnnxSettings
-from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.model_blocks import model_attentions
 from smelt.models.layers import LowRankLinear, ScaledLinear
@@ -91,12 +87,6 @@ def made(family, out, **settings):
     )
 
 
-def products_in(folder):
-    """How many products of codes each graph has."""
-    found = {path.name: onnx.load(path).graph.node for path in folder.glob("*.onnx")}
-    return {name: sum(node.op_type == "MatMulNBits" for node in nodes) for name, nodes in found.items()}
-
-
 @torch.no_grad()
 def errors_of(source, codes, ctx):
     """The squared error of each product's outputs, on the rows of the stage, by the product's name."""
@@ -151,23 +141,6 @@ def test_gptq_goes_on_from_the_scales_that_awq_found(tmp_path):
     assert sum(both[n] for n in downs) < 0.7 * sum(plain[n] for n in downs)
     _, one = made("bert", tmp_path / "one", method="awq-gptq", calibration_samples=1)
     assert message_codes(one.warnings).count("few-calibration-tokens") == 1  # though both methods warn
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"), [("bart", {"method": "awq-gptq"}), ("phi3", {"clip": "awq"})], ids=str
-)
-def test_what_it_leaves_is_saved_and_leaves_for_onnx(settings, family, tmp_path):
-    """bart: factors before queries, keys and values together; phi3: packed products, folded without any."""
-    _, ctx = made(family, tmp_path / "awq", **settings)
-    usability_checks.check_save_and_load(ctx.out, tmp_path / "saved")
-    exported = every_family.run_stage(
-        Onnx(), OnnxSettings(generation_graph=False), ctx.out, family, tmp_path / "onnx"
-    )
-    assert exported.details["parity"].keys() == exported.details["graphs"].keys()
-    # a block has four products, of which the first gives queries, keys and values; an encoder makes keys and
-    # values for all blocks of the decoder in one more, a language model has its head
-    found = products_in(tmp_path / "onnx")
-    assert found["encoder_model.onnx" if family == "bart" else "model.onnx"] == 9
 
 
 @pytest.mark.parametrize(("method", "most"), [("awq", 0.01), ("awq-gptq", 0.05)])

@@ -20,20 +20,30 @@ def drawn(*shape):
     return HEAVY.sample(shape)
 
 
-def test_it_is_the_search_of_gptqs_quantizer():
+def with_far_ends(rows, count, size):
+    """Return groups whose two outliers are best left to less than two fifths of their range."""
+    groups = torch.rand(rows, count, size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    groups[..., 0], groups[..., 1] = 4.0, -4.0
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("scheme", "last", "groups"), [("int4", 15, drawn(3, 2, 32)), ("int2", 3, with_far_ends(3, 2, 128))]
+)
+def test_it_is_the_search_of_gptqs_quantizer(scheme, last, groups):
     """For p = 1, 0.99, ... 0.21: scale and zero of (p min, p max), sum of |error|^2.4, the least wins."""
-    groups = drawn(3, 2, 32)
-    options = default_options(find_scheme("int4")) | {"group_size": 32, "symmetric": False}
-    found = mse_grid(groups, 64, find_scheme("int4"), options)
+    size, known = groups.shape[2], find_scheme(scheme)
+    options = default_options(known) | {"group_size": size, "symmetric": False}
+    found = mse_grid(groups, 2 * size, known, options)
     for row in range(3):
         for group in range(2):
             w = groups[row, group].double().numpy()
             best = (np.inf, 0.0, 0.0)
             for i in range(80):
                 low, high = min(0.0, w.min() * (1 - i / 100)), max(0.0, w.max() * (1 - i / 100))
-                scale = float(np.float16((high - low) / 15))  # as smelt stores it
-                zero = float(np.clip(np.round(-low / scale), 0, 15))
-                codes = np.clip(np.round(w / scale) + zero, 0, 15)
+                scale = float(np.float16((high - low) / last))  # as smelt stores it
+                zero = float(np.clip(np.round(-low / scale), 0, last))
+                codes = np.clip(np.round(w / scale) + zero, 0, last)
                 error = (np.abs((codes - zero) * scale - w) ** 2.4).sum()
                 best = min(best, (error, scale, zero))
             assert float(found["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)

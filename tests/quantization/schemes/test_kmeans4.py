@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
+from smelt.quantization.schemes.registry import find_scheme
 
 OPTIONS = {"group_size": 128, "accuracy_level": 0}
 
@@ -61,6 +62,12 @@ def test_sixteen_even_values_are_found_to_half_a_step_of_a_byte():
     assert (found.dequantize() - values.repeat(8)).abs().max() < 0.51 / 127
 
 
+def test_what_lies_in_the_middle_of_two_values_becomes_the_lower_one():
+    grid = {"scales": torch.ones(1, 1), "codebook": (128 + 2 * torch.arange(16)).byte()[None, None]}
+    steps = torch.tensor([[[1.0, 1.1, 2.9, 3.0]]])
+    assert find_scheme("kmeans4").quantize(steps, grid, {}).tolist() == [[[0, 1, 1, 1]]]
+
+
 def test_zeros_stay_zeros():
     weight = weights("normal") + 0.05
     weight[:, ::3] = 0
@@ -93,6 +100,6 @@ def test_a_graph_holds_four_bits_a_weight_and_the_codebooks():
 
 
 def test_what_fills_up_the_last_group_is_no_weight_of_zero():
-    weight = torch.linspace(0.2, 0.9, 8)[None]
+    weight = torch.linspace(0.2, 0.9, 16)[None]  # as many as there are values
     values = schemes.rounded_matrix("kmeans4", weight).dequantized()
     torch.testing.assert_close(values, weight, rtol=0, atol=0.9 / 127 / 2 + 1e-3)

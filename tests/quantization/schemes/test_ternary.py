@@ -45,6 +45,11 @@ def test_codes_and_scales_are_those_of_ternary_weight_networks(granularity):
             np.testing.assert_allclose(values[row, start : start + len(group)], expected, rtol=2**-10)
 
 
+def test_half_of_a_scale_that_was_learned_is_the_threshold():
+    weight = torch.tensor([[[0.4, 0.6, -0.4, -0.6]]])
+    assert Ternary().quantize(weight, {"scales": torch.ones(1, 1)}, {}).tolist() == [[[1, 2, 1, 0]]]
+
+
 def test_what_fills_up_the_last_group_is_no_weight():
     """Mean 0.55, so that 0.1 lies within 0.7 of it; of 32 weights the mean would be 0.1375."""
     last = torch.tensor([[1.0, -1, 1, -1, 0.1, -0.1, 0.1, -0.1]])

@@ -20,7 +20,12 @@ MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "marian": (tiny.write_marian, "translation"),
     "t5": (seq2seq.write_t5, "summarization"),
     "bert": (tiny.write_bert, "text-classification"),
+    "short bert": (lambda folder: tiny.write_bert(folder, num_hidden_layers=1), "text-classification"),
     "gpt2": (lambda folder: causal.write_model(folder, "gpt2", n_embd=64), "language-modeling"),
+    "short gpt2": (
+        lambda folder: causal.write_model(folder, "gpt2", n_embd=64, n_layer=1),
+        "language-modeling",
+    ),
     "qwen2": (lambda folder: causal.write_model(folder, "qwen2"), "language-modeling"),
     "resnet": (lambda folder: images.write_model(folder, "resnet"), images.TASK),
 }
@@ -187,8 +192,8 @@ CASES: dict[str, Case] = {
     "quantize bert, int3": Case("quantize", "bert", INT3),
     "quantize gpt2, int2": Case("quantize", "gpt2", INT2),
     "quantize bert, kmeans4": Case("quantize", "bert", KMEANS4),
-    "quantize gpt2, pow2": Case("quantize", "gpt2", POW2),
     "quantize bert, mxfp4": Case("quantize", "bert", MXFP4),
+    "quantize gpt2, pow2": Case("quantize", "gpt2", POW2),
     "quantize marian, ternary": Case("quantize", "marian", TERNARY),
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
     "quantize gpt2, mixed precision": Case(
@@ -208,23 +213,25 @@ CASES: dict[str, Case] = {
     "onnx gpt2": Case("onnx", "gpt2"),
     "onnx marian, int8": Case("onnx", "marian", {}, (("quantize", {}),)),
     "onnx marian, shortlist": Case("onnx", "marian", {}, (("shortlist", SHORTLIST),)),
-    "onnx bert, int8 of one scale": Case("onnx", "bert", {}, (("quantize", {"granularity": "tensor"}),)),
-    "onnx bert, int8-static": Case("onnx", "bert", {}, (("quantize", STATIC),)),
-    "onnx bert, int8-static for TensorRT": Case(
-        "onnx", "bert", {"target": "tensorrt"}, (("quantize", STATIC),)
+    "onnx bert, int8 of one scale": Case(
+        "onnx", "short bert", {}, (("quantize", {"granularity": "tensor"}),)
     ),
-    "onnx bert, int8-groupwise": Case("onnx", "bert", {}, (("quantize", GROUPWISE),)),
-    "onnx bert, int4": Case("onnx", "bert", {}, (("quantize", INT4),)),
-    "onnx bert, int3": Case("onnx", "bert", {}, (("quantize", INT3),)),
-    "onnx gpt2, int2": Case("onnx", "gpt2", {}, (("quantize", INT2),)),
-    "onnx bert, kmeans4": Case("onnx", "bert", {}, (("quantize", KMEANS4),)),
-    "onnx gpt2, pow2": Case("onnx", "gpt2", {}, (("quantize", POW2),)),
+    "onnx bert, int8-static": Case("onnx", "short bert", {}, (("quantize", STATIC),)),
+    "onnx bert, int8-static for TensorRT": Case(
+        "onnx", "short bert", {"target": "tensorrt"}, (("quantize", STATIC),)
+    ),
+    "onnx bert, int8-groupwise": Case("onnx", "short bert", {}, (("quantize", GROUPWISE),)),
+    "onnx bert, int4": Case("onnx", "short bert", {}, (("quantize", INT4),)),
+    "onnx bert, int3": Case("onnx", "short bert", {}, (("quantize", INT3),)),
+    "onnx gpt2, int2": Case("onnx", "short gpt2", {}, (("quantize", INT2),)),
+    "onnx bert, kmeans4": Case("onnx", "short bert", {}, (("quantize", KMEANS4),)),
+    "onnx bert, pow2": Case("onnx", "short bert", {}, (("quantize", POW2),)),
     "onnx bert, mxfp4": Case("onnx", "bert", {}, (("quantize", MXFP4),)),
-    "onnx bert, ternary": Case("onnx", "bert", {}, (("quantize", TERNARY),)),
-    "onnx bert, bnb-nf4": Case("onnx", "bert", {}, (("quantize", NF4),)),
-    "onnx bert, binary": Case("onnx", "bert", {}, (("quantize", BINARY),)),
+    "onnx bert, ternary": Case("onnx", "short bert", {}, (("quantize", TERNARY),)),
+    "onnx bert, bnb-nf4": Case("onnx", "short bert", {}, (("quantize", NF4),)),
+    "onnx bert, binary": Case("onnx", "short bert", {}, (("quantize", BINARY),)),
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share-weights", {}),)),
-    "onnx bert, for TensorRT": Case("onnx", "bert", {"target": "tensorrt", "dtype": "fp16"}),
+    "onnx bert, for TensorRT": Case("onnx", "short bert", {"target": "tensorrt", "dtype": "fp16"}),
     "onnx qwen2, for TensorRT": Case("onnx", "qwen2", {"target": "tensorrt"}),
     "simplify graph": Case("simplify", THIRD_PARTY_GRAPH),
     "quantize-onnx graph": Case("quantize-onnx", THIRD_PARTY_GRAPH),

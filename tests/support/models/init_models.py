@@ -9,7 +9,6 @@ from typing import Any
 
 import embedders
 import every_family
-import seq2seq
 import untrained_models
 from shared_folders import make_once
 
@@ -39,12 +38,11 @@ def _write_models(home: Path) -> None:
     for family in untrained_models.CONFIGS:
         labels = ["0", "1"] if untrained_models.CONFIGS[family][0] == "text-classification" else []
         untrained_models.make_untrained(home / family, family, labels=labels)
-    for family in every_family.CONFIGS:
-        every_family.write_model(home / family / "m", family)
+    for family in every_family.TEXT_FAMILIES.keys() - untrained_models.CONFIGS.keys():
+        every_family.make_model(home / family / "m", family)
     for family in embedders.FAMILIES:
         (home / f"{family}-embedder").mkdir()
         embedders.write_embedder(home / f"{family}-embedder" / "m", family)
-    seq2seq.write_bart(home / "mbart" / "m", kind="mbart")
     shutil.copytree(home / "bert" / "m", home / "bare" / "m")
     path = home / "bare" / "m" / "config.json"
     config = json.loads(path.read_text()) | {"architectures": ["BertModel"]}

@@ -18,16 +18,16 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.data.labels import SINGLE_LABEL, problem_type
 from smelt.data.splits import SENTENCE_SIMILARITY, UNPROMPTED_TEXT_TASKS
-from smelt.export.graph_files import iter_initializers, read_graph
+from smelt.export.graph_files import read_graph
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.config import GenerationConfig, resolve_generation
 from smelt.generation.graph_generation import generation_feeds, graph_supports
 from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
+from smelt.runtimes.graph_walk import iter_initializers
 from smelt.runtimes.runner import read_model_files
 
 if TYPE_CHECKING:
     from smelt.export.package.text_graph import TextPlan
-    from smelt.generation.config import GenerationConfig
 
 
 NUMBERS_FILE, STRINGS_FILE = "model.onnx", "model_text.onnx"
@@ -238,7 +238,7 @@ def make_text_plan(source: Path, decoding: GenerationConfig | None, vocabulary: 
     Raises:
         InputError: no operator tokenizes texts as its tokenizer does.
     """
-    from smelt.data.labels import SINGLE_LABEL, class_names, problem_type
+    from smelt.data.labels import class_names
     from smelt.export.package.text_graph import TextPlan
     from smelt.export.package.text_nodes import RowLayout, special_tokens_around, token_texts, tokenizer_nodes
     from smelt.generation.config import MAX_NEW_TOKENS

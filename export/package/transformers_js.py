@@ -1,7 +1,6 @@
 """The format `transformers.js`: a folder that @huggingface/transformers opens in browsers and in Node.
 
-Write Marian's tokenizer as tokenizer.json: its SentencePiece model as a Unigram, with ids of vocab.json.
-
+Marian's tokenizer is written as tokenizer.json: its SentencePiece model as a Unigram, with ids of vocab.json.
 It is written only if it gives the same ids on 10,000 generated texts: pieces of the vocabulary, with and
 without spaces, characters of Unicode's blocks, and edge cases. Texts that begin with `>>` and are not a
 language code of the model are left out: Marian takes `>>...<<` for one unknown token, a Unigram splits it.
@@ -33,13 +32,7 @@ from smelt.export.package.hub_files import (
     preprocessing_notes,
     with_prefix,
 )
-from smelt.export.package.optimum import (
-    DECODER_WITH_PAST_GRAPH,
-    ENCODER_GRAPH,
-    MERGED_DECODER_GRAPH,
-    MODEL_GRAPH,
-    exported_model_kind,
-)
+from smelt.export.package.optimum import exported_model_kind
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.models.text_rules import NO_LIMIT
@@ -52,6 +45,12 @@ from smelt.models.tokenizer import (
     RustTokenizer,
     TokenizerInfo,
     read_tokenizer_info,
+)
+from smelt.runtimes.third_party.convert_optimum import (
+    DECODER_WITH_PAST_GRAPH,
+    ENCODER_GRAPH,
+    MERGED_DECODER_GRAPH,
+    MODEL_GRAPH,
 )
 
 ONNX_FOLDER = "onnx"

@@ -3,9 +3,8 @@
 Norms remain float32 in both float16 and bfloat16. In float16 so do nodes whose outputs, inputs or sums come
 close to its range: an FFN's last layer and the residual stream after it, attention with very large scores.
 
-Measure the ranges of values of float32 graphs on real samples: every tensor, and sums inside operators.
-
-A copy of each graph has an additional output for every floating value: the largest magnitude. Partial sums of
+Their ranges are measured on real samples in the float32 graphs: every tensor, and sums inside operators. A
+copy of each graph has an additional output for every floating value: the largest magnitude. Partial sums of
 a matrix multiplication or a mean are not visible, so their bound is used: the sum of the magnitudes of the
 terms. Graphs are run as a runner would, a decoder step by step on the outputs of its encoder.
 """
@@ -16,30 +15,31 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from smelt.data.batch import Batch
-from smelt.export.graph_files import external_data_names, read_graph, write_graph
-from smelt.export.parity.operator_checks import run_graph_calls
+from smelt.export.graph_files import read_graph, write_graph
+from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
 from smelt.export.parity.torch_reference import TorchReference
 from smelt.export.precision.convert_to_half import convert_to_half, values_of_type
-from smelt.export.precision.value_types import is_control_flow, iter_graphs, node_key, opset_versions
+from smelt.export.precision.value_types import is_control_flow, node_key
+from smelt.runtimes.graph_walk import iter_graphs, normalized_domain, opset_versions, subgraphs
 from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
-from smelt.runtimes.third_party.graph_structure import normalized_domain, subgraphs
 
 if TYPE_CHECKING:
     from smelt.core.stage import Context
     from smelt.export.graphs.attention import GraphSpec
-    from smelt.export.parity.torch_reference import TorchReference
 
 
 MAX_OUTPUT_PREFIX, SUM_PREFIX = "smelt.largest.", "smelt.sum."
 # whose inputs are summed; of the last one, their squares
 _SUMMING_OPS = ("MatMul", "Gemm", "Conv", "ReduceSum", "ReduceMean", "ReduceL2")
+FP16_MAX = 65504.0
+# half of it: other samples have larger values than the calibration samples, and masks are 20,000
+FP16_SAFE_MAX = FP16_MAX / 2
 _BATCH_SIZE = 4  # rows
 _SUBGRAPH_MARK = "@"
 _SUM_AXES = 13  # since this opset the axes of ReduceSum are an input
@@ -53,6 +53,19 @@ class ValueRanges(NamedTuple):
 
     values: dict[str, float]
     sums: dict[str, float]
+
+    def update(self, outputs: Mapping[str, Any]) -> None:
+        """Add the outputs of a call of `open_with_measurements`; NaN counts as infinite."""
+        for mark, into in ((MAX_OUTPUT_PREFIX, self.values), (SUM_PREFIX, self.sums)):
+            for output in (o for o in outputs if o.startswith(mark)):
+                name, value = output[len(mark) :], float(outputs[output])
+                into[name] = max(into.get(name, 0.0), float("inf") if np.isnan(value) else value)
+
+    def overflows(self, node: Any) -> list[float]:
+        """Return the inputs, outputs and sums of a node that are close to or above float16's maximum."""
+        names = (*node.input, *node.output)
+        found = [self.values[name] for name in names if not self.values.get(name, 0.0) <= FP16_SAFE_MAX]
+        return found + [self.sums[name] for name in node.output if not self.sums.get(name, 0.0) <= FP16_MAX]
 
 
 def measure_ranges(
@@ -71,11 +84,7 @@ def measure_ranges(
     session = open_with_measurements(model, folder, name, threads)
     for reference in references:
         for _, got in run_graph_calls(session, folder, name, reference):
-            for mark, into in ((MAX_OUTPUT_PREFIX, found.values), (SUM_PREFIX, found.sums)):
-                for output in (o for o in got if o.startswith(mark)):
-                    value = float(got[output])
-                    value = float("inf") if np.isnan(value) else value
-                    into[output[len(mark) :]] = max(into.get(output[len(mark) :], 0.0), value)
+            found.update(got)
     return found
 
 
@@ -107,21 +116,10 @@ def weight_magnitudes(model: Any) -> dict[str, float]:
 
 def open_with_measurements(model: Any, folder: Path, name: str, threads: int | None) -> Any:
     """Open `model` with an additional output for every floating value of its nodes."""
-    import onnx
-    from onnx import TensorProto, helper
-
-    from smelt.runtimes.onnx_session import open_onnx_session
-
     floats = values_of_type(model)
-    path = folder / f"{name}.onnx"
-    model = read_graph(path, values=False)
-    for found in _add_measurements(model.graph, floats, opset_versions(model)[""]):
-        model.graph.output.append(helper.make_tensor_value_info(found, TensorProto.FLOAT, []))
-    with TemporaryDirectory(dir=folder) as temporary:
-        for data in external_data_names(model):
-            Path(temporary, data).hardlink_to(folder / data)
-        onnx.save(model, Path(temporary, path.name))
-        return open_onnx_session(Path(temporary, path.name), threads, optimized=False)
+    model = read_graph(folder / f"{name}.onnx", values=False)
+    numbers = _add_measurements(model.graph, floats, opset_versions(model)[""])
+    return open_with_outputs(model, folder, name, numbers, threads, optimized=False)
 
 
 def _add_measurements(graph: Any, floats: set[str], opset: int, inside: str = "") -> list[str]:
@@ -230,15 +228,14 @@ def _sum_magnitudes(graph: Any, node: Any, opset: int, output: str) -> str:
         len(node.input) if node.op_type in ("MatMul", "Gemm", "Conv") else 1
     )  # the second input of a sum are its axes
     for place in range(summed):
+        if not node.input[place]:  # an optional bias
+            continue
         bound.input[place] = f"{output}.{place}"
         graph.node.append(helper.make_node("Abs", [node.input[place]], [bound.input[place]]))
     graph.node.append(bound)
     return _max_magnitude(graph, bound.output[0], output)
 
 
-FP16_MAX = 65504.0
-# half of it: other samples have larger values than the calibration samples, and masks are 20,000
-FP16_SAFE_MAX = FP16_MAX / 2
 _NORM_OPS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
@@ -290,7 +287,6 @@ def select_fp32(
     wide = Fp32Selection()
     values = {} if ranges is None else ranges.values
     wide.values = {name for name, value in values.items() if not value <= FP16_SAFE_MAX}
-    sums = {} if ranges is None else {name: v for name, v in ranges.sums.items() if not v <= FP16_MAX}
     above: dict[str, str] = {}
     for node in model.graph.node:
         block = homes.get(node.name) or homes.get(node.output[0]) or ""
@@ -300,8 +296,7 @@ def select_fp32(
         # an optimizer's own nodes are assigned to the module of their inputs
         block = block or next((above[name] for name in node.input if name in above), "")
         above.update(dict.fromkeys(node.output, block))
-        given = [name for name in (*node.input, *node.output) if name in wide.values]
-        largest = [values[name] for name in given] + [sums[n] for n in node.output if n in sums]
+        largest = [] if ranges is None else ranges.overflows(node)
         if largest and node.output[0] not in wide.nodes:
             wide.nodes.add(node.output[0])
             wide.blocks[block] = max(*largest, wide.blocks.get(block, 0.0))

@@ -37,7 +37,7 @@ from smelt.export.third_party.output_comparison import (
 )
 from smelt.export.third_party.prepare_for_quantizer import PER_CHANNEL_OPSET, prepare_for_quantizer
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
-from smelt.runtimes.third_party.graph_structure import all_nodes, node_inputs, subgraphs
+from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
 
 
 def finalize_quantized(quantized: Path, source: Path) -> Any:
@@ -295,9 +295,10 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
         )
         ready_in.mkdir()
         named_in.mkdir()
+        disabled = logging.root.manager.disable  # the level of the caller
         try:
             # it always logs that a graph can be preprocessed first, which `simplify` does
-            logging.disable(logging.WARNING)
+            logging.disable(max(disabled, logging.WARNING))
             source, passed = remove_passthrough_outputs(path, Path(folder, "passed"))
             ready, opset = prepare_for_quantizer(source, ready_in)
             ready, names = rename_reserved(ready, named_in, settings.exclude)
@@ -313,7 +314,7 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
                 f"onnxruntime.quantization failed on {path.name}: {words}", code="quantizer-failed"
             ) from error
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(disabled)
         write_graph(restore_passthrough_outputs(model, passed), ctx.out / path.name)
 
 
@@ -375,7 +376,7 @@ def float_matrices_message(models: Sequence[Any]) -> str | None:
         models: onnx.ModelProto, with or without the values of their weights.
     """
     from smelt.runtimes.third_party.graph_files import iter_model_tensors
-    from smelt.runtimes.third_party.graph_structure import all_nodes, node_label
+    from smelt.runtimes.third_party.graph_structure import node_label
 
     readers: dict[str, str] = {}
     sizes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Convert Optimum's graphs to those of smelt's runners.
+"""Recognize generating graphs in Optimum's layout, and convert them to those of smelt's runners.
 
 No computation changes. Optimum's first decoder computes the keys and values of cross-attention from the
 encoder's hidden states; here the encoder's graph computes them, once per text. Its decoder for all later
@@ -7,9 +7,7 @@ tokens is also used for the first one: with empty caches (verified by `verify_ge
 Graphs are onnx.GraphProto, edited including their subgraphs: renaming, resolving branches, extracting parts.
 Results are new, or copies.
 
-Shapes: B = batch, L = source length, P = previous tokens, H = heads, d = width of a head, V = vocabulary.
-
-Recognizes the generating graphs of a folder in Optimum's layout, and reports missing ones.
+Missing graphs of a layout are reported:
 
 | layout | files |
 |---|---|
@@ -18,6 +16,8 @@ Recognizes the generating graphs of a folder in Optimum's layout, and reports mi
 | a language model | model, with past_key_values.* |
 
 Source: optimum/onnxruntime/modeling_seq2seq.py and modeling_decoder.py (optimum-onnx 0.1.0).
+
+Shapes: B = batch, L = source length, P = previous tokens, H = heads, d = width of a head, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from smelt.core.errors import InputError
-from smelt.runtimes.third_party.graph_structure import node_inputs, subgraphs
+from smelt.runtimes.graph_walk import node_inputs, opset_versions, subgraphs
 
 if TYPE_CHECKING:
     from smelt.runtimes.third_party.signature import GraphSignature
@@ -167,11 +167,18 @@ def _rename_node(node: Any, name_of: Callable[[str], str], prefix: str) -> None:
             _rename_node(inside, name_of, prefix)
 
 
-def nodes_for_outputs(nodes: Iterable[Any], outputs: Iterable[str]) -> list[Any]:
-    """Return those of the ordered `nodes` that `outputs` depend on."""
+def with_name(message: Any, name: str) -> Any:
+    """Return a copy of a protobuf message with another name."""
+    new = copy_message(message)
+    new.name = name
+    return new
+
+
+def nodes_for_outputs(nodes: Iterable[Any], outputs: Iterable[str], stop: str | None = None) -> list[Any]:
+    """Return those of the ordered `nodes` that `outputs` depend on; the value `stop` counts as an input."""
     wanted, found = set(outputs), []
     for node in reversed(list(nodes)):
-        if wanted.intersection(node.output):
+        if wanted.intersection(node.output) and stop not in node.output:
             found.append(node)
             wanted |= node_inputs(node)
     return found[::-1]
@@ -222,10 +229,7 @@ def _inline_branch(branch: Any, outputs: list[str], prefix: str) -> tuple[list[A
     nodes = rename_values(branch.node, name_of, prefix)
     for value, output in zip(branch.output, outputs, strict=True):
         nodes.append(helper.make_node("Identity", [name_of(value.name)], [output], f"{prefix}{output}"))
-    tensors = [copy_message(tensor) for tensor in branch.initializer]
-    for tensor in tensors:
-        tensor.name = prefix + tensor.name
-    return nodes, tensors
+    return nodes, [with_name(tensor, prefix + tensor.name) for tensor in branch.initializer]
 
 
 LAST_HIDDEN_STATE, ATTENTION_MASK, ENCODER_ATTENTION_MASK = (
@@ -241,7 +245,7 @@ def convert_encoder_decoder(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Return encoder and decoder for smelt, and Optimum's graph for the first token only.
 
     Args:
-        parts: onnx.ModelProtos by name, of one of the layouts in `optimum_layout.py`; weights may be
+        parts: onnx.ModelProtos by name, of one of the layouts; weights may be
         external.
 
     Raises:
@@ -252,7 +256,7 @@ def convert_encoder_decoder(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         later, first = (_resolve_cache_branch(some, value) for value in (True, False))
     else:
         later, first = parts[DECODER_WITH_PAST_GRAPH], parts[FIRST_DECODER_GRAPH]
-    opsets = [_opsets(model) for model in (encoder, first, later)]
+    opsets = [opset_versions(model) for model in (encoder, first, later)]
     if any(versions != opsets[0] for versions in opsets):
         raise InputError(
             "encoder and decoder have different opsets: export them together",
@@ -398,7 +402,7 @@ def _squeeze_logits(nodes: list[Any], outputs: list[Any], weights: list[Any], mo
     shape = next(o for o in outputs if o.name == "logits").type.tensor_type.shape
     if len(shape.dim) == 3:
         del shape.dim[1]
-    if dict(_opsets(model)).get("", _SQUEEZE_BY_INPUT) < _SQUEEZE_BY_INPUT:
+    if opset_versions(model).get("", _SQUEEZE_BY_INPUT) < _SQUEEZE_BY_INPUT:
         return [helper.make_node("Squeeze", [wide], ["logits"], squeeze, axes=[1])]
     weights.append(numpy_helper.from_array(np.array([1]), axis))
     return [helper.make_node("Squeeze", [wide, axis], ["logits"], squeeze)]
@@ -433,10 +437,6 @@ def _make_model(
     names = {o.name for o in outputs}
     graph = helper.make_graph(kept, "graph", inputs, outputs, used_tensors(weights, kept, names))
     return helper.make_model(graph, opset_imports=list(like.opset_import), ir_version=like.ir_version)
-
-
-def _opsets(model: Any) -> list[tuple[str, int]]:
-    return sorted(("" if o.domain == "ai.onnx" else o.domain, o.version) for o in model.opset_import)
 
 
 def _is_cross_cache(name: str, word: str) -> bool:

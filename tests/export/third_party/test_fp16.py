@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
+from smelt.export import graph_files
 from smelt.export.precision.convert_to_half import convert_to_half
 from smelt.export.third_party.fp16 import Fp16, Fp16Settings, float32_nodes
 from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
@@ -245,3 +246,32 @@ def test_a_graph_that_takes_one_row_alone_gets_one(tmp_path: Path) -> None:
     model.graph.node[0].input[0] = "row"
     model.graph.node.insert(0, helper.make_node("Reshape", ["x", "shape"], ["row"]))
     assert run(tmp_path, model).details["parity"]["relative"] < 0.01
+
+
+def test_weights_above_the_limit_of_one_file_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing such a graph moves its weights out of the model, which is converted afterwards."""
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 500)
+    ctx = run(tmp_path, graphs.two_layer_classifier(width=64))
+    assert (tmp_path / "out/model.onnx_data").is_file()
+    assert ctx.details["parity"]["relative"] < 0.01
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        NODE("Gemm", ["x", "w", ""], ["y"], "product"),
+        NODE("Gemm", ["x", "w", ""], ["y"], "product", transB=1, alpha=0.5),
+        NODE("MatMul", ["x", "w"], ["y"], "product"),
+    ],
+)
+def test_sums_of_nodes_without_an_optional_input_are_measured(tmp_path: Path, node: Any) -> None:
+    weight = numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
+    source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *ends, [weight]))
+    rows = np.full((4, 8), 3.0, np.float32)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows}, len(rows)))}
+    ctx = harness.run_stage(Fp16(), Fp16Settings(), source, tmp_path / "out", data=data)
+    assert ctx.details["kept_float32"] == 0
+    assert ctx.details["parity"]["relative"] < 0.01

@@ -28,13 +28,14 @@ def imported(text):
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)
 def test_it_is_at_most_220_lines(main, instead):
-    assert len(assemble_script(main, instead).splitlines()) <= 220
+    templates = 75 if main == "text_generation" else 0  # chat templates
+    assert len(assemble_script(main, instead).splitlines()) <= 220 + templates
 
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)
 def test_it_imports_the_runtime_numpy_and_one_tokenizer(main, instead):
     tops = {name.split(".")[0] for name in imported(assemble_script(main, instead))}
-    assert tops <= ALLOWED
+    assert tops <= ALLOWED | ({"jinja2"} if main == "text_generation" else set())
     assert len(tops & READERS) == 1
 
 

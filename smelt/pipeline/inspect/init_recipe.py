@@ -54,7 +54,7 @@ _ROW_EXAMPLES = {
     "summarization": '{"source": "...", "target": "..."}',
     "text-classification": '{"text": "...", "label": "..."}, and "text_b" for pairs',
     "language-modeling": '{"text": "..."}, or a .txt file',
-    TEXT_GENERATION: '{"prompt": "...", "response": "..."}; or instruction, input, output; or messages',
+    TEXT_GENERATION: '{"prompt": "...", "response": "..."}, or {"messages": [...]}',
     "sentence-similarity": '{"text": "..."}, for scored pairs also "text_b" and "label"',
     "image-classification": '{"image": "FILE", "label": "..."}, or a folder with a folder for each class',
 }

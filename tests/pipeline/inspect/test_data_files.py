@@ -38,6 +38,8 @@ def _row(task, at, label):
         return {"text": word, "label": label(at)}
     if task == embedders.TASK:
         return {"sentence1": word, "sentence2": word[::-1], "score": at / 7}
+    if task == "text-generation":
+        return {"question": word, "answer": word[::-1]}
     return {"text": word} if task == "language-modeling" else {"source": word, "target": word[::-1]}
 
 
@@ -202,6 +204,10 @@ def test_columns_with_other_names_are_found(tmp_path):
         ),
         "translation": ({"source": "a", "targets": ["b"]}, {}),
         "language-modeling": ({"content": "a"}, {"text": "content"}),
+        "text-generation": (
+            {"question": "a", "completion": "b"},
+            {"prompt": "question", "response": "completion"},
+        ),
     }
     for task, (row, columns) in rows.items():
         (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")

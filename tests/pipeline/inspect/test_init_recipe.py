@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import causal
 import embedders
 import init_models
 import pytest
@@ -35,7 +36,11 @@ def _data(folder, task):
         if task == "language-modeling":
             (folder / f"{split}.txt").write_text("\n".join(tiny.SENTENCES * 3))
         else:
-            others = {"text-classification": tiny.write_labelled, embedders.TASK: embedders.write_rows}
+            others = {
+                "text-classification": tiny.write_labelled,
+                "text-generation": causal.write_prompts,
+                embedders.TASK: embedders.write_rows,
+            }
             write = others.get(task, tiny.write_pairs)
             write(folder / f"my-{split}.jsonl", 8)
     return folder

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import causal
 import embedders
 import images
 import init_models
@@ -40,9 +41,12 @@ def rows(folder, task):
     if task == "language-modeling":
         (folder / "train.txt").write_text("\n".join(tiny.SENTENCES * 40))
     else:
-        write = {"text-classification": tiny.write_labelled, embedders.TASK: embedders.write_rows}.get(
-            task, tiny.write_pairs
-        )
+        others = {
+            "text-classification": tiny.write_labelled,
+            "text-generation": causal.write_prompts,
+            embedders.TASK: embedders.write_rows,
+        }
+        write = others.get(task, tiny.write_pairs)
         write(folder / "train.jsonl", 40)
     return folder
 
@@ -69,7 +73,7 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
         assert found[-len(NARROW) :] == NARROW if count > 1 else found[-len(NARROW) + 1 :] == NARROW[1:]
         assert plan.step("small").settings.losses.labels == 0
         return
-    if task == "language-modeling":
+    if task in ("language-modeling", "text-generation"):
         found = [step.stage for step in plan.steps]
         (count,) = counts.values()
         assert found[: found.index("onnx")] == [*["drop-layers"] * (count > 1), "prune", "distill"]
@@ -178,7 +182,8 @@ def test_without_training_rows_nothing_is_distilled(tmp_path, models):
 
 
 @pytest.mark.parametrize(
-    ("family", "task"), [("pegasus", "summarization"), ("llama", "language-modeling")]
+    ("family", "task"),
+    [("pegasus", "summarization"), ("llama", "language-modeling"), ("gpt2", "text-generation")],
 )  # a classifier: test_init_recipe.py
 def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, family, task):
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ def write_lines(path: Path, times: int = 6) -> Path:
     """Write plain text, some thousand bytes."""
     rows = [line for n in range(times) for line in [*TEXT.splitlines(), f"Number {n} is the next one."]]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def write_prompts(path: Path, rows: int = 8) -> Path:
+    """Write prompts with their responses, which are all different."""
+    words = TEXT.split()
+    pairs = [
+        {"prompt": f"What follows number {at}?", "response": f"{words[at % len(words)]} and {at}"}
+        for at in range(rows)
+    ]
+    path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
     return path
 
 

@@ -1,0 +1,65 @@
+"""Real prompts of text generation: parity batches, sizes of engines, candidates of a beam search."""
+
+import causal
+import harness
+import numpy as np
+import pytest
+import tiny
+
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.export.parity.parity_samples import parity_samples
+from smelt.export.tensorrt.profile_ranges import profile_ranges
+from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.generation.config import GenerationSettings
+from smelt.generation.prompt_batches import encode_prompts
+from smelt.models.checkpoint import load_tokenizer, write_text_rules
+from smelt.models.text_rules import TextRules
+from smelt.runtimes.predict_texts import generate_candidates, generate_texts
+from smelt.runtimes.registry import open_runner
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = causal.write_model(tmp_path_factory.mktemp("m") / "m", "gpt2")
+    write_text_rules(folder, TextRules(prompt_template="Q: {prompt}\nA:"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    path = causal.write_prompts(tmp_path_factory.mktemp("d") / "train.jsonl", 12)
+    return read_split(str(path), "text-generation", Columns(), path.parent)
+
+
+def test_parity_is_checked_on_rendered_prompts_padded_on_the_left(model, split):
+    words = load_tokenizer(model)
+    prompts = encode_prompts([e.text for e in split.examples], words, 10**6)
+    with open_runner(tiny.as_artifact(model, "text-generation")) as runner:
+        batch, real = parity_samples(runner, model, {"train": split}, "text-generation", rows=4)
+    assert real
+    lengths = batch.attention_mask.sum(1)
+    assert len(set(lengths.tolist())) == 4  # prompts of nearly one length are cut to different ones
+    assert np.all(np.diff(batch.attention_mask, axis=1) >= 0)
+    assert lengths[-1] == batch.input_ids.shape[1] == max(map(len, prompts))
+    for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True):
+        assert any(row[mask == 1].tolist() == ids[-int(mask.sum()) :] for ids in prompts)
+
+
+def test_engines_are_sized_by_the_prompts(model, split, tmp_path):
+    words = load_tokenizer(model)
+    longest = max(map(len, encode_prompts([e.text for e in split.examples], words, 10**6)))
+    ctx = harness.make_context(tmp_path / "out", "text-generation", split)
+    [ranges], _ = profile_ranges(model, TensorrtSettings(max_new_tokens=8, length_percentile=100), ctx)
+    assert longest <= ranges["input"].max < 64
+    assert ranges["past"].max >= longest + 8 - 1
+
+
+def test_the_best_candidate_of_a_beam_search_is_its_answer(model):
+    generation = GenerationSettings(num_beams=2, max_new_tokens=5)
+    with open_runner(tiny.as_artifact(model, "text-generation")) as runner:
+        prompts = ["The cat", "Where does the man in the red hat walk?", "river"]
+        candidates = generate_candidates(runner, prompts, generation, 2)
+        answers = generate_texts(runner, prompts, generation)
+    assert [found[0] for found in candidates] == answers
+    assert all(len(found) == 2 for found in candidates)

@@ -81,6 +81,13 @@ def go(tmp_path, name, stage, settings, rows, lines=None, key="k"):
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The training of SHORT that nothing stopped."""
+    home = tmp_path_factory.mktemp("whole")
+    return go(home, "whole", Finetune(), FinetuneSettings.model_validate(SHORT), tiny.read_pairs(home))
+
+
 @pytest.mark.parametrize(
     ("more", "stop"),
     [({}, 1), ({"ema_decay": 0.9, "num_evals": 0, "lr_schedule": "cosine"}, 5), ({"lora": {"rank": 2}}, 5),
@@ -121,9 +128,8 @@ def test_a_phase_that_was_finished_is_not_done_again(tmp_path, rows, die):
 
 
 @pytest.mark.parametrize("what", ["file", "note"])
-def test_a_damaged_checkpoint_is_said_and_the_training_begins_anew(tmp_path, rows, die, what):
+def test_a_damaged_checkpoint_is_said_and_the_training_begins_anew(tmp_path, rows, die, what, whole):
     settings = FinetuneSettings.model_validate(SHORT)
-    whole = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
     die(5)
     with pytest.raises(KilledError):
         go(tmp_path, "stopped", Finetune(), settings, rows)
@@ -138,13 +144,12 @@ def test_a_damaged_checkpoint_is_said_and_the_training_begins_anew(tmp_path, row
     assert same(weights(whole.out), weights(again.out))
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path, rows, monkeypatch):
+def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path, rows, monkeypatch, whole):
     def full(tensors, path, metadata):
         path.write_bytes(b"some")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     settings, lines = FinetuneSettings.model_validate(SHORT), []
-    whole = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
     monkeypatch.setattr(checkpoints, "save_file", full)
     ctx = go(tmp_path, "full", Finetune(), settings, rows, lines)
     assert "No space left on device" in lines[0]
@@ -152,7 +157,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path, rows, m
     assert not list(tmp_path.glob("unfinished/k/*"))
 
 
-def test_a_disk_that_is_full_later_costs_no_checkpoint_of_before(tmp_path, rows, monkeypatch, die):
+def test_a_disk_that_is_full_later_costs_no_checkpoint_of_before(tmp_path, rows, monkeypatch, die, whole):
     settings, lines, save = FinetuneSettings.model_validate(SHORT), [], checkpoints.save_file
 
     def full_after_two(tensors, path, metadata):
@@ -168,7 +173,6 @@ def test_a_disk_that_is_full_later_costs_no_checkpoint_of_before(tmp_path, rows,
     die(-1)
     monkeypatch.setattr(checkpoints, "save_file", save)
     assert sorted(p.name for p in tmp_path.glob("unfinished/k/*/*")) == ["2.safetensors", CHECKPOINT_FILE]
-    whole = go(tmp_path, "whole", Finetune(), settings, rows, key="other")
     again = go(tmp_path, "again", Finetune(), settings, rows, lines)
     assert any(re.search(r"step 2\b", line) for line in lines)
     assert same(weights(whole.out), weights(again.out))
@@ -205,7 +209,7 @@ model: m
 task: translation
 data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}
 stages:
-  - finetune: {max_steps: 60, batch_size: 4, precision: fp32, learning_rate: 0.001, num_evals: 2,
+  - finetune: {max_steps: 12, batch_size: 4, precision: fp32, learning_rate: 0.001, num_evals: 2,
               checkpoint_interval_minutes: 0}
 score: {quality: [chrf], latency: false, generation: {max_new_tokens: 4}}
 device: cpu
@@ -225,20 +229,20 @@ def test_a_run_that_was_killed_goes_on_and_leaves_nothing(tmp_path):
         "write = checkpoints.write_checkpoint\\n"
         "def then_die(folder, identity, step, *rest):\\n"
         "    write(folder, identity, step, *rest)\\n"
-        "    if step == 20: os.kill(os.getpid(), signal.SIGKILL)\\n"
+        "    if step == 4: os.kill(os.getpid(), signal.SIGKILL)\\n"
         "checkpoints.write_checkpoint = then_die\\n"
         "import smelt; smelt.run('recipe.yaml', out='runs/a', quiet=True)\\n"
     ).replace("\\n", "\n")
     killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     store = tmp_path / "runs" / ".store"
-    assert len(list(store.glob("unfinished/*/1/20.safetensors"))) == 1
+    assert len(list(store.glob("unfinished/*/1/4.safetensors"))) == 1
     listed = harness.smelt("store", "list", "--store", store, code=0).output
     (folder,) = list_step_checkpoints(store)
     assert f"MB  {folder.name[:8]}" in listed
     recipe = tmp_path / "recipe.yaml"
     harness.smelt("run", recipe, "--out", tmp_path / "runs" / "a", "--quiet", code=0)
-    assert "step 20 " in (tmp_path / "runs" / "a" / "log.txt").read_text()
+    assert "step 4 " in (tmp_path / "runs" / "a" / "log.txt").read_text()
     assert not list((store / "unfinished").iterdir())
     harness.smelt("run", recipe, "--out", tmp_path / "other" / "b", "--quiet", code=0)
     folders = [tmp_path / at / "artifacts" / "finetune" for at in ("runs/a", "other/b")]

@@ -8,6 +8,7 @@ words are compared one by one, numbers up to what a scheme's own rounding does.
 from contextlib import contextmanager
 
 import graph_exports
+import matrix
 import numpy as np
 import pytest
 import tiny
@@ -51,8 +52,7 @@ def translated(runner, rows, beams):
     )[0]
 
 
-@pytest.mark.parametrize("runtime", ["onnx", "torch"])
-@pytest.mark.parametrize("scheme", PROMISED)
+@pytest.mark.parametrize(("scheme", "runtime"), matrix.matrix_cells(list(PROMISED), ["onnx", "torch"]))
 def test_a_translation_is_the_same_alone_and_in_any_batch(scheme, runtime):
     with opened("marian", scheme, runtime) as runner:
         for beams in (1, 3):
@@ -62,8 +62,7 @@ def test_a_translation_is_the_same_alone_and_in_any_batch(scheme, runtime):
             assert translated(runner, 8, beams) == alone
 
 
-@pytest.mark.parametrize("runtime", ["onnx", "torch"])
-@pytest.mark.parametrize("scheme", PROMISED)
+@pytest.mark.parametrize(("scheme", "runtime"), matrix.matrix_cells(list(PROMISED), ["torch", "onnx"]))
 def test_a_class_has_the_same_logits_alone_and_in_any_batch(scheme, runtime):
     with opened("bert", scheme, runtime) as runner:
         alone, *others = (runner.forward(batch(rows))[0] for rows in (1, 3, 8))

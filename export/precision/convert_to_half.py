@@ -59,7 +59,8 @@ def convert_to_half(
 class _HalfConversion:
     """One conversion. types: the new type of each floating value. inner: new names of outputs.
 
-    casts: of the current graph and of those around it, whose values it can read. depth: their number.
+    constants: weights and outputs of Constant. casts: of the current graph and of those around it, whose
+    values it can read. depth: their number.
     """
 
     def __init__(
@@ -73,9 +74,12 @@ class _HalfConversion:
         self.casts: ChainMap[tuple[str, int], str] = ChainMap()
         self.nodes: list[Any] = []
         self.taken: set[str] = set()
+        self.constants: set[str] = set()
         for graph in iter_graphs(model.graph):
             self.taken.update(value.name for value in (*graph.input, *graph.initializer))
             self.taken.update(name for node in graph.node for name in node.output)
+            self.constants.update(tensor.name for tensor in graph.initializer)
+            self.constants.update(node.output[0] for node in graph.node if node.op_type == "Constant")
         self.depth = self.made = 0
 
     def convert(self) -> None:
@@ -87,6 +91,8 @@ class _HalfConversion:
         for node in all_nodes(graph.node):
             if subgraphs(node) and not is_control_flow(node):
                 self.wide |= {node_key(inner) for body in subgraphs(node) for inner in all_nodes(body.node)}
+            if node.op_type == "Cast" and node.input[0] in self.constants and not _casts_to_float(node):
+                self.wide.add(node.input[0])  # a Constant, which is converted as a node
         defaults = {tensor.name for tensor in graph.initializer}
         for value in [*graph.input, *graph.output]:
             stays = value.name in self.outside or value.name in defaults
@@ -143,7 +149,9 @@ class _HalfConversion:
         from onnx import TensorProto
 
         if node.op_type == "Cast":
-            return [None]
+            # an integer, Boolean or double of a constant must not change; those of other values follow them
+            exact = node.input[0] in self.constants and not _casts_to_float(node)
+            return [TensorProto.FLOAT if exact else None]
         slots = node_types(node, self.opsets)
         if self._stays_fp32(node) or slots is None:
             return [TensorProto.FLOAT if self._stays_fp32(node) else self.kind] * len(node.input)
@@ -239,6 +247,14 @@ class _HalfConversion:
         # in place: protobuf cannot copy tensors above 2 GB
         tensor.ClearField("float_data")
         tensor.data_type, tensor.raw_data = self.kind, _raw_bytes(narrowed)
+
+
+def _casts_to_float(node: Any) -> bool:
+    """Return whether a Cast returns a type that is float32 or narrower, so its input may be narrower too."""
+    from onnx import TensorProto
+
+    narrow = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    return any(attribute.name == "to" and attribute.i in narrow for attribute in node.attribute)
 
 
 def onnx_type(dtype: str) -> int:

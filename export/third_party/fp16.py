@@ -64,7 +64,7 @@ class Fp16:
     produces: ClassVar[Format] = "onnx"
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = "operators kept in float32: onnxruntime.transformers.float16"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     third_party_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = Fp16Settings

@@ -113,3 +113,25 @@ def test_values_of_a_type_are_found_without_weights():
         "past_key_values.0", "wa", "wb", "small", "a", "b", "c", "logits", "present.0"
     }  # fmt: skip
     assert values_of_type(a_chain(), TensorProto.INT64) == set()
+
+
+@pytest.mark.parametrize("kind", [TensorProto.INT64, TensorProto.BOOL, TensorProto.DOUBLE])
+@pytest.mark.parametrize("value", [4097.0, 1e6, 1e-9])
+@pytest.mark.parametrize("place", ["initializer", "node"])
+def test_a_constant_that_is_cast_to_another_type_keeps_its_value(kind, value, place):
+    """float16 rounds 4097 to 4096, has no 1e6, and makes 1e-9 false."""
+    constant = numpy_helper.from_array(np.array([value], np.float32), "c")
+    nodes = [helper.make_node("Cast", ["c"], ["y"], "cast", to=kind)]
+    nodes += [helper.make_node("Mul", ["c", "small"], ["z"], "mul")]
+    if place == "node":
+        nodes.insert(0, helper.make_node("Constant", [], ["c"], "constant", value=constant))
+    weights = [numpy_helper.from_array(np.array([1e-4], np.float32), "small")]
+    graph = helper.make_graph(
+        nodes, "g", [], [helper.make_tensor_value_info("y", kind, [1])],
+        [*weights, constant] if place == "initializer" else weights,
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    convert_to_half(model, "model")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = np.array([value], np.float32).astype(helper.tensor_dtype_to_np_dtype(kind))
+    np.testing.assert_array_equal(session.run(["y"], {})[0], expected)

@@ -190,6 +190,8 @@ def _crashing_transposes(nodes: list[Any]) -> set[str]:
 
 def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str]:
     """Return the first outputs of the nodes with inputs, outputs or sums near or above float16's range."""
+    from onnx.external_data_helper import load_external_data_for_model
+
     from smelt.export.graph_files import write_graph
     from smelt.export.precision.half_graphs import (
         FP16_MAX,
@@ -204,7 +206,8 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
     from smelt.runtimes.third_party.graph_structure import all_nodes, subgraphs
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".fp16-") as folder:
-        write_graph(model, Path(folder, name))  # weights may have been moved to a file, so it is read again
+        write_graph(model, Path(folder, name))
+        load_external_data_for_model(model, folder)  # weights that did not fit into the file were moved out
         session = open_with_measurements(model, Path(folder), Path(name).stem, ctx.threads)
         kinds = {item.name: item.type for item in session.get_inputs()}
         outputs = [output.name for output in session.get_outputs()]

@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
+from smelt.export import graph_files
 from smelt.export.precision.convert_to_half import convert_to_half
 from smelt.export.third_party.fp16 import Fp16, Fp16Settings, float32_nodes
 from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
@@ -245,3 +246,13 @@ def test_a_graph_that_takes_one_row_alone_gets_one(tmp_path: Path) -> None:
     model.graph.node[0].input[0] = "row"
     model.graph.node.insert(0, helper.make_node("Reshape", ["x", "shape"], ["row"]))
     assert run(tmp_path, model).details["parity"]["relative"] < 0.01
+
+
+def test_weights_above_the_limit_of_one_file_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing such a graph moves its weights out of the model, which is converted afterwards."""
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 500)
+    ctx = run(tmp_path, graphs.two_layer_classifier(width=64))
+    assert (tmp_path / "out/model.onnx_data").is_file()
+    assert ctx.details["parity"]["relative"] < 0.01

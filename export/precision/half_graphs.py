@@ -230,6 +230,8 @@ def _sum_magnitudes(graph: Any, node: Any, opset: int, output: str) -> str:
         len(node.input) if node.op_type in ("MatMul", "Gemm", "Conv") else 1
     )  # the second input of a sum are its axes
     for place in range(summed):
+        if not node.input[place]:  # an optional bias
+            continue
         bound.input[place] = f"{output}.{place}"
         graph.node.append(helper.make_node("Abs", [node.input[place]], [bound.input[place]]))
     graph.node.append(bound)

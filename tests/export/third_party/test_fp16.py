@@ -256,3 +256,22 @@ def test_weights_above_the_limit_of_one_file_are_read_again(
     ctx = run(tmp_path, graphs.two_layer_classifier(width=64))
     assert (tmp_path / "out/model.onnx_data").is_file()
     assert ctx.details["parity"]["relative"] < 0.01
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        NODE("Gemm", ["x", "w", ""], ["y"], "product"),
+        NODE("Gemm", ["x", "w", ""], ["y"], "product", transB=1, alpha=0.5),
+        NODE("MatMul", ["x", "w"], ["y"], "product"),
+    ],
+)
+def test_sums_of_nodes_without_an_optional_input_are_measured(tmp_path: Path, node: Any) -> None:
+    weight = numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
+    source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *ends, [weight]))
+    rows = np.full((4, 8), 3.0, np.float32)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows}, len(rows)))}
+    ctx = harness.run_stage(Fp16(), Fp16Settings(), source, tmp_path / "out", data=data)
+    assert ctx.details["kept_float32"] == 0
+    assert ctx.details["parity"]["relative"] < 0.01

@@ -17,9 +17,14 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from smelt.runtimes.third_party.graph_files import external_locations
+from smelt.runtimes.third_party.graph_structure import subgraphs
 
 # of weights, in one file with the graph; above it they are external
 MAX_INLINE_BYTES = 1_500_000_000
@@ -41,10 +46,23 @@ def has_external_data(model: Any) -> bool:
 
 def external_data_names(model: Any) -> set[str]:
     """Return the names of the external data files of an onnx.ModelProto, as it was read."""
-    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+    return external_locations(model)
 
-    outside = [tensor for tensor in model.graph.initializer if uses_external_data(tensor)]
-    return {ExternalDataInfo(tensor).location for tensor in outside}
+
+def link_external_data(model: Any, source: Path, folder: Path) -> None:
+    """Hard-link the external data files of `model` from the folder `source` into `folder`.
+
+    Files that exist are kept. They are copied if the file system does not support hard links.
+    """
+    for name in sorted(external_data_names(model)):
+        target = folder / name
+        if target.exists():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, target)
+        except OSError:
+            shutil.copyfile(source / name, target)
 
 
 def read_graph(path: Path, values: bool = True) -> Any:
@@ -69,9 +87,8 @@ def iter_initializers(graph: Any) -> Iterator[Any]:
     """Yield the initializers of a graph and of the graphs in its nodes."""
     yield from graph.initializer
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from iter_initializers(attribute.g)
+        for inner in subgraphs(node):
+            yield from iter_initializers(inner)
 
 
 def inline_weight_bytes(model: Any) -> int:

@@ -10,7 +10,6 @@ a wrong offset is found here without any arithmetic, however little it would cha
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from smelt.core.errors import ParityError
-from smelt.export.graph_files import external_data_names, read_graph, write_graph
+from smelt.export.graph_files import link_external_data, read_graph, write_graph
 from smelt.export.precision.convert_to_half import onnx_type, values_of_type
 from smelt.models.text_rules import MODULES_FILE
 from smelt.quantization.schemes.registry import replace_with_float_nodes
@@ -55,20 +54,10 @@ def make_dequantized_copy(
             model = read_graph(path, values=widen)
             if widen:
                 widen_to_float32(model, rounding)
-            for data in external_data_names(model):
-                if not (copy / data).exists():
-                    _link(folder / data, copy / data)
+            link_external_data(model, folder, copy)
             dequantize_graph(model)
             write_graph(model, copy / path.name)
         yield copy
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link `target` to the file `source`; copy it if the file system does not support that."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def dequantize_graph(model: Any) -> int:

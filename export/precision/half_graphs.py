@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from smelt.data.batch import Batch
-from smelt.export.graph_files import external_data_names, read_graph, write_graph
+from smelt.export.graph_files import link_external_data, read_graph, write_graph
 from smelt.export.parity.operator_checks import run_graph_calls
 from smelt.export.parity.torch_reference import TorchReference
 from smelt.export.precision.convert_to_half import convert_to_half, values_of_type
@@ -118,8 +118,7 @@ def open_with_measurements(model: Any, folder: Path, name: str, threads: int | N
     for found in _add_measurements(model.graph, floats, opset_versions(model)[""]):
         model.graph.output.append(helper.make_tensor_value_info(found, TensorProto.FLOAT, []))
     with TemporaryDirectory(dir=folder) as temporary:
-        for data in external_data_names(model):
-            Path(temporary, data).hardlink_to(folder / data)
+        link_external_data(model, folder, Path(temporary))
         onnx.save(model, Path(temporary, path.name))
         return open_onnx_session(Path(temporary, path.name), threads, optimized=False)
 

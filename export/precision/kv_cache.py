@@ -38,7 +38,7 @@ from smelt.core.errors import InputError, ParityError, RunError
 from smelt.core.stage import Context
 from smelt.data.batch import Tokens
 from smelt.data.splits import Split
-from smelt.export.graph_files import external_data_names, read_graph, write_graph
+from smelt.export.graph_files import link_external_data, read_graph, write_graph
 from smelt.export.onnx_settings import unsupported_head_dim, unsupported_model, unsupported_task
 from smelt.export.parity.check_parity import ExportedModel
 from smelt.export.parity.operator_checks import TensorsByName, run_graph_calls
@@ -140,8 +140,7 @@ def _open_with_outputs(folder: Path, name: str, model: Any, asked: list[_Attenti
     ]
     model.graph.output.extend(ValueInfoProto(name=n) for n in dict.fromkeys(read) if n and n not in known)
     with TemporaryDirectory(dir=folder) as temporary:
-        for data in external_data_names(model):
-            Path(temporary, data).hardlink_to(folder / data)
+        link_external_data(model, folder, Path(temporary))
         write_graph(model, Path(temporary, f"{name}.onnx"))
         return open_onnx_session(Path(temporary, f"{name}.onnx"))
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import load_json, sha256_of
+from smelt.runtimes.third_party.graph_files import external_locations
 
 _SCHEMA = 1
 _AMPERE = 8  # major compute capability
@@ -205,8 +206,7 @@ def external_data_files(path: Path) -> list[Path]:
     """Return the files with the external weights of an ONNX file."""
     import onnx
 
-    tensors = onnx.load(path, load_external_data=False).graph.initializer
-    names = {e.value for tensor in tensors for e in tensor.external_data if e.key == "location"}
+    names = external_locations(onnx.load(path, load_external_data=False))
     return [path.parent / name for name in sorted(names)]
 
 

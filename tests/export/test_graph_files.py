@@ -1,5 +1,6 @@
 """Weights above the limit lie in one file next to their graph, all the way; no other file is left."""
 
+import os
 import shutil
 
 import causal
@@ -18,6 +19,7 @@ from smelt.core.errors import RunError
 from smelt.core.store import Store
 from smelt.export import graph_files
 from smelt.export.graph_files import (
+    external_data_names,
     external_data_path,
     has_external_data,
     inline_weight_bytes,
@@ -28,7 +30,9 @@ from smelt.export.graph_files import (
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.export.parity.parity_samples import example_feeds
+from smelt.export.precision.half_graphs import open_with_measurements
 from smelt.runtimes.registry import open_runner
+from smelt.runtimes.tensorrt_engine import external_data_files, graph_hash
 
 LIMIT = 2000
 # each family and target once; and what else there is
@@ -185,3 +189,42 @@ def test_a_stale_data_file_of_torch_is_never_there(tmp_path, monkeypatch):
     ctx = graph_exports.make_context(tmp_path / "out", "language-modeling")
     Onnx()(tiny.as_artifact(folder, "language-modeling"), OnnxSettings(generation_graph=False), ctx)
     assert [p.name for p in ctx.out.iterdir() if "onnx" in p.name] == ["model.onnx"]
+
+
+def branch(name):
+    weight = numpy_helper.from_array(np.full(1000, len(name), np.float32), f"w.{name}")
+    node = helper.make_node("ReduceSum", [weight.name], [f"y.{name}"], keepdims=0)
+    return helper.make_graph(
+        [node], name, [], [helper.make_tensor_value_info(f"y.{name}", TensorProto.FLOAT, [])], [weight]
+    )
+
+
+def test_external_weights_of_inner_graphs_are_found_and_kept(tmp_path):
+    """An If whose branches have their weights in another file."""
+    node = helper.make_node("If", ["c"], ["y"], then_branch=branch("yes"), else_branch=branch("no"))
+    ends = [helper.make_tensor_value_info("c", TensorProto.BOOL, [])]
+    outer = helper.make_graph([node], "g", ends, [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])])
+    whole = helper.make_model(outer, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    path = tmp_path / "model.onnx"
+    weights = external_data_path(path)
+    onnx.save(whole, path, save_as_external_data=True, location=weights.name, size_threshold=0)
+    found = read_graph(path, values=False)
+    assert external_data_names(found) == {weights.name}
+    assert external_data_files(path) == [weights]
+    write_graph(found, path)
+    assert weights.is_file()
+    before = graph_hash(path)
+    weights.write_bytes(weights.read_bytes()[::-1])
+    assert graph_hash(path) != before
+
+
+def test_external_weights_are_copied_where_hard_links_fail(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", LIMIT)
+    write_graph(model(), tmp_path / "model.onnx")
+
+    def refuse(*args, **options):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    session = open_with_measurements(read_graph(tmp_path / "model.onnx"), tmp_path, "model", 1)
+    assert "smelt.largest.large.sum" in {output.name for output in session.get_outputs()}

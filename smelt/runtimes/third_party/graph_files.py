@@ -50,6 +50,12 @@ def external_data_fields(tensor: Any) -> Mapping[str, str]:
     return {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
 
 
+def external_locations(model: Any) -> set[str]:
+    """Return the names of the external data files of an onnx.ModelProto, as it was read."""
+    external = (tensor for tensor in iter_model_tensors(model) if is_external(tensor))
+    return {external_data_fields(tensor).get("location", "") for tensor in external}
+
+
 def resolve_external_data(tensor: Any, graph: Path, expected: int) -> ExternalLocation:
     """Return the location of the `expected` bytes of a tensor of the graph in the file `graph`.
 

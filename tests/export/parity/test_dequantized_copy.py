@@ -6,7 +6,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export import graph_files
-from smelt.export.parity import dequantized_copy
 from smelt.export.parity.dequantized_copy import dequantize_graph, make_dequantized_copy, widen_to_float32
 from smelt.export.precision.convert_to_half import convert_to_half
 from smelt.runtimes.registry import open_folder
@@ -77,7 +76,7 @@ def test_the_folder_opens_like_the_artifact_and_is_gone_afterwards(links, tmp_pa
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     if not links:
         monkeypatch.setattr(
-            dequantized_copy.os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here"))
+            graph_files.os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here"))
         )
     found = graph_exports.exported_graphs("marian", "int8")
     for name in ("encoder_model", "decoder_with_past_model"):

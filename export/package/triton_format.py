@@ -48,6 +48,7 @@ def model_config(
     delay_us: int,
     parameters: Mapping[str, str] | None = None,
     device: str = "KIND_CPU",
+    profile: int | None = None,
 ) -> str:
     """Return config.pbtxt of a model with dynamic batching.
 
@@ -60,7 +61,9 @@ def model_config(
         delay_us: microseconds that a request waits for others.
         parameters: for the backend, or for the Python model.
         device: KIND_CPU or KIND_GPU.
+        profile: number of the engine's optimization profile; None: the only one.
     """
+    group = {"count": 1, "kind": EnumValue(device)}
     fields: dict[str, Any] = {
         "name": name,
         "backend": backend,
@@ -68,7 +71,7 @@ def model_config(
         "input": [_tensor_message(tensor) for tensor in inputs],
         "output": [_tensor_message(tensor) for tensor in outputs],
         "dynamic_batching": {"max_queue_delay_microseconds": delay_us},
-        "instance_group": [{"count": 1, "kind": EnumValue(device)}],
+        "instance_group": [group if profile is None else {**group, "profile": [str(profile)]}],
         "parameters": [
             {"key": key, "value": {"string_value": value}} for key, value in (parameters or {}).items()
         ],
@@ -137,13 +140,14 @@ class TritonFormat:
     is_artifact: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:
-        """Require one graph for the whole task, and a tokenizer that works without transformers.
+        """Require one graph or engine for the whole task, and a tokenizer that works without transformers.
 
         Raises:
             InputError: there is none.
         """
         from smelt.export.package.one_file_format import generation_config_of, select_graph
         from smelt.models.tokenizer import read_tokenizer_info
+        from smelt.runtimes.tensorrt_engine import read_sidecar
 
         details = read_tokenizer_info(artifact.path)
         if details.reader == "transformers":
@@ -164,6 +168,14 @@ class TritonFormat:
                 "an engine computes one generation step, and this format has no generation loop for engines.",
                 code="unsupported-task",
             )
+        else:
+            sidecar = read_sidecar(artifact.path / "model.plan")
+            if sidecar is not None and sidecar.weights == "stripped":
+                raise InputError(
+                    "its engine has no weights (weights: stripped), and Triton cannot add them. Build it with"
+                    " weights: embedded.",
+                    code="stripped-engine",
+                )
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Write both models, a client, and the start command of the server.
@@ -204,10 +216,13 @@ def _write_graph(
 
     config = read_json_object(artifact.path / "config.json")
     (folder / "1").mkdir(parents=True)
+    profile = None
     if artifact.format == "tensorrt":
         shutil.copyfile(artifact.path / "model.plan", folder / "1" / "model.plan")
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if uses_token_types(config) else [])]
-        backend, device, most = "tensorrt", "KIND_GPU", int(artifact.manifest.details["profile"]["batch"][2])
+        backend, device = "tensorrt", "KIND_GPU"
+        largest, profiles = artifact.manifest.details["profile"], artifact.manifest.details.get("profiles")
+        most, profile = int(largest["batch"][2]), profiles.index(largest) if profiles else None
     else:
         vocabulary = int(config.get("decoder_vocab_size") or config["vocab_size"])
         model = self_contained_graph(select_graph(artifact.path, decoding), decoding, vocabulary)
@@ -217,7 +232,9 @@ def _write_graph(
         backend, device, most = "onnxruntime", "KIND_CPU", _LARGEST_BATCH
     output = _output_tensor(artifact, config)
     inputs = [TritonTensor(name, "TYPE_INT64", (-1,)) for name in names]
-    content = model_config(GRAPH_MODEL, backend, inputs, [output], most, _DELAY_US, device=device)
+    content = model_config(
+        GRAPH_MODEL, backend, inputs, [output], most, _DELAY_US, device=device, profile=profile
+    )
     (folder / "config.pbtxt").write_text(content, encoding="utf-8")
     return names, output, most
 

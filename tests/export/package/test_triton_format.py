@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from smelt.core.artifact import Artifact, Manifest, read_artifact
 from smelt.core.errors import InputError
 from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.triton_format import TritonFormat
+from smelt.runtimes.tensorrt_engine import EngineSidecar, write_sidecar
 
 PROMPTS = ["she sings", "the old house stands", "a"]
 
@@ -113,26 +115,51 @@ def test_an_error_of_the_graph_is_the_answer_to_each_request(
     assert [one.error().message() for one in responses] == ["out of memory"] * 2
 
 
-def test_an_engine_of_a_classifier_is_served_by_tensorrt(tmp_path: Path) -> None:
-    """The bytes of the engine are copied; nothing here could read them."""
+def classifier_engine(folder: Path, **details: Any) -> Artifact:
     source = read_artifact(exported_artifacts.exported_artifact("classifier"))
-    folder = tmp_path / "a"
     folder.mkdir()
     for name in source.manifest.files:
         if not name.endswith(".onnx"):
             (folder / name).write_bytes((source.path / name).read_bytes())
     (folder / "model.plan").write_bytes(b"engine")
-    details = {"target": "tensorrt", "profile": {"batch": [1, 4, 24]}}
+    details = {"target": "tensorrt", "profile": {"batch": [1, 4, 24]}, **details}
     manifest: Manifest = source.manifest.model_copy(update={"format": "tensorrt", "details": details})
-    engine = Artifact(folder, manifest)
+    return Artifact(folder, manifest)
+
+
+def graph_config(engine: Artifact, folder: Path) -> Any:
     TritonFormat().check(engine)
-    (tmp_path / "p").mkdir()
-    TritonFormat().write(engine, PackageOrigin(), tmp_path / "p")
-    graph = tmp_path / "p" / "model_repository" / "graph"
-    config = parse_model_config((graph / "config.pbtxt").read_text())
+    folder.mkdir()
+    TritonFormat().write(engine, PackageOrigin(), folder)
+    return parse_model_config((folder / "model_repository/graph/config.pbtxt").read_text())
+
+
+def test_an_engine_of_a_classifier_is_served_by_tensorrt(tmp_path: Path) -> None:
+    """The bytes of the engine are copied; nothing here could read them."""
+    config = graph_config(classifier_engine(tmp_path / "a"), tmp_path / "p")
     assert (config.backend, config.max_batch_size, config.instance_group[0].kind) == ("tensorrt", 24, 1)
     assert [one.name for one in config.input] == ["input_ids", "attention_mask", "token_type_ids"]
-    assert (graph / "1" / "model.plan").read_bytes() == b"engine"
+    assert (tmp_path / "p/model_repository/graph/1/model.plan").read_bytes() == b"engine"
+    assert not config.instance_group[0].profile
+
+
+def test_of_several_profiles_the_largest_is_served(tmp_path: Path) -> None:
+    """Triton uses the first by default, which does not support max_batch_size."""
+    profiles = [{"batch": [1, 1, 1]}, {"batch": [1, 4, 24]}, {"batch": [1, 2, 8]}]
+    config = graph_config(classifier_engine(tmp_path / "a", profiles=profiles), tmp_path / "p")
+    assert (config.max_batch_size, list(config.instance_group[0].profile)) == (24, ["1"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "allowed"), [("embedded", True), ("refittable", True), ("stripped", False)]
+)
+def test_an_engine_without_weights_is_refused(tmp_path: Path, weights: str, allowed: bool) -> None:
+    engine = classifier_engine(tmp_path / "a")
+    plan = engine.path / "model.plan"
+    sidecar = EngineSidecar("tensorrt", "11.4", None, "model.onnx", "0", 6, weights, False, "none", {}, [])
+    write_sidecar(plan, sidecar)
+    with nullcontext() if allowed else raises_code("stripped-engine", InputError):
+        TritonFormat().check(engine)
 
 
 STAND_IN = """

@@ -15,7 +15,7 @@ SCHEMA = {
     "ModelInput": "1 name string, 2 data_type DataType, 4 dims *int64",
     "ModelOutput": "1 name string, 2 data_type DataType, 3 dims *int64",
     "ModelDynamicBatching": "1 preferred_batch_size *int32, 2 max_queue_delay_microseconds uint64",
-    "ModelInstanceGroup": "1 name string, 2 count int32, 3 gpus *int32, 4 kind Kind",
+    "ModelInstanceGroup": "1 name string, 2 count int32, 3 gpus *int32, 4 kind Kind, 5 profile *string",
     "ModelParameter": "1 string_value string",
     "ParametersEntry": "1 key string, 2 value ModelParameter",
     "ModelConfig": "1 name string, 2 platform string, 17 backend string, 4 max_batch_size int32,"

@@ -429,10 +429,15 @@ def export_graph(graph: GraphSpec, target: emit.GraphTarget, opset: int) -> Any:
 @contextmanager
 def _silence_export_warnings() -> Iterator[None]:
     """Suppress torch's warnings of its own deprecated calls, shared axes and missing torchvision."""
-    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _name_logits_dimension(graph: Any) -> None:

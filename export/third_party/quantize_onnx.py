@@ -295,9 +295,10 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
         )
         ready_in.mkdir()
         named_in.mkdir()
+        disabled = logging.root.manager.disable  # the level of the caller
         try:
             # it always logs that a graph can be preprocessed first, which `simplify` does
-            logging.disable(logging.WARNING)
+            logging.disable(max(disabled, logging.WARNING))
             source, passed = remove_passthrough_outputs(path, Path(folder, "passed"))
             ready, opset = prepare_for_quantizer(source, ready_in)
             ready, names = rename_reserved(ready, named_in, settings.exclude)
@@ -313,7 +314,7 @@ def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any
                 f"onnxruntime.quantization failed on {path.name}: {words}", code="quantizer-failed"
             ) from error
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(disabled)
         write_graph(restore_passthrough_outputs(model, passed), ctx.out / path.name)
 
 

@@ -1,11 +1,14 @@
 """torch's table of operators is read once, whoever adds to it has a copy, and nothing stays patched."""
 
+import logging
+
 import onnx
 import pytest
 import torch
 from onnx_ir.schemas import OpSignature
 from torch.onnx._internal.exporter import _registration
 
+from smelt.export.graphs import export_graph
 from smelt.export.graphs.export_graph import cached_op_registry
 
 Registry = _registration.ONNXRegistry
@@ -69,3 +72,16 @@ def test_a_torch_that_reads_its_table_elsewhere_exports_as_it_does(monkeypatch):
     with cached_op_registry():
         assert not hasattr(OpSignature, "from_op_schema")
         assert not hasattr(Registry, "from_torchlib")
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.DEBUG])
+def test_the_level_of_torchs_logger_is_restored(level):
+    logger = logging.getLogger(_registration.__name__)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with export_graph._silence_export_warnings():
+            assert logger.level == logging.ERROR
+        assert logger.level == level
+    finally:
+        logger.setLevel(before)

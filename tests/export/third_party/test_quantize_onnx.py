@@ -1,6 +1,7 @@
 """ONNX Runtime's quantizers behind our settings, against its own result and against the untouched graph."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,14 @@ def test_names_that_the_quantizer_makes_may_be_in_the_graph_already(tmp_path: Pa
     onnx.checker.check_model(made)
     names = {name for node in made.graph.node for name in (*node.input, *node.output)}
     assert {"x", "logits", "x_scale", "x_zero_point"} <= names  # those of the graph are as they were
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO, logging.CRITICAL])
+def test_the_callers_disabled_log_level_is_restored(tmp_path: Path, level: int) -> None:
+    before = logging.root.manager.disable
+    logging.disable(level)
+    try:
+        run(tmp_path, graphs.two_layer_classifier())
+        assert logging.root.manager.disable == level
+    finally:
+        logging.disable(before)

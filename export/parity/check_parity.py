@@ -1,9 +1,8 @@
 """Check an export completely: constants, operators, exact computation, and the graphs as deployed.
 
-Locate the first layer of a graph whose output differs from torch.
-
-Called only after an output differed, with dequantized weights. Nodes are matched with layers by the names of
-their constants; the graph is run with their outputs exposed, on the inputs on which it differed.
+If an output differs with dequantized weights, the first layer that differs from torch is located. Nodes are
+matched with layers by the names of their constants; the graph is run with their outputs exposed, on the
+inputs on which it differed.
 
 Shapes: B = batch, L = source length or prompt, S = new tokens.
 """
@@ -15,17 +14,22 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from smelt.core.errors import MissingDependencyError, ParityError
-from smelt.export.graph_files import read_graph, write_graph
+from smelt.export.graph_files import read_graph
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.parity.dequantized_copy import check_constants, make_dequantized_copy
-from smelt.export.parity.operator_checks import GraphCall, TensorsByName, check_operators, run_graph_calls
+from smelt.export.parity.operator_checks import (
+    GraphCall,
+    TensorsByName,
+    check_operators,
+    open_with_outputs,
+    run_graph_calls,
+)
 from smelt.export.parity.torch_reference import (
     LOGITS_TOLERANCES,
     ExactReference,
@@ -60,10 +64,11 @@ def locate_first_mismatch(
         reference: the batch and tokens on which it differs.
     """
     name = graph.name
-    places = _layer_outputs_in_graph(read_graph(folder / f"{name}.onnx", values=False), graph.module)
+    graph_model = read_graph(folder / f"{name}.onnx", values=False)
+    places = _layer_outputs_in_graph(graph_model, graph.module)
     expected = _layer_outputs(model, reference, {id(graph.module.get_submodule(p)): p for p in places})
     try:
-        session = _open_with_outputs(folder, name, [value for _, value in places.values()])
+        session = open_with_outputs(graph_model, folder, name, [value for _, value in places.values()])
         for call, got in run_graph_calls(session, folder, name, reference):
             for path, whole in expected.items():
                 node, value = places[path]
@@ -146,21 +151,6 @@ def _differs(whole: Any, got: Any, call: GraphCall) -> bool:
     return bool(np.abs(expected - got).max(initial=0.0) > largest * spread)
 
 
-def _open_with_outputs(folder: Path, name: str, values: list[str]) -> Any:
-    """Open the graph `name` with the named values as additional outputs."""
-    from onnx import ValueInfoProto
-
-    from smelt.runtimes.onnx_session import open_onnx_session
-
-    path = folder / f"{name}.onnx"
-    model = read_graph(path)
-    outputs = {output.name for output in model.graph.output}
-    model.graph.output.extend(ValueInfoProto(name=v) for v in dict.fromkeys(values) if v not in outputs)
-    with TemporaryDirectory(dir=folder) as temporary:
-        write_graph(model, Path(temporary, path.name))
-        return open_onnx_session(Path(temporary, path.name))
-
-
 DifferencesByGraph = dict[str, dict[str, float]]
 
 
@@ -168,10 +158,9 @@ DifferencesByGraph = dict[str, dict[str, float]]
 class ExportedModel:
     """The exported `graphs` in `folder`, made from the torch model `model`.
 
-    tolerance: a key of `tolerances.TOLERANCES`, the precision of the files as deployed. target: of the
-    export. dtype: compute precision of the runtime; with OpenVINO's bf16 the files are float32, which
-    tolerance does not include. fp32_modules: for files in fp16 and bf16, by graph the modules that remain
-    float32.
+    tolerance: a key of `LOGITS_TOLERANCES`, the precision of the files as deployed. target: of the export.
+    dtype: compute precision of the runtime; with OpenVINO's bf16 the files are float32, which tolerance does
+    not include. fp32_modules: for files in fp16 and bf16, by graph the modules that remain float32.
     """
 
     folder: Path

@@ -8,7 +8,8 @@ dequantized weights, up to the rounding of a sum. Every quantized weight takes p
 An operator is a node that multiplies quantized weights, or a MatMul between explicit QuantizeLinear and
 DequantizeLinear; the nodes that quantize its activations belong to it.
 
-`run_graph_calls` runs one graph of an artifact as a runner would, call by call.
+`run_graph_calls` runs one graph of an artifact as a runner would, call by call; `open_with_outputs` opens it
+with its inner values as outputs.
 
 Shapes: M = input rows, K = inputs, N = outputs, B = batch, L = source length or prompt, S = new tokens.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
+from smelt.export.graph_files import link_external_data, write_graph
 from smelt.export.parity.torch_reference import TorchReference
 from smelt.generation.runners import position_ids
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
@@ -333,6 +336,37 @@ class GraphCall:
     feeds: TensorsByName
     positions: slice
     token_mask: NDArray[np.bool_] | None
+
+
+def open_with_outputs(
+    model: Any,
+    folder: Path,
+    name: str,
+    values: Iterable[str],
+    threads: int | None = None,
+    optimized: bool = True,
+) -> Any:
+    """Open a graph with additional outputs.
+
+    Args:
+        model: its onnx.ModelProto, which is changed; external weights need not be loaded.
+        folder: with its external weights; a temporary folder is created in it.
+        name: of the graph.
+        values: names of the new outputs; empty ones, inputs, outputs and weights are skipped.
+        threads: of ONNX Runtime.
+        optimized: see `open_onnx_session`.
+    """
+    from onnx import ValueInfoProto
+
+    from smelt.runtimes.onnx_session import open_onnx_session
+
+    graph = model.graph
+    known = {"", *(value.name for value in (*graph.input, *graph.output, *graph.initializer))}
+    graph.output.extend(ValueInfoProto(name=value) for value in dict.fromkeys(values) if value not in known)
+    with TemporaryDirectory(dir=folder) as temporary:
+        link_external_data(model, folder, Path(temporary))
+        write_graph(model, path := Path(temporary, f"{name}.onnx"))
+        return open_onnx_session(path, threads, optimized=optimized)
 
 
 def run_graph_calls(

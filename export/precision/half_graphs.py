@@ -3,9 +3,8 @@
 Norms remain float32 in both float16 and bfloat16. In float16 so do nodes whose outputs, inputs or sums come
 close to its range: an FFN's last layer and the residual stream after it, attention with very large scores.
 
-Measure the ranges of values of float32 graphs on real samples: every tensor, and sums inside operators.
-
-A copy of each graph has an additional output for every floating value: the largest magnitude. Partial sums of
+Their ranges are measured on real samples in the float32 graphs: every tensor, and sums inside operators. A
+copy of each graph has an additional output for every floating value: the largest magnitude. Partial sums of
 a matrix multiplication or a mean are not visible, so their bound is used: the sum of the magnitudes of the
 terms. Graphs are run as a runner would, a decoder step by step on the outputs of its encoder.
 """
@@ -16,15 +15,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from smelt.data.batch import Batch
-from smelt.export.graph_files import link_external_data, read_graph, write_graph
-from smelt.export.parity.operator_checks import run_graph_calls
+from smelt.export.graph_files import read_graph, write_graph
+from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
 from smelt.export.parity.torch_reference import TorchReference
 from smelt.export.precision.convert_to_half import convert_to_half, values_of_type
 from smelt.export.precision.value_types import is_control_flow, iter_graphs, node_key, opset_versions
@@ -34,7 +32,6 @@ from smelt.runtimes.third_party.graph_structure import normalized_domain, subgra
 if TYPE_CHECKING:
     from smelt.core.stage import Context
     from smelt.export.graphs.attention import GraphSpec
-    from smelt.export.parity.torch_reference import TorchReference
 
 
 MAX_OUTPUT_PREFIX, SUM_PREFIX = "smelt.largest.", "smelt.sum."
@@ -107,20 +104,10 @@ def weight_magnitudes(model: Any) -> dict[str, float]:
 
 def open_with_measurements(model: Any, folder: Path, name: str, threads: int | None) -> Any:
     """Open `model` with an additional output for every floating value of its nodes."""
-    import onnx
-    from onnx import TensorProto, helper
-
-    from smelt.runtimes.onnx_session import open_onnx_session
-
     floats = values_of_type(model)
-    path = folder / f"{name}.onnx"
-    model = read_graph(path, values=False)
-    for found in _add_measurements(model.graph, floats, opset_versions(model)[""]):
-        model.graph.output.append(helper.make_tensor_value_info(found, TensorProto.FLOAT, []))
-    with TemporaryDirectory(dir=folder) as temporary:
-        link_external_data(model, folder, Path(temporary))
-        onnx.save(model, Path(temporary, path.name))
-        return open_onnx_session(Path(temporary, path.name), threads, optimized=False)
+    model = read_graph(folder / f"{name}.onnx", values=False)
+    numbers = _add_measurements(model.graph, floats, opset_versions(model)[""])
+    return open_with_outputs(model, folder, name, numbers, threads, optimized=False)
 
 
 def _add_measurements(graph: Any, floats: set[str], opset: int, inside: str = "") -> list[str]:

@@ -11,16 +11,13 @@ int8 value * scale (measured: docs/measurements/int8-caches.md). Source: ONNX Ru
 docs/ContribOperators.md, GroupQueryAttention, `k_quant_type`, `v_quant_type`, `kv_cache_bit_width`,
 `k_scale`, `v_scale`.
 
-Shapes: B = batch, K = key-value heads, S = tokens of a row, P = past length, d = width of a head.
-
-Check graphs with int8 caches: every attention against numpy, and the logits against float caches.
-
-Rounding changes all logits, by as much as a wrong graph may. So on real samples each attention is checked
+The converted graph is checked: every attention against numpy, and the logits against float caches. Rounding
+changes all logits, by as much as a wrong graph may. So on real samples each attention is checked
 exactly on its own inputs: its new int8 values must be those of numpy with the calibrated scales of this
 layer, and its output must be attention over the dequantized values.
 
-Shapes: B = batch, S = new tokens, P = past length, T = P + S, H = query heads, K = key-value heads, d = width
-of a head, M = positions.
+Shapes: B = batch, S = new tokens, or tokens of a row, P = past length, T = P + S, H = query heads, K = key-
+value heads, d = width of a head, M = positions.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -38,10 +34,10 @@ from smelt.core.errors import InputError, ParityError, RunError
 from smelt.core.stage import Context
 from smelt.data.batch import Tokens
 from smelt.data.splits import Split
-from smelt.export.graph_files import link_external_data, read_graph, write_graph
+from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.onnx_settings import unsupported_head_dim, unsupported_model, unsupported_task
 from smelt.export.parity.check_parity import ExportedModel
-from smelt.export.parity.operator_checks import TensorsByName, run_graph_calls
+from smelt.export.parity.operator_checks import TensorsByName, open_with_outputs, run_graph_calls
 from smelt.export.parity.torch_reference import TorchReference, check_output, logits_for
 from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, past_input_name
@@ -93,7 +89,7 @@ def check_int8_caches(
     model = read_graph(folder / f"{name}.onnx", values=False)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     asked = [_read_attention(node, scales, constants, folder) for node in nodes]
-    session = _open_with_outputs(folder, name, model, asked)
+    session = open_with_outputs(model, folder, name, _checked_values(asked))
     found = {"codes": 0, "rounded_otherwise": 0, "attention": 0.0}
     for call, got in run_graph_calls(session, folder, name, reference):
         values = {**call.feeds, **got}
@@ -126,23 +122,10 @@ def _read_attention(
     )
 
 
-def _open_with_outputs(folder: Path, name: str, model: Any, asked: list[_AttentionNode]) -> Any:
-    """Open `model` with inputs and outputs of its attentions as outputs; `folder` has its weights."""
-    from onnx import ValueInfoProto
-
-    from smelt.runtimes.onnx_session import open_onnx_session
-
-    known = {value.name for value in (*model.graph.input, *model.graph.output, *model.graph.initializer)}
-    read = [
-        name
-        for attention in asked
-        for name in (*attention.node.input[:3], attention.node.input[10], attention.node.output[0])
-    ]
-    model.graph.output.extend(ValueInfoProto(name=n) for n in dict.fromkeys(read) if n and n not in known)
-    with TemporaryDirectory(dir=folder) as temporary:
-        link_external_data(model, folder, Path(temporary))
-        write_graph(model, Path(temporary, f"{name}.onnx"))
-        return open_onnx_session(Path(temporary, f"{name}.onnx"))
+def _checked_values(asked: list[_AttentionNode]) -> list[str]:
+    """Return the names of the inputs and outputs of attentions that are compared."""
+    nodes = [attention.node for attention in asked]
+    return [name for node in nodes for name in (*node.input[:3], node.input[10], node.output[0])]
 
 
 def _compare(
@@ -242,7 +225,9 @@ def cache_calibration_split(data: Mapping[str, Split]) -> str:
 
 
 def cache_calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tokens]:
-    """Return up to `ROWS` rows of token ids, int64 [S] with S <= `LENGTH`, spread over `split`.
+    """Return rows of token ids, int64 [S], spread over `split`.
+
+    There are up to `CACHE_CALIBRATION_ROWS` rows, with S <= `CACHE_CALIBRATION_LENGTH`.
 
     Args:
         split: samples of running text.

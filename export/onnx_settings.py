@@ -1,8 +1,7 @@
-"""The settings of `onnx`, including `autotune`.
+"""The settings of `onnx` with `autotune`, and which models support int8 keys and values.
 
-Check which models support int8 keys and values: those whose attention is GroupQueryAttention.
-
-Head widths that ONNX Runtime's GroupQueryAttention supports; without torch, since a plan imports it.
+Those are models whose attention is GroupQueryAttention, with head widths that ONNX Runtime's operator
+supports. Without torch, since a plan imports this file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The onnx stage: trace, simplify and check graphs for one target, and compare them with their parent.
 
-Placeholders are expanded after the graph is simplified.
-
-Check, before tracing, the runtime, memory, quantization schemes and opset of an ONNX export.
+Runtime, memory, quantization schemes and opset are checked before tracing. Placeholders are expanded after
+the graph is simplified.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from smelt.runtimes.images import ImageBatch
 if TYPE_CHECKING:
     from smelt.data.batch import Batch, Tokens
     from smelt.export.graphs.attention import GraphSpec
-    from smelt.export.onnx_settings import OnnxSettings
     from smelt.export.parity.torch_reference import TorchReference
     from smelt.quantization.scheme import Scheme
 

@@ -13,7 +13,7 @@ remains small.
 
 The scheme defines the content of the table.
 
-Write group-wise weights as a blocked DequantizeLinear that uses the stored bytes of the matrix.
+Group-wise weights become a blocked DequantizeLinear that uses the stored bytes of the matrix:
 
     weights uint4 [N, G g], zeros uint4 [N, G], scales float16 [N, G] -- Cast -- DequantizeLinear float32
 

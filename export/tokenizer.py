@@ -153,8 +153,6 @@ def compare_tokenizers(
 
     Transformers' tokenizer loaded from `out` has to agree as well, because its files may have been rewritten.
     """
-    from smelt.models.checkpoint import load_tokenizer
-
     reference = HubTokenizer(hub)
     light = open_light_tokenizer(out, details)
     assert light is not None

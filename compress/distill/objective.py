@@ -19,10 +19,7 @@ from smelt.training.extension import LossTerm, Objective, batch_sentence_vectors
 from smelt.training.losses import classification_loss
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from smelt.compress.distill.settings import LossWeights
-    from smelt.training.extension import LossTerm
 
 
 def vector_loss_terms(
@@ -36,12 +33,7 @@ def vector_loss_terms(
         scores: float [B, 1], of pairs.
         weights: the weights.
     """
-    from smelt.training.extension import (
-        LossTerm,
-        cosent_loss,
-        pairwise_similarity_loss,
-        vector_distance_loss,
-    )
+    from smelt.training.extension import cosent_loss, pairwise_similarity_loss, vector_distance_loss
 
     terms = {}
     if teacher_vectors is not None and weights["sentence_embedding"]:
@@ -63,8 +55,6 @@ def require_comparable_vectors(model: Any, teacher: Any, weights: LossWeights) -
     Raises:
         InputError: the teacher makes no embeddings, or embeddings of another width.
     """
-    from smelt.models.sentence_model import is_sentence_model
-
     if not is_sentence_model(teacher):
         raise InputError(
             f"distill: the teacher, {with_article(type(teacher).__name__)}, is not a sentence"

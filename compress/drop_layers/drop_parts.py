@@ -1,9 +1,8 @@
-"""Select and remove attention and feed-forward parts of layers.
+"""Select and remove attention and feed-forward parts of layers, by their importance.
 
-The parts of layers, and the importance of each: its influence on hidden states, the loss without it.
-
-A part adds f(x) to the states x, where f is an attention or a feed-forward part with the norm before it.
-With norms after the sum, norm(x + f(x)), the norm is not part of f and is kept when f is removed.
+The importance of a part is its influence on hidden states, or the loss without it. A part adds f(x) to the
+states x, where f is an attention or a feed-forward part with the norm before it. With norms after the sum,
+norm(x + f(x)), the norm is not part of f and is kept when f is removed.
 
 Shapes: B = batch, S = tokens, D = width of the hidden states.
 """

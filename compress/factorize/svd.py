@@ -1,4 +1,4 @@
-"""The best low-rank factors of a matrix, by singular value decomposition, in a given error metric.
+"""The best low-rank factors of a matrix in an error metric, and shared matrices with low-rank differences.
 
 Eckart & Young 1936: of all matrices of rank r, the first r singular triples of W are nearest to it. For a
 weighted error, W is scaled first and the factors are scaled back:
@@ -6,28 +6,22 @@ weighted error, W is scaled first and the factors are scaled back:
     W L = U S V^T,    up = U_r sqrt(S_r),    down = sqrt(S_r) V_r^T L^-1
 
 so that |(W - up down) L|_F^2 is the sum of the dropped squared singular values, exactly. L comes from
-`asvd_metric`, `fwsvd_metric` or `whitened_svd_metric`; plain SVD has none.
+`asvd_metric`, `fwsvd_metric` or `whitened_svd_metric`, for each layer and calibrated on samples if the method
+needs them; plain SVD has none.
 
 The eigenvectors of the smaller of W L L^T W^T and L^T W^T W L are computed, which takes a fraction of the
 time and memory of a decomposition of W L. Squaring loses singular values below a hundred-millionth of the
 largest; the factors are not affected, because their product is W after an orthogonal projection,
 up down = U_r U_r^T W, or before one, W L V_r V_r^T L^-1. The first needs only L L^T, not L or its inverse.
 
-Shapes: M = outputs, K = inputs of a layer, r = rank.
-
-The error metric of each layer, calibrated on samples if the method needs them.
-
-Shapes: M = outputs, K = inputs of a layer.
-
-Layers of a group share one matrix, and each adds a low-rank difference of its own.
-
+Layers of a group can share one matrix, to which each adds a low-rank difference of its own:
 W_l ~ W_shared + B_l A_l, where B_l A_l is the truncated singular value decomposition of W_l - W_shared
 (Bae et al. 2024, Relaxed Recursive Transformers, arXiv:2410.20672): at full rank the layers are unchanged.
 W_shared is initialized as a layer of the group or their mean. In each further iteration it is the mean of
 W_l - B_l A_l, and the differences are computed again. Both are least squares, so the error never grows.
 Biases are not shared.
 
-Shapes: N = outputs, K = inputs of a layer, r = rank.
+Shapes: M (N where matrices are shared) = outputs, K = inputs of a layer, r = rank.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Pruning of convolution channels: physical removal of the least important ones between two convolutions.
+"""Pruning of convolution channels: importance scores, and physical removal between two convolutions.
 
 The model family defines which channels can be removed: the outputs of one convolution of a chain that only
-the next one reads. The residual stream has one width for all blocks of a stage and is not pruned.
+the next one reads. The residual stream has one width for all blocks of a stage and is not pruned. The scores
+of the channels of hidden states, for the width, are computed here too.
 
-Shapes: S, T = channels in and out of a convolution, D = its taps, C = channels between two of them.
-
-Importance scores of the channels of the hidden states.
-
-Shapes: B = batch, S = tokens, D = channels of the hidden states.
+Shapes: S, T = channels in and out of a convolution, D = its taps, C = channels between two of them. Of hidden
+states: B = batch, S = tokens, D = channels.
 """
 
 from __future__ import annotations

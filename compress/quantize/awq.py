@@ -10,13 +10,8 @@ and keys, whose own errors hardly predict those of attention scores (as in llm-a
 
 `mse_grid` and `percentile_grid` clip the ranges of groups without input statistics.
 
-Shapes: N = outputs, K = inputs of a linear layer, G = groups, g = inputs of a group.
-
-AWQ's search for channel scales and clipped ranges, and the targets that the scales are applied to.
-
-Lin et al. 2023, AWQ, arXiv:2306.00978, equations 4 and 5, and its published code (llm-awq, auto_scale.py and
-auto_clip.py). For linear layers W with one input X, with m_j the mean of |X_j| and alpha from 0 to 0.95 in
-steps of 0.05:
+The search follows equations 4 and 5 of the paper and auto_scale.py of its code. For linear layers W with one
+input X, with m_j the mean of |X_j| and alpha from 0 to 0.95 in steps of 0.05:
 
     s = max(m ^ alpha, 1e-4)        s = s / sqrt(max s * min s)
     error = |(Q(W s) / s - W) X|^2, summed over the layers
@@ -35,7 +30,7 @@ In all three cases the columns of the layers are multiplied, so the float model 
 of a matrix that is also an embedding, or belongs to other layers, are not changed. The output layer, the
 largest linear layer, gets no factor of its own.
 
-Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
+Shapes: N = outputs, K = inputs of a linear layer, G = groups, g = inputs of a group.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Calibration before layers are quantized: selection of layers, ranges, weights and corrections.
 
-Rounding of activations between quantized convolutions.
-
 A quantized convolution rounds its inputs. So that a runtime can pass integers from one to the next, residual
 sums and inputs of max pools are rounded too (`smelt/quantization/matrix.py`). Batch norms are folded
 before, because the folded kernels are quantized.
 
-Quantization of a large model from file to file, one block at a time.
-
-The result is the same as for the whole model: methods without calibration treat each matrix alone, and GPTQ
-processes the blocks one by one anyway. Memory holds one block, its inputs, the embedding, and at the end the
-output head.
+A large model is quantized from file to file, one block at a time. The result is the same as for the whole
+model: methods without calibration treat each matrix alone, and GPTQ processes the blocks one by one anyway.
+Memory holds one block, its inputs, the embedding, and at the end the output head.
 """
 
 from __future__ import annotations
@@ -62,7 +58,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from smelt.compress.quantize.low_rank_correction import CorrectedWeight
-    from smelt.compress.quantize.ranges import ObservedRange
 
 
 _MIN_SENSITIVITY_TOKENS = 32  # fewer do not measure a layer reliably
@@ -171,8 +166,6 @@ def _calibrate_activations(
     ctx: Context,
 ) -> None:
     """Calibrate activation ranges; layers that no sample reaches stay float."""
-    from torch import nn
-
     from smelt.compress.quantize.ranges import calibrate_ranges
 
     plain = [layer for layer in result.layers if not isinstance(layer.module, nn.Conv2d)]

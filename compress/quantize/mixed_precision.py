@@ -1,7 +1,7 @@
 """Mixed precision: bit widths per matrix for a mean number of bits or a maximum drop of a metric.
 
-The sensitivity of each matrix is measured alone at each bit width. Sensitivities are added up; interactions
-are not measured. With `max_drop` whole models are scored, so interactions count there.
+The sensitivity of the model's outputs to each matrix is measured alone at each bit width. Sensitivities are
+added up; interactions are not measured. With `max_drop` whole models are scored, so interactions count there.
 
 One bit width per matrix with the least total sensitivity for the total bits is a multiple-choice knapsack.
 The states of all matrices so far are visited in the order of their bits, and only Pareto-optimal ones are
@@ -10,8 +10,6 @@ few states. The matrices of a transformer have few shapes, so many choices take 
 `_MAX_STATES`, one state is kept per interval of bits.
 
 Shapes: N = outputs (rows), K = inputs (columns).
-
-Sensitivity of the model's outputs to the quantization of single layers, and selection by it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from smelt.quantization.layers import (
 from smelt.quantization.matrix import QuantizedMatrix
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,6 @@ class PlannedLayer:
 
 def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     """Return the layers of `model` to quantize by `settings`, in the model's order."""
-    from torch import nn
-
     from smelt.models.edits import module_names
     from smelt.quantization.layers import is_embedding_table
 
@@ -187,7 +182,6 @@ def quantize_planned(
     layer: PlannedLayer, ranges: Mapping[int, float], coder: WeightQuantizer | None = None
 ) -> Any:
     """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`."""
-    from smelt.quantization.layers import QuantizedEmbedding
     from smelt.quantization.matrix import QuantizedConv2d
 
     try:
@@ -210,8 +204,6 @@ def quantize_planned(
 
 def output_layer(model: Any) -> Any:
     """Return the layer that computes the logits: the vocabulary projection, or a classifier's last layer."""
-    from torch import nn
-
     from smelt.models.layers import LowRankLinear
 
     head = model.get_output_embeddings()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,6 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
 from smelt.quantization.schemes.registry import SCHEMES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 BINS = 2048
 _NUM_LEVELS = 128  # quantized bins of a histogram of both signs

@@ -1,7 +1,4 @@
-"""The settings of `quantize`; schemes declare further ones.
-
-The settings `qat` of `finetune` and `distill`.
-"""
+"""The settings of `quantize`, to which schemes add further ones, and of `qat` in `finetune` and `distill`."""
 
 from __future__ import annotations
 

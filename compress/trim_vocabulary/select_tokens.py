@@ -1,10 +1,10 @@
 """Select the tokens to keep: those that the data use, their dependencies, and required ones; store their ids.
 
+The vocabulary is represented independently of its file format. Configs get the new token ids.
+
 `vocabulary.json` in a trimmed artifact holds the token ids that were kept of the original vocabulary. It maps
 a student's tokens to those of a teacher that was trimmed differently or not at all. The file is copied from
 stage to stage with the tokenizer's files.
-
-A vocabulary that can be trimmed, independent of its file format, and new token ids in configs.
 """
 
 from __future__ import annotations

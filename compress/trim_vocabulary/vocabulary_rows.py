@@ -1,6 +1,7 @@
-"""Rows of a model's matrices that belong to tokens: of its embedding, output layer and its bias.
+"""Count the tokens of a split, and select the rows of a model's matrices that belong to kept tokens.
 
-Tokenize a split, count its tokens, and compare tokenizations before and after trimming.
+The matrices are the embedding, and the output layer with its bias. Tokenizations before and after trimming
+are compared.
 """
 
 from __future__ import annotations

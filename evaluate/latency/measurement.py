@@ -1,12 +1,11 @@
-"""Timing of artifacts against a baseline.
+"""Timing of artifacts against a baseline, each in a worker process.
 
 Every artifact runs in a process of its own (`smelt.evaluate.latency.worker`): in one process the
 runtimes' spinning threads disturb each other. Short rounds of artifact and baseline alternate
 (A B B A ...), and only one process works at a time, so that a machine that gets slower or busier
 affects both sides of every ratio. Disturbed rounds are repeated; if they stay disturbed, this is reported
 (`smelt.evaluate.latency.summary`). Two workers exist at a time, whatever the number of artifacts.
-
-The parent's side of a latency worker (start it, send requests, end it), and the job of all workers.
+This file has the parent's side of a worker: start it, send requests, end it.
 """
 
 from __future__ import annotations

@@ -109,7 +109,6 @@ class TimingWorker:
 
         call_ms is the median call; whole is whether the pass was completed.
         """
-        from smelt.data.batch import Batch
         from smelt.generation.config import GenerationSettings
 
         assert self._timed_runner is not None

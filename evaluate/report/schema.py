@@ -1,6 +1,6 @@
-"""Types of report.json; docs/reference/report.md is its documentation.
+"""Types of report.json, and the Pareto-optimal steps in quality and speed.
 
-The Pareto-optimal steps in quality and speed.
+docs/reference/report.md is the documentation of the file.
 """
 
 from __future__ import annotations

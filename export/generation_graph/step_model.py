@@ -1,12 +1,8 @@
 """Models as the search sees them: first inputs, state of a step, values shared by all steps.
 
-Shapes: B = sentences, R = rows (sentences, times beams), S = new tokens, L = source length, P = cached
-tokens, H = heads, d = width of a head, V = vocabulary.
-
-Restrict the output layer to the shortlist of the source tokens of a batch.
-
-Before the loop, the table gives the tokens that may occur in any row of the batch. The matrix rows of these
-tokens are gathered once; a step multiplies only with them, and tokens of other sentences are excluded.
+The output layer can be restricted to the shortlist of the source tokens of a batch. Before the loop, its
+table gives the tokens that may occur in any row of the batch. The matrix rows of these tokens are gathered
+once; a step multiplies only with them, and tokens of other sentences are excluded.
 
     words   = the table's entries for all tokens of the batch, and the always allowed tokens   int64 [C]
     hidden  = 0 if the row's own source has the token in its list, else -inf                   float32 [B, C]
@@ -15,7 +11,8 @@ tokens are gathered once; a step multiplies only with them, and tokens of other 
 Integer matrix multiplications remain integer: ONNX Runtime multiplies with gathered weights as with constant
 ones, with the same bits. MatMulNBits requires constants, so its gathered weights become float32.
 
-Shapes: B = sentences, R = rows, L = source length, S = source vocabulary, V = target vocabulary,
+Shapes: B = sentences, R = rows (sentences, times beams), L = source length, P = cached tokens, H = heads,
+d = width of a head, V = (target) vocabulary. S = new tokens; of a shortlist: S = source vocabulary,
 n = candidates per source token, C = remaining tokens, K = inputs of the layer, g = group, G = groups.
 """
 

@@ -11,16 +11,12 @@ A bias by distance (T5's) is computed in torch with logarithmic buckets. All dis
 one bucket, so a table over the distances is complete: the graph only needs a subtraction, a Clip and a
 Gather.
 
-Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head, D = width of the
-model.
+Decoder-only models get another fused operator, com.microsoft::GroupQueryAttention. Source: ONNX Runtime's
+docs/ContribOperators.md. `GraphSpec` is one graph of a model, before it is traced.
 
-One graph of a model, before it is traced.
-
-Fused attention of decoder-only models in ONNX Runtime (domain com.microsoft).
-
-Source: ONNX Runtime's docs/ContribOperators.md, GroupQueryAttention.
-Shapes: B = batch, S = input tokens, P = past length, T = P + S, H = query heads, K = key-value heads,
-d = width of a head, M = positions in the rotary table.
+Shapes: B = batch, S = queries (input tokens), P = past length, T = keys (P + S where tokens are cached),
+H = query heads, K = key-value heads, d = width of a head, D = width of the model, M = positions in the rotary
+table.
 """
 
 from __future__ import annotations

@@ -1,26 +1,17 @@
 """Return the graphs of a model and export them.
 
 Seq2seq models are exported as `encoder_model`, which also computes the keys and values of cross-attention
-(once per sentence, not at each step), and `decoder_with_past_model`, which decodes one token. Classifiers,
+(once per text, not at each step), and `decoder_with_past_model`, which decodes one token. Classifiers,
 sentence embedders and decoder-only language models are exported as `model`. File and tensor names are
 Optimum's.
 
+torch.onnx.export reads its table of ONNX operators at each call: the source of a thousand functions is parsed
+for their names, 0.45 s each time, a fifth of a small graph's export (torch 2.13, onnxscript 0.7). For each
+node it also reads the definition of ONNX's operator again, 2 % of that time. `cached_op_registry` makes a
+process read both only once.
+
 Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary,
-C = classes, D = width.
-
-Cache torch's table of ONNX operators, so that a process reads it only once.
-
-torch.onnx.export reads it at each call: the source of a thousand functions is parsed for their names, 0.45 s
-each time, a fifth of a small graph's export (torch 2.13, onnxscript 0.7). For each node it also reads the
-definition of ONNX's operator again, 2 % of that time.
-
-The graphs of an encoder and a decoder.
-
-`encoder_model` also computes the keys and values of cross-attention (once per text, not at each step);
-`decoder_with_past_model` decodes one token.
-
-Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, D = width of the
-model, V = vocabulary.
+C = classes, D = width of the model.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Skip the second trace of torch.onnx.export if the first one can be converted directly.
+"""Make torch.onnx.export faster: skip its second trace, and metadata that an export does not use.
 
 torch.onnx.export traces a model repeatedly: `torch.export` gives a program, then `run_decompositions` traces
 the program twice, to decompose operators without an ONNX equivalent. That is more than half of the time of an
 export (torch 2.13). Here each operator of that kind is replaced in the program by torch's own decomposition.
 The graph is the same, node for node; a program with any other operator is left to torch.
-
-Make torch.onnx.export skip metadata that an export does not use.
 
 While torch.export traces a model, it records for each node the stack trace, reasons symbolically about memory
 formats, and writes the program as Python code after each of its passes. The export uses none of it. Without

@@ -26,7 +26,6 @@ from smelt.runtimes.runner import read_model_files
 
 if TYPE_CHECKING:
     from smelt.export.package.text_graph import TextPlan
-    from smelt.generation.config import GenerationConfig
 
 
 NUMBERS_FILE, STRINGS_FILE = "model.onnx", "model_text.onnx"
@@ -236,7 +235,7 @@ def make_text_plan(source: Path, decoding: GenerationConfig | None, vocabulary: 
     Raises:
         InputError: no operator tokenizes texts as its tokenizer does.
     """
-    from smelt.data.labels import SINGLE_LABEL, class_names, problem_type
+    from smelt.data.labels import class_names
     from smelt.export.package.text_graph import TextPlan
     from smelt.export.package.text_nodes import RowLayout, special_tokens_around, token_texts, tokenizer_nodes
     from smelt.generation.config import MAX_NEW_TOKENS

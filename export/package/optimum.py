@@ -1,11 +1,9 @@
 """The format `optimum`: graphs with the names and inputs that Optimum's ORTModel classes open.
 
-Convert smelt's graphs to those that Optimum and transformers.js expect.
-
-smelt's encoder also outputs the keys and values of cross-attention, and the first step of its decoder gets
-empty caches. In the other layout the encoder outputs only its hidden states, and the decoder's first graph
-computes these keys and values from them. So the nodes that compute them are moved; all others are unchanged.
-Two graphs of a translation model become four:
+transformers.js reads the same graphs. smelt's encoder also outputs the keys and values of cross-attention,
+and the first step of its decoder gets empty caches. In the other layout the encoder outputs only its hidden
+states, and the decoder's first graph computes these keys and values from them. So the nodes that compute them
+are moved; all others are unchanged. Two graphs of a translation model become four:
 
 | graph | inputs | outputs |
 |---|---|---|

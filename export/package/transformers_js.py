@@ -1,7 +1,6 @@
 """The format `transformers.js`: a folder that @huggingface/transformers opens in browsers and in Node.
 
-Write Marian's tokenizer as tokenizer.json: its SentencePiece model as a Unigram, with ids of vocab.json.
-
+Marian's tokenizer is written as tokenizer.json: its SentencePiece model as a Unigram, with ids of vocab.json.
 It is written only if it gives the same ids on 10,000 generated texts: pieces of the vocabulary, with and
 without spaces, characters of Unicode's blocks, and edge cases. Texts that begin with `>>` and are not a
 language code of the model are left out: Marian takes `>>...<<` for one unknown token, a Unigram splits it.

@@ -1,9 +1,7 @@
-"""Write a package, the parts common to all formats: support check, atomic folder, manifest.
+"""Write a package, the parts common to all formats: support check, atomic folder, manifest, README.md.
 
 A folder is created atomically: complete or not at all. If a format does not support an artifact, the error
-suggests artifacts and formats that fit.
-
-Write README.md of a package: origin, scores, size and usage.
+suggests artifacts and formats that fit. README.md has origin, scores, size and usage.
 """
 
 from __future__ import annotations

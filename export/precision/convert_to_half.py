@@ -46,7 +46,7 @@ def convert_to_half(
         dtype: fp16 or bf16.
         fp32_nodes: nodes that remain float32, each by the name of its first output, including inner graphs.
             Value names must be unique.
-        fp32_io: inputs and outputs of the graph that remain float32, in addition to `ENCODED`.
+        fp32_io: inputs and outputs of the graph that remain float32, in addition to `ENCODER_OUTPUTS`.
 
     Raises:
         RunError: a weight or constant of a half-precision node exceeds the range of `dtype`.

@@ -7,10 +7,9 @@ An engine accepts any shape between a profile's min and max and is fastest at it
 dimension (both masks and ids have `length`) get the same sizes, because shapes are made from one range per
 dimension name.
 
-Explain messages of TensorRT's parser and builder, and suggest what to do.
-
-The parser reports a code, an operator and a description that is often the text of an assertion or just
-`false`; the builder writes lines to the log. Observed with TensorRT 11.4.
+Messages of TensorRT's parser and builder are explained, with what to do. The parser reports a code, an
+operator and a description that is often the text of an assertion or just `false`; the builder writes lines to
+the log. Observed with TensorRT 11.4.
 """
 
 from __future__ import annotations
@@ -325,10 +324,10 @@ def causal_ranges(
 
 
 def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
-    """Return min, opt and max shape of every dynamic input of an ONNX model, and the values of `VALUES`.
+    """Return min, opt and max shape of every dynamic input of an ONNX model, and those of `VALUE_INPUTS`.
 
     Raises:
-        RunError: a dynamic dimension has no name, or one that is not in `DIMENSIONS`.
+        RunError: a dynamic dimension has no name, or one that is not in `DIMENSION_NAMES`.
     """
     known = {
         alias: ranges[name]

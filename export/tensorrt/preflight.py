@@ -5,16 +5,13 @@ constant, a profile longer than the position table) it does not report at all. T
 `value_rules.py`) find all of them at once, with the node and what to do; this module runs them and checks
 profiles. Limits and rules: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt), tested with 11.4.
 
-Check a third-party ONNX file with the TensorRT rules, in a subprocess with limits.
+A third-party file is checked with the same rules, in a subprocess with limits. The limits of memory and time,
+and the checks before any value is read (size and offset of each tensor, names that connect the nodes), are
+those of graphs that a recipe starts from. ONNX Runtime is not used.
 
-The limits of memory and time, and the checks before any value is read (size and offset of each tensor, names
-that connect the nodes), are those of graphs that a recipe starts from. ONNX Runtime is not used.
-
-Parse a graph with the installed TensorRT, in a subprocess.
-
-A native library that crashes may take its process with it, and the parser needs a builder, which the full
-TensorRT creates only if there is a GPU. As a script: `python -m smelt.export.tensorrt.preflight FILE`
-prints the errors as a JSON list.
+The installed TensorRT parses a graph in a subprocess too: a native library that crashes may take its process
+with it, and the parser needs a builder, which the full TensorRT creates only if there is a GPU. As a script:
+`python -m smelt.export.tensorrt.preflight FILE` prints the errors as a JSON list.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
@@ -37,10 +34,6 @@ from smelt.export.tensorrt.value_rules import missing_external_data
 from smelt.runtimes.third_party.graph_files import UNNAMED_DIMENSIONS
 from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, run_isolated
 from smelt.runtimes.third_party.validate_graph import validation_limits
-
-if TYPE_CHECKING:
-    from smelt.export.tensorrt.checked_graph import TensorrtProblem
-
 
 __all__ = ["TensorrtProblem", "check_profile", "load_graph", "preflight"]
 

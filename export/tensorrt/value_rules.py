@@ -1,8 +1,7 @@
-"""Rules on values, inputs and sizes: overflow, inputs that became constants, too many axes.
+"""Rules on values, inputs, sizes and element types.
 
-Rules on element types: which are supported, where, and in which combinations.
-
-TensorRT's networks are strongly typed: values are converted only by a Cast.
+Values: overflow, inputs that became constants, too many axes. Types: which are supported, where, and in which
+combinations. TensorRT's networks are strongly typed: values are converted only by a Cast.
 """
 
 from __future__ import annotations

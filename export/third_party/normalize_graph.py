@@ -144,7 +144,7 @@ def rename_reserved(path: Path, folder: Path, keep: Iterable[str] = ()) -> tuple
         folder: an empty one for the copy.
         keep: names of nodes that are not changed.
     """
-    from smelt.export.graph_files import read_graph, write_graph
+    from smelt.export.graph_files import write_graph
 
     bare = read_graph(path, values=False).graph
     values, nodes = _value_names(bare), _node_names(bare)

@@ -1,13 +1,10 @@
 """Compare the outputs of a quantized graph with the float graph's, and reject large errors.
 
 Outputs of a graph that are its inputs are removed before and restored afterwards: ONNX Runtime's quantizer
-cannot sort a graph with them.
+cannot sort a graph with them. Whether outputs of a sample depend on the other samples of its call is checked
+in a subprocess with limits. Causes are an `If` on a sum over the batch, or batch norm in training mode.
 
 Shapes: R = rows of a call, K = classes.
-
-Check, in a subprocess with limits, whether outputs of a sample depend on the other samples of its call.
-
-Causes are an `If` on a sum over the batch, or batch norm in training mode.
 """
 
 from __future__ import annotations

@@ -116,7 +116,6 @@ def _constant_nodes(model: Any) -> list[Any]:
 
 def constants_to_initializers(model: Any) -> None:
     """Convert the Constant nodes of the graph itself to initializers."""
-    import numpy as np
     from onnx import helper, numpy_helper
 
     lifted = _constant_nodes(model)

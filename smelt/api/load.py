@@ -1,6 +1,6 @@
-"""The model that `smelt.load(folder)` returns, with its count of active calls and of truncated texts.
+"""The model that `smelt.load(folder)` returns, and the checks of the arguments of Python calls.
 
-Validate the arguments of Python calls.
+The model counts its active calls and the texts that were truncated.
 """
 
 from __future__ import annotations

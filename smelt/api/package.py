@@ -1,8 +1,7 @@
-"""Write an artifact as a self-contained folder for deployment, for `smelt package`.
+"""Write an artifact as a self-contained folder for deployment, for `smelt package`, in one of its formats.
 
 The steps, scores and warnings in the package's README come from the report of the run that made the artifact.
-
-The package formats. A new format is one file and one line here.
+A new format is one file and one line in `PACKAGE_FORMATS`.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def plan_recipe(
     Raises:
         InputError: there are mistakes in the recipe, the model's folder or the data; lists all of them.
     """
-    from smelt.pipeline.plan.load_plan import load_plan, make_plan
+    from smelt.pipeline.plan.load_plan import load_plan
 
     if isinstance(recipe, Recipe):
         return make_plan(recipe.document(), recipe.path, overrides, until)

@@ -192,7 +192,7 @@ def init(
     force: bool,
 ) -> None:
     """Write a first recipe for MODEL (a folder, a hub id or an .onnx file)."""
-    from smelt.core.errors import InputError, did_you_mean
+    from smelt.core.errors import did_you_mean
     from smelt.data.splits import ALL_TASKS
     from smelt.pipeline.inspect.data_files import parse_columns
     from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe

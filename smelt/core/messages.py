@@ -1,6 +1,4 @@
-"""Messages to the user as data: a code to compare, and a text to read.
-
-Make untrusted text safe to show.
+"""Messages to the user as data: a code to compare, and a text that is safe to show.
 
 Data, model folders and artifacts may come from anywhere. Their texts are shown in messages and reports,
 where control characters could move a terminal's cursor or hide text, and Unicode's direction controls could

@@ -1,16 +1,14 @@
-"""The content-addressed store: artifacts and scores, each complete or absent.
+"""The content-addressed store: artifacts, scores, cached files and checkpoints, each complete or absent.
 
 Layout: ``artifacts/KEY/`` (a folder per artifact), ``scores/KEY.json``, ``tmp/`` (work in progress, each
 folder with its marker ``NAME.owner``, cleaned of leftovers of dead processes), ``locks/`` (work that is
 being done), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared, and the
 hash of the manifest). Nothing is written in place: a folder is made under `tmp`, flushed, then renamed.
 
-Cached files in the store: intermediate results of stages, and checkpoints of interrupted steps.
-
-Results that later steps use again, such as a teacher's logits or statistics, are stored under a key of all
-their dependencies, in ``kept/KEY/`` with ``kept.json``: their description, their source artifacts, and the
-hash of each file. A folder is complete or absent. Damaged files count as absent, because they can be made
-again.
+Intermediate results of stages that later steps use again, such as a teacher's logits or statistics, are
+stored under a key of all their dependencies, in ``kept/KEY/`` with ``kept.json``: their description, their
+source artifacts, and the hash of each file. A folder is complete or absent. Damaged files count as absent,
+because they can be made again.
 
 Checkpoints are stored in ``unfinished/KEY/N``, N the index of a training in its step.
 """

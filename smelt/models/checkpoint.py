@@ -3,7 +3,7 @@
 Tensors are assigned to a model's parameters by name, and shared ones are tied. Weights must match the config:
 no tensor is ignored, and none is initialized at random.
 
-Stores a model's text rules in its folder, and the first token of its target language.
+A model's text rules, with the first token of its target language, are stored in its folder.
 """
 
 from __future__ import annotations

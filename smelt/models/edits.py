@@ -1,6 +1,7 @@
-"""Apply structure edits to a model, one function per op.
+"""Structure edits: the differences between a model and its config, applied by one function per op.
 
-An edit is a dict with `op` and `module` (dotted name) and the arguments of the op:
+Every change of a model's structure is such an edit. They are stored with the model, and loading applies them
+again, in order. An edit is a dict with `op` and `module` (dotted name) and the arguments of the op:
 
     {"op": "linear", "module": m, "in_features": i, "out_features": o}   a Linear of another size
     {"op": "set", "module": m, "attribute": a, "value": v}               a whole number kept by a module
@@ -25,11 +26,6 @@ An edit is a dict with `op` and `module` (dotted name) and the arguments of the 
     {"op": "skip", "module": b, "part": p}                               a part of the block b is removed
 
 Edits only create the structure; the values come from the tensors. They work on the meta device.
-
-Structure edits: a list of differences between a model and its config, stored with it.
-
-Every change of a model's structure is such an edit (a dict with `op` and `module`, a dotted name, and
-the op's arguments); loading applies the edits again, in order (`smelt.models.edits`).
 
 A mask is not stored: the zeros of the weight are the mask. It belongs to the module and is removed with it,
 so that `mask` edits are written last, for the layers that have one then.

@@ -1,19 +1,14 @@
 """The model of a folder's config and edits, with its weights on the meta device.
 
-GPT-2's linear layers, which transformers stores as `Conv1D` with a transposed weight.
+GPT-2's linear layers are `Conv1D` in transformers, with a transposed weight. In memory they are plain
+`nn.Linear`, so that pruning, factorization and quantization need no special case; in the file a plain one
+keeps transformers' layout [in, out], so that `from_pretrained` can still read a model whose structure no
+stage has changed.
 
-In memory they are plain `nn.Linear`, so that pruning, factorization and quantization need no special case;
-in the file a plain one keeps transformers' layout [in, out], so that `from_pretrained` can still read a model
-whose structure no stage has changed.
-
-Suppresses the terminal output of transformers.
-
-The float type of each tensor in a model's file, and the one that it is saved in.
-
-Everything is computed in float32. Reading 16-bit weights widens them, which is exact; saving them
-rounds to nearest, once per step: by at most 2^-11 of a weight in float16 and 2^-8 in bfloat16, and not at
-all where a step did not change it. So a step keeps the type of a checkpoint, and a pruned model
-is not larger than the original.
+Each tensor has a float type in the file that is read, and one in which it is saved. Everything is computed in
+float32. Reading 16-bit weights widens them, which is exact; saving them rounds to nearest, once per step: by
+at most 2^-11 of a weight in float16 and 2^-8 in bfloat16, and not at all where a step did not change it. So a
+step keeps the type of a checkpoint, and a pruned model is not larger than the original.
 """
 
 from __future__ import annotations

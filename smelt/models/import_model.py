@@ -2,9 +2,8 @@
 
 The licence is read from the front matter of the model card, or from a licence file.
 
-Import a GPTQ or AWQ checkpoint as scheme int4, with exactly its weights, scales and zero points.
-
-A group of the checkpoint becomes one group, or several with the same scale where smelt has no group that
+A GPTQ or AWQ checkpoint is imported as scheme int4, with exactly its weights, scales and zero points. A
+group of the checkpoint becomes one group, or several with the same scale where smelt has no group that
 large; where all zero points are 8, none are stored. Activations are int8 blocks, as in every int4 layer
 (accuracy level 4).
 

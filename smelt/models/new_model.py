@@ -1,6 +1,4 @@
-"""A model with random weights, from its config and a tokenizer.
-
-Training of a tokenizer for a new model.
+"""A model with random weights, from its config and a tokenizer, which can be trained for it.
 
 The pieces are learned by the tokenizers library (Marian's by SentencePiece, which its tokenizer
 uses); the special tokens, and their positions around a text, are those of the family's own checkpoints.

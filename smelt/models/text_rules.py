@@ -11,19 +11,17 @@ lists the steps: Transformer, Pooling, optionally Normalize. The folder of Pooli
 
 Source: github.com/huggingface/sentence-transformers 6.2, base/modules and sentence_transformer/modules.
 
-The maximum number of tokens of a model: its position table, and its tokenizer's setting.
+The maximum number of tokens of a model comes from its position table and its tokenizer's setting. Only an
+existing table limits a text: a family with relative positions has none.
 
-Only an existing table limits a text: a family with relative positions has none.
-
-Running text for language models: joined, tokenized once, cut into windows of equal length.
-
-A window of m + 1 tokens is m inputs and the m tokens that follow them. The next window begins `stride`
-tokens later and scores only tokens that no window before it has predicted; so every token but the first of
-the whole text is predicted exactly once, each with at least `length - stride` tokens before it (except in the
-first window). Where the tokenizer adds a first token (BOS) before a text, every window begins with it: models
-that were trained so (Llama, Gemma) are much worse without it. It takes one of the window's positions. The
-text and bytes of each token come from the tokenizer's own offsets.
-Source: Hugging Face, "Perplexity of fixed-length models"; unlike there, adjacent windows lose no token.
+Running text for language models is joined, tokenized once and cut into windows of equal length. A window of
+m + 1 tokens is m inputs and the m tokens that follow them. The next window begins `stride` tokens later and
+scores only tokens that no window before it has predicted; so every token but the first of the whole text is
+predicted exactly once, each with at least `length - stride` tokens before it (except in the first window).
+Where the tokenizer adds a first token (BOS) before a text, every window begins with it: models that were
+trained so (Llama, Gemma) are much worse without it. It takes one of the window's positions. The text and
+bytes of each token come from the tokenizer's own offsets. Source: Hugging Face, "Perplexity of fixed-length
+models"; unlike there, adjacent windows lose no token.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """The interface between texts and token ids, and its implementations by tokenizers and transformers.
 
 Three classes implement `TextTokenizer`: `RustTokenizer` reads a `tokenizer.json` by the tokenizers library
-only, `MarianTokenizer` (`smelt.models.tokenizer`) uses SentencePiece, and `HubTokenizer` wraps a
-tokenizer of transformers, which imports torch and is the reference of the other two. They are used where an
-export has verified that they equal it (`smelt.export.tokenizer`): the onnx stage then writes
-`tokenizing.json` next to the tokenizer's files, with the reader and the properties that these files do not
-have. An artifact without it is read by transformers.
+only, `MarianTokenizer` uses SentencePiece, and `HubTokenizer` wraps a tokenizer of transformers, which
+imports torch and is the reference of the other two. They are used where an export has verified that they
+equal it (`smelt.export.tokenizer`): the onnx stage then writes `tokenizing.json` next to the tokenizer's
+files, with the reader and the properties that these files do not have. `open_tokenizer` uses the lightest
+reader that is verified to be exact; an artifact without that file is read by transformers. The readers'
+libraries are imported when a reader is created; transformers' tokenizers import torch.
 
-Open a model's tokenizer with the lightest reader that is verified to be exact.
-
-The readers' libraries are imported when a reader is created; transformers' tokenizers import torch.
-
-Tools that do not depend on the texts, created once per opened artifact: tokenizer, limits, decoding.
-
-Texts on which two tokenizers are likely to differ.
+`TextTools` does not depend on the texts and is created once per opened artifact: tokenizer, limits, decoding.
+`EDGE_CASE_TEXTS` are texts on which two tokenizers are likely to differ.
 """
 
 from __future__ import annotations

@@ -1,23 +1,17 @@
-"""ONNX Runtime backend with its TensorRT provider: graphs of ONNX Runtime, size limits of engines.
-
-Engines are built for the sizes in `provider.json`; more rows than they take are run in parts, in sequence.
-
-Shapes: R = rows, S = input tokens of one call, V = vocabulary.
-
-Opens a graph in ONNX Runtime with its TensorRT provider.
-
-ONNX Runtime continues without a provider that does not load, and prints a message; here that is an error.
-
-Options of ONNX Runtime's TensorRT provider, in `provider.json`, and the folders of its cached engines.
+"""ONNX Runtime backend with its TensorRT provider: sessions, size limits and options of engines.
 
 The export writes `provider.json` next to the graphs; it is read when they are opened. A program that opens a
-graph without smelt finds there the provider's options, in its format. The folder of its caches depends on the
-machine and is not in the file.
+graph without smelt finds there the provider's options, in its format. Engines are built for the sizes in it;
+more rows than they take are run in parts, in sequence. ONNX Runtime continues without a provider that does
+not load, and prints a message; here that is an error.
 
-Engines are cached in one folder of the user's cache per graph, machine and versions. ONNX Runtime names a
-cached engine after the graph's nodes, not after its weights, and uses it without a check ("clean up any old
-engine ... if any of the following changes", its documentation says). So everything that an engine depends on
-is in the folder's name, and readable in `made_for.json`.
+The folder of cached engines depends on the machine and is not in the file: one folder of the user's cache per
+graph, machine and versions. ONNX Runtime names a cached engine after the graph's nodes, not after its
+weights, and uses it without a check ("clean up any old engine ... if any of the following changes", its
+documentation says). So everything that an engine depends on is in the folder's name, and readable in
+`made_for.json`.
+
+Shapes: R = rows, S = input tokens of one call, V = vocabulary.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """TensorRT backend: engines on an NVIDIA GPU, with the caches stored there; buffers are torch CUDA tensors.
 
-More rows than an engine takes at once are run in parts, in sequence. API: TensorRT 11.
+More rows than an engine takes at once are run in parts, in sequence.
+
+API: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api), signatures
+compared with the bindings of 11.4. The order of an engine's calls is the API's: the profile, once or when
+another one fits better; then for each run the inputs' shapes and addresses, `infer_shapes`, the outputs'
+addresses, `execute_async_v3`.
 
 Shapes: R = rows, S = input tokens of one call, P = tokens of previous calls, H = heads of a cache, d = width
 of a head, V = vocabulary.
-
-One TensorRT engine and its calls; buffers are torch tensors.
-
-API: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api), signatures
-compared with the bindings of 11.4. The order of the calls is the API's: the profile, once or when another
-one fits better; then for each run the inputs' shapes and addresses, `infer_shapes`, the outputs'
-addresses, `execute_async_v3`.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class TensorrtEngine:
     stream: a `torch.cuda.Stream`; it must be torch's current stream during every call, so that torch
         reuses no memory that the engine still reads.
 
-    The sidecar next to the plan (`tensorrt_sidecar`) is compared with this machine before loading.
+    The sidecar next to the plan (`EngineSidecar`) is compared with this machine before loading.
 
     Raises:
         InputError: it was built by another version or for another GPU, or the file is incomplete.

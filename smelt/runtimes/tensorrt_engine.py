@@ -1,8 +1,8 @@
-"""The sidecar of an engine, `NAME.plan.json`: its builder, source and GPU; read before the engine is loaded.
+"""The sidecar of an engine, and the import of TensorRT.
 
-TensorRT refuses an engine of another version or GPU with an assertion about a magic number.
-
-Imports TensorRT: the package `tensorrt`, or `tensorrt_rtx`, which has the same API.
+The sidecar, `NAME.plan.json`, has the engine's builder, source and GPU. It is read before the engine is
+loaded: TensorRT refuses an engine of another version or GPU with an assertion about a magic number. TensorRT
+is the package `tensorrt`, or `tensorrt_rtx`, which has the same API.
 """
 
 from __future__ import annotations

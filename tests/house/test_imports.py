@@ -83,6 +83,29 @@ def test_importing_what_runs_an_onnx_artifact_loads_its_runtime_alone() -> None:
     assert loaded_after(names) == ["onnxruntime"]
 
 
+def repeated_imports(source: str) -> list[str]:
+    """Names that a function or `if TYPE_CHECKING` imports although the module has imported them already."""
+    tree = ast.parse(source)
+    found: dict[tuple[str | None, str, str | None], int] = {}
+    repeated = []
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in sorted(nodes, key=lambda node: node not in tree.body):
+        for alias in node.names:
+            key = (getattr(node, "module", None), alias.name, alias.asname)
+            if key in found:
+                repeated.append(f"{node.lineno}: {alias.name}, imported in line {found[key]}")
+            elif node in tree.body:
+                found[key] = node.lineno
+    return repeated
+
+
+def test_no_function_imports_what_its_module_has_imported() -> None:
+    found = {name: repeated_imports(path.read_text(encoding="utf-8")) for name, path in modules().items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    body = "import a\nfrom b import c\nif a:\n    from b import c, d\ndef f():\n    import a, e\n"
+    assert [line.split(",")[0] for line in repeated_imports(body)] == ["4: c", "6: a"]
+
+
 def test_heavy_check_finds_a_heavy_import() -> None:
     assert "torch" in loaded_after(["smelt.models.layers"])
 

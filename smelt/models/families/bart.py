@@ -1,7 +1,4 @@
-"""BART. Source: transformers' modeling_bart.py.
-
-The layout of BART and similar models. Source: transformers' modeling_bart.py.
-"""
+"""BART, and the layout of similar models. Source: transformers' modeling_bart.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Build report.json during a run.
+"""Build report.json during a run, with the verdicts of its gates.
 
-Evaluate the gates of a recipe on a step, and the number of samples that a decision needs.
+A gate of a recipe is evaluated on a step, with the number of samples that a decision needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Create the first artifact of a run: from a user's model, an ONNX model, or a config with random weights.
 
-Models that steps name by folder (teacher, student) are checked before the first step.
-
-Import a third-party ONNX model as the first artifact of a run.
+An ONNX model is a third-party graph. Models that steps name by folder (teacher, student) are checked before
+the first step.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ from smelt.pipeline.recipe.stages import MODEL_STEP
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.scoring import Scorer
-    from smelt.pipeline.execute.step_runner import StepRunner, TaskSetup
     from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
-    from smelt.pipeline.plan.plan import Plan
     from smelt.runtimes.third_party.signature import GraphSignature
 
 

@@ -1,13 +1,11 @@
-"""Check without torch, from config and headers, that a folder is a supported model, quantized or not.
+"""Check without torch, from config, JSON and headers, that a folder is a supported model, quantized or not.
 
 Only safetensors weights are read. Pickle files (`pytorch_model.bin`, `.pt`, `.ckpt`) can run arbitrary code
 when they are opened, so they are always rejected.
 
-Check without torch, from JSON and headers, that the files of a model's folder belong together.
-
-Checked are the byte range of each tensor in its safetensors file, the embedding's shape against the config,
-and the tokenizer's tokens against the embedding's rows. All other shapes are checked when the model is
-loaded, before the first stage.
+The files must belong together. Checked are the byte range of each tensor in its safetensors file, the
+embedding's shape against the config, and the tokenizer's tokens against the embedding's rows. All other
+shapes are checked when the model is loaded, before the first stage.
 """
 
 from __future__ import annotations

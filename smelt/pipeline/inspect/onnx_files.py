@@ -27,7 +27,6 @@ from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec
 from smelt.runtimes.third_party.trial_run import detect_output_axes
 
 if TYPE_CHECKING:
-    from smelt.runtimes.third_party.signature import GraphSignature
     from smelt.runtimes.third_party.validate_graph import GraphValidation
 
 

@@ -1,8 +1,7 @@
-"""Warnings about a run's data and settings that limit what its scores mean.
+"""Warnings about a run's data and settings that limit what its scores mean, and about orders of its steps.
 
 The plan shows them as far as model and data are available, the run the rest, and the report all of them.
-
-Warnings about orders of steps that work but give poor results.
+Orders of steps are reported that work but give poor results.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Scheme int8-dynamic: int8 weights per output channel or tensor, uint8 activations quantized at run time.
+"""The schemes int8-dynamic and int8-static: int8 weights per output channel or tensor, 8-bit activations.
 
-Weights: `smelt/quantization/int8.py`. Activations: asymmetric, one scale and zero point for the tensor of the
-whole batch, as in the ONNX operator DynamicQuantizeLinear (opset 11, `smelt/quantization/layers.py`). A
-layer may be exported to another form, which rounds activations block by block (`emit_block_linear` of
-`smelt/quantization/int8.py`), if that was measured to be faster.
+Weights: `smelt/quantization/int8.py`.
 
-Shapes: N = outputs (rows), K = inputs (columns).
+Activations of int8-dynamic are uint8, quantized at run time: asymmetric, one scale and zero point for the
+tensor of the whole batch, as in the ONNX operator DynamicQuantizeLinear (opset 11,
+`smelt/quantization/layers.py`). A layer may be exported to another form, which rounds activations block by
+block (`emit_block_linear` of `smelt/quantization/int8.py`), if that was measured to be faster.
 
-Scheme int8-static: int8 weights per channel or tensor, int8 activations with a calibrated range.
-
-Weights: `smelt/quantization/int8.py`. Activations: symmetric, one scale for all inputs of a layer, stored
-with it:
+Activations of int8-static are int8 with a calibrated range: symmetric, one scale for all inputs of a layer,
+stored with it:
 
     scale = range / 127        x_q = clamp(round(x / scale), -128, 127)        round half to even
 

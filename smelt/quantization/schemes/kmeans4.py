@@ -222,7 +222,7 @@ def _initial_centroids(rising: Tensor, filling: Tensor, counts: Tensor) -> list[
 
 
 def _lloyd_iterations(centres: Tensor, rising: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the centres after `ROUNDS` iterations: each weight to the nearest, each centre to its mean.
+    """Return the centres after `LLOYD_ITERATIONS`: each weight to the nearest, each centre to its mean.
 
     Args:
         centres: float64 [N, G, 16], rising.

@@ -1,4 +1,4 @@
-"""Convert Optimum's graphs to those of smelt's runners.
+"""Recognize generating graphs in Optimum's layout, and convert them to those of smelt's runners.
 
 No computation changes. Optimum's first decoder computes the keys and values of cross-attention from the
 encoder's hidden states; here the encoder's graph computes them, once per text. Its decoder for all later
@@ -7,9 +7,7 @@ tokens is also used for the first one: with empty caches (verified by `verify_ge
 Graphs are onnx.GraphProto, edited including their subgraphs: renaming, resolving branches, extracting parts.
 Results are new, or copies.
 
-Shapes: B = batch, L = source length, P = previous tokens, H = heads, d = width of a head, V = vocabulary.
-
-Recognizes the generating graphs of a folder in Optimum's layout, and reports missing ones.
+Missing graphs of a layout are reported:
 
 | layout | files |
 |---|---|
@@ -18,6 +16,8 @@ Recognizes the generating graphs of a folder in Optimum's layout, and reports mi
 | a language model | model, with past_key_values.* |
 
 Source: optimum/onnxruntime/modeling_seq2seq.py and modeling_decoder.py (optimum-onnx 0.1.0).
+
+Shapes: B = batch, L = source length, P = previous tokens, H = heads, d = width of a head, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def convert_encoder_decoder(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Return encoder and decoder for smelt, and Optimum's graph for the first token only.
 
     Args:
-        parts: onnx.ModelProtos by name, of one of the layouts in `optimum_layout.py`; weights may be
+        parts: onnx.ModelProtos by name, of one of the layouts; weights may be
         external.
 
     Raises:

@@ -1,18 +1,16 @@
-"""Import third-party generating graphs as those of an artifact, after verification.
+"""Import third-party graphs as those of an artifact: one `model.onnx`, or verified generating graphs.
 
-The converted graphs are compared with Optimum's once, in a separate process with resource limits. For an
-encoder-decoder: keys and values of cross-attention, and the logits of the first token, for rows of two
-lengths, against Optimum's first graph. For a language model: that a prompt in one call, in two, token by
-token and padded on the left gives the same logits.
-
-Import a third-party graph as the `model.onnx` of an artifact, with pooling if it has only hidden states.
-
-A graph without external weights is copied byte by byte. External weights, under any file names,
-are collected in `model.onnx_data`, as in smelt's own graphs.
+A graph without external weights is copied byte by byte. External weights, under any file names, are collected
+in `model.onnx_data`, as in smelt's own graphs.
 
 Optimum's feature extraction returns `last_hidden_state` only. sentence-transformers pooling is added, so that
 the graph returns vectors of texts. The added operators have the same form in all opsets. Source:
 sentence_transformers/models/Pooling.py and Normalize.py.
+
+Converted generating graphs are compared with Optimum's once, in a separate process with resource limits. For
+an encoder-decoder: keys and values of cross-attention, and the logits of the first token, for rows of two
+lengths, against Optimum's first graph. For a language model: that a prompt in one call, in two, token by
+token and padded on the left gives the same logits.
 
 Shapes: B = batch, L = tokens, D = width.
 """
@@ -440,7 +438,7 @@ def import_generator(files: Mapping[str, Path], config: Mapping[str, Any], out: 
     """Write the graphs of smelt's runners into the folder `out`.
 
     Args:
-        files: those of a layout in `optimum_layout.py`, by name without `.onnx`, all in one folder.
+        files: those of a layout in `convert_optimum.py`, by name without `.onnx`, all in one folder.
         config: the model's config.json.
         out: of the artifact.
 

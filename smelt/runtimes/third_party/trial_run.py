@@ -1,12 +1,9 @@
 """Run a third-party graph on its first samples, in a separate process that may crash.
 
-A file may be valid and still compute an array of a terabyte; so a new third-party graph is first run here.
-Sample axes are detected the same way: permuted inputs give outputs in the same order.
-
-Third-party artifacts are first opened and run in a separate process, with resource limits.
-
-A file of some hundred bytes can request gigabytes, when it is opened or at its first call. Graphs that were
-tried once, or created here, are remembered by their hash and later opened directly.
+A file of some hundred bytes may be valid and request gigabytes, when it is opened or at its first call. So a
+new graph, or a third-party artifact, is first opened and run here, with resource limits. Graphs that were
+tried once, or created here, are remembered by their hash and later opened directly. Sample axes are detected
+the same way: permuted inputs give outputs in the same order.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def _model_details(model: Any) -> dict[str, Any]:
         count_quantized_tensors,
         dominant_float_type,
     )
-    from smelt.runtimes.third_party.graph_structure import all_nodes, random_nodes
+    from smelt.runtimes.third_party.graph_structure import random_nodes
 
     tops = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     operators = Counter(node.op_type for node in tops)

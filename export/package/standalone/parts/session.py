@@ -1,7 +1,4 @@
-"""Open a graph in ONNX Runtime.
-
-The command line of infer.py.
-"""
+"""Open a graph in ONNX Runtime, and parse the command line of infer.py."""
 
 from __future__ import annotations
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 MAX_OUTPUT_PREFIX, SUM_PREFIX = "smelt.largest.", "smelt.sum."
 # whose inputs are summed; of the last one, their squares
 _SUMMING_OPS = ("MatMul", "Gemm", "Conv", "ReduceSum", "ReduceMean", "ReduceL2")
+FP16_MAX = 65504.0
+# half of it: other samples have larger values than the calibration samples, and masks are 20,000
+FP16_SAFE_MAX = FP16_MAX / 2
 _BATCH_SIZE = 4  # rows
 _SUBGRAPH_MARK = "@"
 _SUM_AXES = 13  # since this opset the axes of ReduceSum are an input
@@ -50,6 +53,19 @@ class ValueRanges(NamedTuple):
 
     values: dict[str, float]
     sums: dict[str, float]
+
+    def update(self, outputs: Mapping[str, Any]) -> None:
+        """Add the outputs of a call of `open_with_measurements`; NaN counts as infinite."""
+        for mark, into in ((MAX_OUTPUT_PREFIX, self.values), (SUM_PREFIX, self.sums)):
+            for output in (o for o in outputs if o.startswith(mark)):
+                name, value = output[len(mark) :], float(outputs[output])
+                into[name] = max(into.get(name, 0.0), float("inf") if np.isnan(value) else value)
+
+    def overflows(self, node: Any) -> list[float]:
+        """Return the inputs, outputs and sums of a node that are close to or above float16's maximum."""
+        names = (*node.input, *node.output)
+        found = [self.values[name] for name in names if not self.values.get(name, 0.0) <= FP16_SAFE_MAX]
+        return found + [self.sums[name] for name in node.output if not self.sums.get(name, 0.0) <= FP16_MAX]
 
 
 def measure_ranges(
@@ -68,11 +84,7 @@ def measure_ranges(
     session = open_with_measurements(model, folder, name, threads)
     for reference in references:
         for _, got in run_graph_calls(session, folder, name, reference):
-            for mark, into in ((MAX_OUTPUT_PREFIX, found.values), (SUM_PREFIX, found.sums)):
-                for output in (o for o in got if o.startswith(mark)):
-                    value = float(got[output])
-                    value = float("inf") if np.isnan(value) else value
-                    into[output[len(mark) :]] = max(into.get(output[len(mark) :], 0.0), value)
+            found.update(got)
     return found
 
 
@@ -224,9 +236,6 @@ def _sum_magnitudes(graph: Any, node: Any, opset: int, output: str) -> str:
     return _max_magnitude(graph, bound.output[0], output)
 
 
-FP16_MAX = 65504.0
-# half of it: other samples have larger values than the calibration samples, and masks are 20,000
-FP16_SAFE_MAX = FP16_MAX / 2
 _NORM_OPS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
@@ -278,7 +287,6 @@ def select_fp32(
     wide = Fp32Selection()
     values = {} if ranges is None else ranges.values
     wide.values = {name for name, value in values.items() if not value <= FP16_SAFE_MAX}
-    sums = {} if ranges is None else {name: v for name, v in ranges.sums.items() if not v <= FP16_MAX}
     above: dict[str, str] = {}
     for node in model.graph.node:
         block = homes.get(node.name) or homes.get(node.output[0]) or ""
@@ -288,8 +296,7 @@ def select_fp32(
         # an optimizer's own nodes are assigned to the module of their inputs
         block = block or next((above[name] for name in node.input if name in above), "")
         above.update(dict.fromkeys(node.output, block))
-        given = [name for name in (*node.input, *node.output) if name in wide.values]
-        largest = [values[name] for name in given] + [sums[n] for n in node.output if n in sums]
+        largest = [] if ranges is None else ranges.overflows(node)
         if largest and node.output[0] not in wide.nodes:
             wide.nodes.add(node.output[0])
             wide.blocks[block] = max(*largest, wide.blocks.get(block, 0.0))

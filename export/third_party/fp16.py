@@ -193,14 +193,7 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
     from onnx.external_data_helper import load_external_data_for_model
 
     from smelt.export.graph_files import write_graph
-    from smelt.export.precision.half_graphs import (
-        FP16_MAX,
-        FP16_SAFE_MAX,
-        MAX_OUTPUT_PREFIX,
-        SUM_PREFIX,
-        open_with_measurements,
-        weight_magnitudes,
-    )
+    from smelt.export.precision.half_graphs import ValueRanges, open_with_measurements, weight_magnitudes
     from smelt.export.precision.value_types import node_key
     from smelt.export.third_party.graph_samples import cast_feeds
     from smelt.runtimes.third_party.graph_structure import all_nodes, subgraphs
@@ -211,25 +204,12 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
         session = open_with_measurements(model, Path(folder), Path(name).stem, ctx.threads)
         kinds = {item.name: item.type for item in session.get_inputs()}
         outputs = [output.name for output in session.get_outputs()]
-        largest = dict(weight_magnitudes(model))
-        sums: dict[str, float] = {}
+        ranges = ValueRanges(weight_magnitudes(model), {})
         for inputs in feeds:
-            for output, value in zip(outputs, session.run(outputs, cast_feeds(inputs, kinds)), strict=True):
-                for mark, into in ((MAX_OUTPUT_PREFIX, largest), (SUM_PREFIX, sums)):
-                    if output.startswith(mark):
-                        key, size = output[len(mark) :], float(value)
-                        into[key] = max(into.get(key, 0.0), float("inf") if np.isnan(size) else size)
-    found: dict[str, float] = {}
+            got = session.run(outputs, cast_feeds(inputs, kinds))
+            ranges.update(dict(zip(outputs, got, strict=True)))
     nodes = [node for node in all_nodes(model.graph.node) if not subgraphs(node)]
-    for node in nodes:
-        sizes = [
-            largest[name]
-            for name in (*node.input, *node.output)
-            if not largest.get(name, 0.0) <= FP16_SAFE_MAX
-        ]
-        sizes += [sums[name] for name in node.output if not sums.get(name, 0.0) <= FP16_MAX]
-        if sizes:
-            found[node_key(node)] = max(sizes)
+    found = {node_key(node): max(sizes) for node in nodes if (sizes := ranges.overflows(node))}
     if found:
         calls = {node_key(node): node.name or node_key(node) for node in nodes}
         worst = sorted(found, key=lambda name: -found[name])

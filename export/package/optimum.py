@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,10 +44,25 @@ from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, Supp
 from smelt.generation.runners import is_causal
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.models.text_rules import SENTENCE_FILES
+from smelt.runtimes.backend import past_input_name
 from smelt.runtimes.runner import EMBEDDING_OUTPUT
+from smelt.runtimes.third_party.convert_optimum import (
+    DECODER_WITH_PAST_GRAPH,
+    ENCODER_ATTENTION_MASK,
+    ENCODER_GRAPH,
+    ENCODER_HIDDEN_STATES,
+    FIRST_DECODER_GRAPH,
+    LAST_HIDDEN_STATE,
+    MERGED_DECODER_GRAPH,
+    MODEL_GRAPH,
+    USE_CACHE_BRANCH,
+    copy_message,
+    nodes_for_outputs,
+    rename_values,
+    used_tensors,
+    with_name,
+)
 
-ENCODER_GRAPH, DECODER_WITH_PAST_GRAPH, MODEL_GRAPH = "encoder_model", "decoder_with_past_model", "model"
-FIRST_DECODER_GRAPH, MERGED_DECODER_GRAPH = "decoder_model", "decoder_model_merged"
 _REQUIRES = "pip install 'optimum-onnx[onnxruntime]==0.1.0'"
 _CLASSES = {
     "seq2seq": "ORTModelForSeq2SeqLM",
@@ -217,12 +232,6 @@ def _example_code(kind: str, source: Path, origin: PackageOrigin) -> str:
     )
 
 
-LAST_HIDDEN_STATE, ENCODER_HIDDEN_STATES, ENCODER_ATTENTION_MASK, USE_CACHE_BRANCH = (
-    "last_hidden_state",
-    "encoder_hidden_states",
-    "encoder_attention_mask",
-    "use_cache_branch",
-)
 _CROSS_PREFIX = "cross."  # prefix of names from the encoder's graph
 
 
@@ -257,7 +266,7 @@ def optimum_graphs(encoder: Any, decoder: Any) -> OptimumGraphs:
         RunError: keys and values depend on more than hidden states.
     """
     cross = _extract_cross_attention(encoder.graph)
-    states = _with_name(
+    states = with_name(
         next(o for o in encoder.graph.output if o.name == LAST_HIDDEN_STATE), ENCODER_HIDDEN_STATES
     )
     return OptimumGraphs(
@@ -271,12 +280,11 @@ def optimum_graphs(encoder: Any, decoder: Any) -> OptimumGraphs:
 def _extract_cross_attention(graph: Any) -> CrossAttentionNodes:
     """Remove the nodes that compute the keys and values from the encoder's `graph`; return copies of them."""
     outputs = [o for o in graph.output if o.name != LAST_HIDDEN_STATE]
-    found = _nodes_for_outputs(graph, [o.name for o in outputs], stop=LAST_HIDDEN_STATE)
-    renamed = {LAST_HIDDEN_STATE: ENCODER_HIDDEN_STATES, "attention_mask": ENCODER_ATTENTION_MASK} | {
-        o.name: o.name for o in outputs
-    }
-    nodes = []
-    for node in (_copy(node) for node in found):
+    found = nodes_for_outputs(graph.node, [o.name for o in outputs], stop=LAST_HIDDEN_STATE)
+    renamed = {LAST_HIDDEN_STATE: ENCODER_HIDDEN_STATES, "attention_mask": ENCODER_ATTENTION_MASK}
+    renamed["input_ids"] = ENCODER_ATTENTION_MASK  # the mask has the shape of the ids
+    renamed |= {o.name: o.name for o in outputs}
+    for node in found:
         if "input_ids" in node.input and node.op_type != "Shape":
             raise RunError(
                 f"encoder_model.onnx: node '{node.name}' ({node.op_type}) computes keys or values of"
@@ -285,23 +293,16 @@ def _extract_cross_attention(graph: Any) -> CrossAttentionNodes:
                 code="unsupported-graph",
                 file="encoder_model.onnx",
             )
-        node.name = _CROSS_PREFIX + node.name
-        # the mask has the shape of the ids
-        names = renamed | {"input_ids": ENCODER_ATTENTION_MASK}
-        _rename(node.input, names, _CROSS_PREFIX)
-        _rename(node.output, names, _CROSS_PREFIX)
-        nodes.append(node)
-    read = {name for node in found for name in node.input}
-    weights = [_with_name(w, _CROSS_PREFIX + w.name) for w in graph.initializer if w.name in read]
-    return CrossAttentionNodes(nodes, weights, [_copy(o) for o in outputs])
+    nodes = rename_values(found, lambda name: renamed.get(name, _CROSS_PREFIX + name), _CROSS_PREFIX)
+    weights = [with_name(w, _CROSS_PREFIX + w.name) for w in used_tensors(graph.initializer, found)]
+    return CrossAttentionNodes(nodes, weights, [copy_message(o) for o in outputs])
 
 
 def _strip_encoder(model: Any) -> Any:
     """Return the encoder without the nodes that compute keys and values."""
-    nodes = _nodes_for_outputs(model.graph, [LAST_HIDDEN_STATE])
-    read = {name for node in nodes for name in node.input}
+    nodes = nodes_for_outputs(model.graph.node, [LAST_HIDDEN_STATE])
     outputs = [o for o in model.graph.output if o.name == LAST_HIDDEN_STATE]
-    weights = [w for w in model.graph.initializer if w.name in read]
+    weights = used_tensors(model.graph.initializer, nodes)
     return _make_model(model, nodes, list(model.graph.input), outputs, weights)
 
 
@@ -325,7 +326,7 @@ def _first_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> Any
 def _decoder_with_past(decoder: Any) -> Any:
     """Return the decoder's graph for all other tokens; names from the encoder do not change."""
     graph = decoder.graph
-    nodes = [*(_copy(node) for node in graph.node)]
+    nodes = list(graph.node)
     logits = _add_token_axis(nodes, graph)
     outputs = [logits, *(o for o in graph.output if o.name != "logits")]
     return _make_model(decoder, nodes, _sort_caches(graph.input), outputs, list(graph.initializer))
@@ -338,13 +339,10 @@ def _merged_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> An
     graph = decoder.graph
     names = [o.name for o in cross.outputs]
     # the outputs of both branches have different names
-    here = [_copy(node) for node in cross.nodes]
-    for node in here:
-        for ends in (node.input, node.output):  # one node may read the output of another
-            _rename(ends, {name: f"made.{name}" for name in names})
-    outputs = [_with_name(o, f"made.{o.name}") for o in cross.outputs]
-    given = [_with_name(o, f"given.{o.name}") for o in cross.outputs]
-    pasts = [_past(name) for name in names]
+    here = rename_values(cross.nodes, lambda name: f"made.{name}" if name in names else name, "")
+    outputs = [with_name(o, f"made.{o.name}") for o in cross.outputs]
+    given = [with_name(o, f"given.{o.name}") for o in cross.outputs]
+    pasts = [past_input_name(name) for name in names]
     take = [helper.make_node("Identity", [p], [g.name], g.name) for p, g in zip(pasts, given, strict=True)]
     choice = helper.make_node(
         "If", [USE_CACHE_BRANCH], names, "cross_attention",
@@ -361,31 +359,27 @@ def _merged_decoder(decoder: Any, cross: CrossAttentionNodes, states: Any) -> An
 
 def _step_nodes(graph: Any) -> list[Any]:
     """Return copies of the decoder's nodes that read the keys and values of the same graph."""
-    nodes = [_copy(node) for node in graph.node]
     renamed = {i.name: _present(i.name) for i in graph.input if _is_cache(i.name, "encoder")}
-    for node in nodes:
-        _rename(node.input, renamed)
+    nodes = rename_values(graph.node, lambda name: renamed.get(name, name), "")
     _add_token_axis(nodes, graph)
     return nodes
 
 
 def _add_token_axis(nodes: list[Any], graph: Any) -> Any:
-    """Make `logits` [B, V] of `nodes` [B, 1, V], in place; return their value info."""
+    """Make `logits` [B, V] of the list `nodes` [B, 1, V], in place; return their value info."""
     from onnx import helper
 
-    described = _copy(next(o for o in graph.output if o.name == "logits"))
+    described = copy_message(next(o for o in graph.output if o.name == "logits"))
     known = {name for node in nodes for name in (node.name, *node.output)}
     word = "logits"
     while known & {f"{word}.of_token", f"{word}.axis"}:  # a package that was read again
         word += "_"
     inner, by = f"{word}.of_token", f"{word}.axis"
-    for node in nodes:
-        _rename(node.output, {"logits": inner})
-        _rename(node.input, {"logits": inner})
+    nodes[:] = rename_values(nodes, lambda name: inner if name == "logits" else name, "")
     axis = helper.make_node("Constant", [], [by], by, value_ints=[1])
     nodes += [axis, helper.make_node("Unsqueeze", [inner, by], ["logits"], word)]
     dims = described.type.tensor_type.shape.dim
-    batch, words = _copy(dims[0]), _copy(dims[1])
+    batch, words = copy_message(dims[0]), copy_message(dims[1])
     del dims[:]
     token_axis = type(batch)(dim_value=1)
     dims.extend([batch, token_axis, words])
@@ -413,16 +407,6 @@ def _empty_cache(cache: Any) -> tuple[list[Any], Any]:
     ], sizes
 
 
-def _nodes_for_outputs(graph: Any, outputs: Iterable[str], stop: str | None = None) -> list[Any]:
-    """Return the nodes that compute `outputs`, in their order; `stop` is an input."""
-    wanted, found = set(outputs), []
-    for node in reversed(graph.node):
-        if wanted.intersection(node.output) and stop not in node.output:
-            found.append(node)
-            wanted.update(node.input)
-    return found[::-1]
-
-
 def _sort_caches(values: Iterable[Any]) -> list[Any]:
     """Return `values` with the caches last, by layer, the decoder's before the encoder's."""
 
@@ -439,31 +423,8 @@ def _is_cache(name: str, kind: str) -> bool:
     return name.startswith("past_key_values.") and f".{kind}." in name
 
 
-def _past(name: str) -> str:
-    return f"past_key_values.{name.removeprefix('present.')}"
-
-
 def _present(name: str) -> str:
     return f"present.{name.removeprefix('past_key_values.')}"
-
-
-def _rename(names: Any, renamed: Mapping[str, str], prefix: str = "") -> None:
-    """Rename in place; names that are not in `renamed` get `prefix`; omitted names remain empty."""
-    for place, name in enumerate(names):
-        if name:
-            names[place] = renamed.get(name, prefix + name)
-
-
-def _copy(message: Any) -> Any:
-    new = type(message)()
-    new.CopyFrom(message)
-    return new
-
-
-def _with_name(message: Any, name: str) -> Any:
-    new = _copy(message)
-    new.name = name
-    return new
 
 
 def name_batch(graph: Any) -> None:

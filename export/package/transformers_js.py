@@ -32,13 +32,7 @@ from smelt.export.package.hub_files import (
     preprocessing_notes,
     with_prefix,
 )
-from smelt.export.package.optimum import (
-    DECODER_WITH_PAST_GRAPH,
-    ENCODER_GRAPH,
-    MERGED_DECODER_GRAPH,
-    MODEL_GRAPH,
-    exported_model_kind,
-)
+from smelt.export.package.optimum import exported_model_kind
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.models.text_rules import NO_LIMIT
@@ -51,6 +45,12 @@ from smelt.models.tokenizer import (
     RustTokenizer,
     TokenizerInfo,
     read_tokenizer_info,
+)
+from smelt.runtimes.third_party.convert_optimum import (
+    DECODER_WITH_PAST_GRAPH,
+    ENCODER_GRAPH,
+    MERGED_DECODER_GRAPH,
+    MODEL_GRAPH,
 )
 
 ONNX_FOLDER = "onnx"

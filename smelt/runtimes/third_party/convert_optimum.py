@@ -167,11 +167,18 @@ def _rename_node(node: Any, name_of: Callable[[str], str], prefix: str) -> None:
             _rename_node(inside, name_of, prefix)
 
 
-def nodes_for_outputs(nodes: Iterable[Any], outputs: Iterable[str]) -> list[Any]:
-    """Return those of the ordered `nodes` that `outputs` depend on."""
+def with_name(message: Any, name: str) -> Any:
+    """Return a copy of a protobuf message with another name."""
+    new = copy_message(message)
+    new.name = name
+    return new
+
+
+def nodes_for_outputs(nodes: Iterable[Any], outputs: Iterable[str], stop: str | None = None) -> list[Any]:
+    """Return those of the ordered `nodes` that `outputs` depend on; the value `stop` counts as an input."""
     wanted, found = set(outputs), []
     for node in reversed(list(nodes)):
-        if wanted.intersection(node.output):
+        if wanted.intersection(node.output) and stop not in node.output:
             found.append(node)
             wanted |= node_inputs(node)
     return found[::-1]
@@ -222,10 +229,7 @@ def _inline_branch(branch: Any, outputs: list[str], prefix: str) -> tuple[list[A
     nodes = rename_values(branch.node, name_of, prefix)
     for value, output in zip(branch.output, outputs, strict=True):
         nodes.append(helper.make_node("Identity", [name_of(value.name)], [output], f"{prefix}{output}"))
-    tensors = [copy_message(tensor) for tensor in branch.initializer]
-    for tensor in tensors:
-        tensor.name = prefix + tensor.name
-    return nodes, tensors
+    return nodes, [with_name(tensor, prefix + tensor.name) for tensor in branch.initializer]
 
 
 LAST_HIDDEN_STATE, ATTENTION_MASK, ENCODER_ATTENTION_MASK = (

@@ -19,12 +19,12 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from smelt.runtimes.graph_walk import iter_initializers
 from smelt.runtimes.third_party.graph_files import external_locations
-from smelt.runtimes.third_party.graph_structure import subgraphs
 
 # of weights, in one file with the graph; above it they are external
 MAX_INLINE_BYTES = 1_500_000_000
@@ -81,14 +81,6 @@ def read_graph(path: Path, values: bool = True) -> Any:
         raise RunError(
             f"{path}: not an ONNX file that can be read: {error}", code="damaged-file", file=str(path)
         ) from error
-
-
-def iter_initializers(graph: Any) -> Iterator[Any]:
-    """Yield the initializers of a graph and of the graphs in its nodes."""
-    yield from graph.initializer
-    for node in graph.node:
-        for inner in subgraphs(node):
-            yield from iter_initializers(inner)
 
 
 def inline_weight_bytes(model: Any) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from smelt.runtimes.graph_walk import node_inputs
+
 # operators that may be between two matrix multiplications, for any shape
 _ELEMENTWISE = frozenset({"Relu", "Gelu", "Tanh", "Sigmoid"})
 
@@ -90,7 +92,7 @@ class _FlatValues:
 
     def append(self, node: Any) -> None:
         """Append a node without changes."""
-        self.restore_shapes(_node_inputs(node))
+        self.restore_shapes([*node.input, *sorted(node_inputs(node) - set(node.input))])
         self.nodes.append(node)
 
     def restore_shapes(self, names: Any) -> None:
@@ -138,13 +140,6 @@ def _readers(graph: Any) -> dict[str, set[str]]:
     """Return by value name the first outputs of the nodes that read it."""
     found: dict[str, set[str]] = {name: set() for node in graph.node for name in node.output}
     for node in graph.node:
-        for name in _node_inputs(node):
+        for name in node_inputs(node):
             found.setdefault(name, set()).add(node.output[0])
     return found
-
-
-def _node_inputs(node: Any) -> list[str]:
-    """Return the names that a node reads, including those that its inner graphs read."""
-    inner = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-    names = [name for graph in inner for inner_node in graph.node for name in _node_inputs(inner_node)]
-    return [*node.input, *names, *(output.name for graph in inner for output in graph.output)]

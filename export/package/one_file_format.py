@@ -17,11 +17,12 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.data.labels import SINGLE_LABEL, problem_type
 from smelt.data.splits import SENTENCE_SIMILARITY
-from smelt.export.graph_files import iter_initializers, read_graph
+from smelt.export.graph_files import read_graph
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.config import GenerationConfig, resolve_generation
 from smelt.generation.graph_generation import generation_feeds, graph_supports
 from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
+from smelt.runtimes.graph_walk import iter_initializers
 from smelt.runtimes.runner import read_model_files
 
 if TYPE_CHECKING:

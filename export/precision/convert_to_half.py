@@ -18,14 +18,12 @@ from smelt.core.errors import RunError
 from smelt.data.batch import ENCODER_OUTPUTS
 from smelt.export.precision.value_types import (
     is_control_flow,
-    iter_graphs,
     node_key,
     node_types,
-    opset_versions,
     output_types,
     value_types,
 )
-from smelt.runtimes.third_party.graph_structure import all_nodes, subgraphs
+from smelt.runtimes.graph_walk import all_nodes, iter_graphs, opset_versions, subgraphs
 
 # names of precisions in messages
 _WORDS = {"fp16": "float16", "bf16": "bfloat16"}

@@ -8,11 +8,11 @@ LayerNormalization's mean) does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from smelt.runtimes.third_party.graph_structure import normalized_domain, subgraphs
+from smelt.runtimes.graph_walk import normalized_domain, opset_versions, subgraphs
 
 # operators with supported inner graphs; those of others (BeamSearch) are not changed
 CONTROL_FLOW_OPS = ("If", "Loop", "Scan")
@@ -65,19 +65,6 @@ def is_control_flow(node: Any) -> bool:
 def node_key(node: Any) -> str:
     """Return the key of a node: the name of its first output."""
     return next((name for name in node.output if name), "")
-
-
-def iter_graphs(graph: Any) -> Iterator[Any]:
-    """Yield a graph, and those inside of its nodes."""
-    yield graph
-    for node in graph.node:
-        for inside in subgraphs(node):
-            yield from iter_graphs(inside)
-
-
-def opset_versions(model: Any) -> dict[str, int]:
-    """Return the version of each domain's operators, ONNX's own under the empty name."""
-    return {normalized_domain(opset.domain): opset.version for opset in model.opset_import}
 
 
 def node_types(node: Any, opsets: Mapping[str, int]) -> NodeTypes | None:

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from smelt.core.errors import RunError
 from smelt.core.messages import Message
+from smelt.runtimes.graph_walk import normalized_domain
 
-STANDARD_DOMAINS = ("", "ai.onnx")
 _FLOATS = frozenset({"float", "float16", "bfloat16", "double"})
 TENSORRT_REEXPORT_HINT = "Export again with onnx: {target: tensorrt}."
 ProblemSeverity = Literal["error", "warning"]
@@ -75,7 +75,7 @@ class CheckedGraph:
     def nodes_of_type(self, *operators: str) -> Iterator[Any]:
         """Yield the standard nodes of these operators; of all operators if none is named."""
         for node in self.nodes:
-            if node.domain in STANDARD_DOMAINS and (not operators or node.op_type in operators):
+            if not normalized_domain(node.domain) and (not operators or node.op_type in operators):
                 yield node
 
     def element_type(self, name: str) -> int:

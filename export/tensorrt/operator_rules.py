@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 from smelt.export.tensorrt import value_rules
 from smelt.export.tensorrt import value_rules as type_rules
 from smelt.export.tensorrt.checked_graph import (
-    STANDARD_DOMAINS,
     CheckedGraph,
     ProblemSeverity,
     RuleFinding,
@@ -26,6 +25,7 @@ from smelt.export.tensorrt.checked_graph import (
     node_location,
     type_name,
 )
+from smelt.runtimes.graph_walk import normalized_domain
 from smelt.runtimes.third_party.graph_structure import ONNX_DOMAINS
 
 SUPPORTED_OPSETS = range(9, 26)
@@ -52,7 +52,7 @@ _RESIZE_MODES = frozenset(
 def unsupported_opset(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find opsets outside 9 to 25; the parser accepts others and reads them as one that it supports."""
     for entry in graph.model.opset_import:
-        if entry.domain in STANDARD_DOMAINS and entry.version not in SUPPORTED_OPSETS:
+        if not normalized_domain(entry.domain) and entry.version not in SUPPORTED_OPSETS:
             yield RuleFinding(
                 f"opset {entry.version}",
                 f"TensorRT 11 supports {SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}, and accepts others"
@@ -84,7 +84,7 @@ def no_outputs(graph: CheckedGraph) -> Iterator[RuleFinding]:
 def foreign_operators(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find operators outside of the standard: ONNX Runtime's, custom ones, plugins."""
     for node in graph.nodes:
-        if node.domain in STANDARD_DOMAINS or _has_standard_name(node):
+        if not normalized_domain(node.domain) or _has_standard_name(node):
             continue
         name = f"{node.domain}::{node.op_type}"
         # NVIDIA's plugins are among them: they exist if the plugin library is loaded
@@ -101,7 +101,7 @@ def foreign_operators(graph: CheckedGraph) -> Iterator[RuleFinding]:
 def foreign_namesakes(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find third-party operators with the name of a standard one: the parser checks only the name."""
     for node in graph.nodes:
-        if node.domain not in STANDARD_DOMAINS and _has_standard_name(node):
+        if normalized_domain(node.domain) and _has_standard_name(node):
             name = f"{node.domain}::{node.op_type}"
             yield RuleFinding(
                 f"node '{node.name}'",

@@ -162,8 +162,8 @@ def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
     """
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
 
-    from smelt.export.precision.value_types import node_key, node_types, opset_versions
-    from smelt.runtimes.third_party.graph_structure import all_nodes
+    from smelt.export.precision.value_types import node_key, node_types
+    from smelt.runtimes.graph_walk import all_nodes, opset_versions
 
     always, opsets = {*DEFAULT_OP_BLOCK_LIST, *_FP32_OPS, *keep}, opset_versions(model)
     nodes = list(all_nodes(model.graph.node))
@@ -196,7 +196,7 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
     from smelt.export.precision.half_graphs import ValueRanges, open_with_measurements, weight_magnitudes
     from smelt.export.precision.value_types import node_key
     from smelt.export.third_party.graph_samples import cast_feeds
-    from smelt.runtimes.third_party.graph_structure import all_nodes, subgraphs
+    from smelt.runtimes.graph_walk import all_nodes, subgraphs
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".fp16-") as folder:
         write_graph(model, Path(folder, name))

@@ -23,7 +23,7 @@ from typing import Any
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.export.graph_files import read_graph
-from smelt.runtimes.third_party.graph_structure import all_nodes, subgraphs
+from smelt.runtimes.graph_walk import all_nodes, subgraphs
 
 _LISTED = 4  # since this IR version an initializer need not be an input
 _MATRIX = 2  # dimensions

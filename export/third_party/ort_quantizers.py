@@ -24,7 +24,6 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Context, Settings
-from smelt.export.precision.value_types import iter_graphs
 from smelt.export.third_party.graph_samples import Feeds
 from smelt.export.third_party.prepare_for_quantizer import (
     float_only_nodes,
@@ -34,6 +33,7 @@ from smelt.export.third_party.prepare_for_quantizer import (
     unquantizable_nodes,
 )
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
+from smelt.runtimes.graph_walk import iter_graphs
 
 CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
 # onnxruntime's own defaults (quantization/calibrate.py, create_calibrator).

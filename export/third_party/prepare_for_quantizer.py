@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.runtimes.third_party.graph_structure import all_nodes, node_inputs, normalized_domain, subgraphs
+from smelt.runtimes.graph_walk import all_nodes, node_inputs, normalized_domain, opset_versions, subgraphs
 
 # Since this opset QuantizeLinear and DequantizeLinear have an axis, and so scales per output.
 PER_CHANNEL_OPSET = 13
@@ -102,9 +102,7 @@ def _annotate_types(model: Any) -> None:
 
 
 def _onnx_opset(model: Any) -> int:
-    return next(
-        (opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), PER_CHANNEL_OPSET
-    )
+    return opset_versions(model).get("", PER_CHANNEL_OPSET)
 
 
 def _constant_nodes(model: Any) -> list[Any]:
@@ -364,7 +362,7 @@ _INPUT, _MATRIX, _BIAS = 0, 1, 2
 
 def gemms_with_factors(graph: Any) -> list[Any]:
     """Return the float Gemm nodes whose alpha or beta is not 1."""
-    nodes = (node for node in graph.node if node.op_type == "Gemm" and node.domain in ("", "ai.onnx"))
+    nodes = (node for node in graph.node if node.op_type == "Gemm" and not normalized_domain(node.domain))
     return [node for node in nodes if _gemm_factor(node, "alpha") != 1 or _gemm_factor(node, "beta") != 1]
 
 
@@ -433,7 +431,7 @@ def _gemm_dtype(graph: Any, node: Any, tensors: dict[str, Any]) -> Any:
 def gemms_with_matrix_bias(graph: Any) -> list[Any]:
     """Return the Gemm nodes whose constant bias is not a vector with one value per output."""
     sizes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    nodes = (node for node in graph.node if node.op_type == "Gemm" and node.domain in ("", "ai.onnx"))
+    nodes = (node for node in graph.node if node.op_type == "Gemm" and not normalized_domain(node.domain))
     return [
         node
         for node in nodes

@@ -37,7 +37,7 @@ from smelt.export.third_party.output_comparison import (
 )
 from smelt.export.third_party.prepare_for_quantizer import PER_CHANNEL_OPSET, prepare_for_quantizer
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
-from smelt.runtimes.third_party.graph_structure import all_nodes, node_inputs, subgraphs
+from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
 
 
 def finalize_quantized(quantized: Path, source: Path) -> Any:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from smelt.core.errors import InputError
-from smelt.runtimes.third_party.graph_structure import node_inputs, subgraphs
+from smelt.runtimes.graph_walk import node_inputs, opset_versions, subgraphs
 
 if TYPE_CHECKING:
     from smelt.runtimes.third_party.signature import GraphSignature
@@ -256,7 +256,7 @@ def convert_encoder_decoder(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         later, first = (_resolve_cache_branch(some, value) for value in (True, False))
     else:
         later, first = parts[DECODER_WITH_PAST_GRAPH], parts[FIRST_DECODER_GRAPH]
-    opsets = [_opsets(model) for model in (encoder, first, later)]
+    opsets = [opset_versions(model) for model in (encoder, first, later)]
     if any(versions != opsets[0] for versions in opsets):
         raise InputError(
             "encoder and decoder have different opsets: export them together",
@@ -402,7 +402,7 @@ def _squeeze_logits(nodes: list[Any], outputs: list[Any], weights: list[Any], mo
     shape = next(o for o in outputs if o.name == "logits").type.tensor_type.shape
     if len(shape.dim) == 3:
         del shape.dim[1]
-    if dict(_opsets(model)).get("", _SQUEEZE_BY_INPUT) < _SQUEEZE_BY_INPUT:
+    if opset_versions(model).get("", _SQUEEZE_BY_INPUT) < _SQUEEZE_BY_INPUT:
         return [helper.make_node("Squeeze", [wide], ["logits"], squeeze, axes=[1])]
     weights.append(numpy_helper.from_array(np.array([1]), axis))
     return [helper.make_node("Squeeze", [wide, axis], ["logits"], squeeze)]
@@ -437,10 +437,6 @@ def _make_model(
     names = {o.name for o in outputs}
     graph = helper.make_graph(kept, "graph", inputs, outputs, used_tensors(weights, kept, names))
     return helper.make_model(graph, opset_imports=list(like.opset_import), ir_version=like.ir_version)
-
-
-def _opsets(model: Any) -> list[tuple[str, int]]:
-    return sorted(("" if o.domain == "ai.onnx" else o.domain, o.version) for o in model.opset_import)
 
 
 def _is_cross_cache(name: str, word: str) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from smelt.core.messages import Message, error_message
+from smelt.runtimes.graph_walk import all_nodes, node_inputs, normalized_domain, subgraphs
 
 _MAX_DEPTH = 16  # depth of nested subgraphs
-_STANDARD = ("", "ai.onnx")
 # domains of the standard; ONNX Runtime has almost all operators of the first
 ONNX_DOMAINS = ("ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview", "ai.onnx.preview.training")
 _RANDOM = (
@@ -44,15 +44,6 @@ def structure_problems(model: Any) -> Iterator[Message]:
             waiting += [(found, inner, depth + 1) for found in subgraphs(node)]
 
 
-def subgraphs(node: Any) -> list[Any]:
-    """Return the subgraphs of a node: the branches of If, the body of Loop and Scan."""
-    found = []
-    for attribute in node.attribute:
-        found += [attribute.g] if attribute.HasField("g") else []
-        found += list(attribute.graphs)
-    return found
-
-
 def node_label(node: Any) -> str:
     """Return the name of a node in messages."""
     return f"{node.op_type} '{(node.name or next(iter(node.output), '?'))[:80]}'"
@@ -83,17 +74,6 @@ def _undefined_inputs(graph: Any, known: Collection[str]) -> Iterator[Message]:
         if value.name not in known:
             text = f"the graph's output '{value.name[:80]}' is not defined by any node"
             yield error_message("undefined-output", text)
-
-
-def node_inputs(node: Any) -> set[str]:
-    """Return all names that a node reads, including those that its subgraphs read from outside."""
-    names = {name for name in node.input if name}
-    for graph in subgraphs(node):
-        inside = {value.name for value in graph.output}.union(*(node_inputs(inner) for inner in graph.node))
-        own = {value.name for value in (*graph.input, *graph.initializer)}
-        own |= {sparse.values.name for sparse in graph.sparse_initializer}
-        names |= inside - own.union(*(inner.output for inner in graph.node))
-    return names
 
 
 def _find_cycle(nodes: Sequence[Any], producers: Mapping[str, int]) -> Iterator[Message]:
@@ -181,18 +161,3 @@ def random_nodes(model: Any) -> Iterator[str]:
         trains = node.op_type == operator and len(node.input) > place and node.input[place] not in ("", *off)
         if node.op_type in _RANDOM or trains:
             yield node_label(node)
-
-
-def all_nodes(nodes: Sequence[Any]) -> Iterator[Any]:
-    """Yield `nodes` and those of their subgraphs."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for graph in subgraphs(node):
-            waiting += graph.node
-
-
-def normalized_domain(name: str) -> str:
-    """Return the name of a domain, empty for ONNX's own."""
-    return "" if name in _STANDARD else name

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError
 from smelt.models.text_rules import SentenceRules
 from smelt.runtimes.backend import Feeds
+from smelt.runtimes.graph_walk import opset_versions
 from smelt.runtimes.runner import EMBEDDING_OUTPUT
 from smelt.runtimes.third_party.convert_optimum import (
     DECODER_WITH_PAST_GRAPH,
@@ -158,7 +159,7 @@ class _PoolingNodes:
 
     def __init__(self, model: Any) -> None:
         self.graph = model.graph
-        self.opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+        self.opset = opset_versions(model)[""]
 
     def pool(self, rules: SentenceRules) -> None:
         from onnx import TensorProto, helper

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from smelt.core.messages import Message, error_message, messages_to_json
 from smelt.core.system import available_bytes
+from smelt.runtimes.graph_walk import all_nodes, normalized_domain, opset_versions, subgraphs
 from smelt.runtimes.third_party.graph_files import GraphFileError
-from smelt.runtimes.third_party.graph_structure import all_nodes, node_label, normalized_domain, subgraphs
+from smelt.runtimes.third_party.graph_structure import node_label
 from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
 from smelt.runtimes.third_party.signature import GraphSignature
 
@@ -170,7 +171,7 @@ def _version_problems(model: Any) -> Iterator[Message]:
         yield error_message("missing-opset", text)
     for opset in model.opset_import:
         most = onnx.defs.onnx_opset_version()
-        if opset.domain in ("", "ai.onnx") and opset.version > most:
+        if not normalized_domain(opset.domain) and opset.version > most:
             yield error_message(
                 "unsupported-opset",
                 f"its operators are of opset {opset.version}, but onnx {onnx.__version__} supports {most} at"
@@ -182,7 +183,7 @@ def _known_operators() -> set[tuple[str, str]]:
     """Return (domain, name) of every operator that the installed ONNX Runtime defines."""
     from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 
-    return {("" if s.domain == "ai.onnx" else s.domain, s.name) for s in runtime.get_all_operator_schema()}
+    return {(normalized_domain(s.domain), s.name) for s in runtime.get_all_operator_schema()}
 
 
 def _session_problems(path: Path, float_type: str | None) -> list[Message]:
@@ -242,10 +243,9 @@ def _model_details(model: Any) -> dict[str, Any]:
     tops = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     operators = Counter(node.op_type for node in tops)
     inner = Counter(node.op_type for node in all_nodes(tops)) - operators  # in If, Loop and Scan
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     producer = f"{model.producer_name} {model.producer_version}".strip()
     return {
-        "opset": opset,
+        "opset": opset_versions(model).get(""),
         "nodes": len(model.graph.node),
         "parameters": count_graph_parameters(model),
         "producer": producer[:80],

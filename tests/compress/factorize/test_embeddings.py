@@ -20,12 +20,13 @@ from smelt.compress.trim_vocabulary.stage import TrimVocabulary
 from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
-from smelt.export.graph_files import iter_initializers, read_graph
+from smelt.export.graph_files import read_graph
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.hidden_width import hidden_axes
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
+from smelt.runtimes.graph_walk import iter_initializers
 
 EVERY = sorted(every_family.TEXT_FAMILIES)
 

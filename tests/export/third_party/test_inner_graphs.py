@@ -19,7 +19,7 @@ from smelt.export.third_party.fp16 import Fp16, Fp16Settings
 from smelt.export.third_party.normalize_graph import normalize_graph
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
-from smelt.runtimes.third_party.graph_structure import all_nodes
+from smelt.runtimes.graph_walk import all_nodes
 
 NODE, BOOL, INT64 = helper.make_node, TensorProto.BOOL, TensorProto.INT64
 STAGES = {

@@ -8,7 +8,7 @@ Shapes: N = outputs, K = inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -112,6 +112,14 @@ class GradualSparsitySettings(Settings):
     penalty: float = Field(
         default=100.0, ge=0, description="soft-movement: weight of mean sigmoid(score) in the loss"
     )
+
+    def to_report(self) -> dict[str, Any]:
+        """Return what a report shows: only the settings that decide the zeros with this method."""
+        if self.method == "soft-movement":
+            idle = {"sparsity", "pattern"}
+        else:
+            idle = {"threshold", "penalty"} | ({"sparsity"} if self.pattern is not None else set())
+        return {name: value for name, value in super().to_report().items() if name not in idle}
 
     @property
     def trains_scores(self) -> bool:

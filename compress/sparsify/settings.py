@@ -145,12 +145,12 @@ class GradualSparsitySettings(Settings):
         soft, hard = given & {"threshold", "penalty"}, given & {"sparsity", "pattern"}
         if self.method == "soft-movement" and hard:
             raise SettingError(
-                f"{hard.pop()} has no effect with soft-movement: threshold and penalty decide the zeros",
+                f"{min(hard)} has no effect with soft-movement: threshold and penalty decide the zeros",
                 code="unused-setting",
             )
         if self.method != "soft-movement" and soft:
             raise SettingError(
-                f"{soft.pop()} has no effect with {self.method}, only with soft-movement",
+                f"{min(soft)} has no effect with {self.method}, only with soft-movement",
                 code="unused-setting",
             )
         return self

@@ -178,7 +178,9 @@ class PruneSettings(Settings):
             return given
         if given.get("budget") is not None:
             return given | {"importance": "fisher"}
-        return given | {"importance": "activation"} if given.get("targets") == ["width"] else given
+        targets = given.get("targets")
+        narrows = isinstance(targets, list | tuple | set) and set(map(str, targets)) == {"width"}
+        return given | {"importance": "activation"} if narrows else given
 
     @model_validator(mode="after")
     def _ratio_of_each(self) -> Self:

@@ -90,7 +90,8 @@ def test_settings_that_mean_nothing(settings, code, named):
 
 def test_what_was_said_before_is_stored_as_before():
     assert PruneSettings().importance == "taylor"
-    assert PruneSettings.model_validate({"targets": ["width"]}).importance == "activation"
+    for targets in (["width"], ("width",), ["width", "width"]):
+        assert PruneSettings.model_validate({"targets": targets}).importance == "activation"
     assert Prune.needs_with(PruneSettings.model_validate({"targets": ["width"]}), ("train",)) == {"train"}
 
 

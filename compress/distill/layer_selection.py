@@ -39,22 +39,12 @@ _PUBLISHED_LAYERS: dict[int, dict[int, list[int]]] = {
 
 
 def layers_to_copy(kept: int, layers: int, selection: str = "uniform") -> list[int]:
-    """Return the indices of the `kept` of `layers` layers that a student copies.
+    """Return the indices of the `kept` of `layers` layers that a student copies; 1 <= `kept` <= `layers`.
 
     `uniform` returns the published choice for 6, 12 and 16 layers (12 to 6 gives 0, 2, 4, 7, 9, 11), and for
     other numbers the first, the last and evenly spaced ones between; a single one is the first.
     `first` and `last` return the layers at that end.
-
-    Raises:
-        InputError: `kept` is not between 1 and `layers`.
     """
-    if not 1 <= kept <= layers:
-        raise InputError(
-            f"distill: the student cannot keep {kept} of the model's {layers} layers. Choose a number"
-            f" from 1 to {layers}.",
-            code="more-than-model-has",
-            setting="student",
-        )
     if selection == "first":
         return list(range(kept))
     if selection == "last":
@@ -66,7 +56,14 @@ def layers_to_copy(kept: int, layers: int, selection: str = "uniform") -> list[i
 
 
 def keep_layers(
-    model: Any, edits: list[Edit], stack: str, choice: int | list[int], layer_selection: str
+    model: Any,
+    edits: list[Edit],
+    stack: str,
+    choice: int | list[int],
+    layer_selection: str,
+    *,
+    stage: str,
+    prefix: str = "",
 ) -> tuple[list[Edit], list[int]]:
     """Drop layers of one stack of `model` in place and update its config.
 
@@ -76,6 +73,8 @@ def keep_layers(
         stack: `encoder_layers` or `decoder_layers` of an encoder and decoder, `layers` of the others.
         choice: number of layers, or their indices.
         layer_selection: see `layers_to_copy`.
+        stage: the stage, for errors.
+        prefix: for errors: what precedes `stack` in the settings of the stage, such as `student.`.
 
     Returns:
         The remaining edits with the new layer numbers, and the indices of the kept layers.
@@ -83,25 +82,34 @@ def keep_layers(
     Raises:
         InputError: the model has no such stack or no such layers.
     """
-    found = _find_stack(model, stack)
+    setting = f"{prefix}{stack}"
+    found = _find_stack(model, stack, stage, setting)
     place = found.module_path
     owner, _, name = place.rpartition(".")
     layers = list(model.get_submodule(place))
+    if isinstance(choice, int) and not 1 <= choice <= len(layers):
+        raise InputError(
+            f"{stage}: {setting}: cannot keep {choice} of the model's {len(layers)} layers. Choose a number"
+            f" from 1 to {len(layers)}.",
+            code="more-than-model-has",
+            setting=setting,
+        )
     kept = layers_to_copy(choice, len(layers), layer_selection) if isinstance(choice, int) else list(choice)
     if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
         raise InputError(
-            f"distill: {stack}: expected increasing layer indices from 0 to {len(layers) - 1}, got {choice}.",
+            f"{stage}: {setting}: expected increasing layer indices from 0 to {len(layers) - 1}, got"
+            f" {choice}.",
             code="wrong-layer-numbers",
-            setting=f"student.{stack}",
+            setting=setting,
         )
     family = family_of(model)
     if family and family.first_layer_reason and kept[0] != 0:
         raise InputError(
-            f"distill: {stack}: {choice} must include the first layer: {family.first_layer_reason}.",
+            f"{stage}: {setting}: {choice} must include the first layer: {family.first_layer_reason}.",
             code="first-layer-required",
-            setting=f"student.{stack}",
+            setting=setting,
         )
-    _require_parts(found, [layers[i] for i in kept], f"distill: {stack}: {choice}")
+    _require_parts(found, [layers[i] for i in kept], f"{stage}: {setting}: {choice}")
     setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
     if family and family.relative_bias:
         attending = [i for i, layer in enumerate(layers) if 0 not in skipped_parts(layer)]
@@ -120,15 +128,16 @@ def keep_layers(
     return _renumber_edits(edits, place, kept), kept
 
 
-def _find_stack(model: Any, name: str) -> Stack:
+def _find_stack(model: Any, name: str, stage: str, setting: str) -> Stack:
     family, config = family_of(model), model.config.to_dict()
     found = family.stack(config, name) if family else None
     if found is None:
         known = " and ".join(s.name for s in family.stacks(config)) if family else "no layers that it knows"
         raise InputError(
-            f"distill: {with_article(model.config.model_type)} student has no '{name}'. Use {known}.",
+            f"{stage}: {setting}: {with_article(model.config.model_type)} model has no '{name}'. Use"
+            f" {known}.",
             code="unknown-stack",
-            setting=f"student.{name}",
+            setting=setting,
         )
     return found
 

@@ -249,6 +249,13 @@ class StudentSettings(Settings):
         """Whether the student is not cut from the step's model."""
         return self.config is not None or self.model is not None
 
+    def to_report(self) -> dict[str, Any]:
+        """Return what a report shows: of an external student only where it comes from."""
+        report = super().to_report()
+        if self.is_external:
+            return {name: value for name, value in report.items() if getattr(self, name) is not None}
+        return report
+
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
         explicit = sorted(self.model_fields_set - {"layer_selection"})
@@ -371,6 +378,13 @@ class DistillSettings(TechniqueTrainingSettings):
     phases: tuple[PhaseSettings, ...] | None = Field(
         default=None, min_length=1, description="trainings in sequence"
     )
+
+    def to_report(self) -> dict[str, Any]:
+        """Return what a report shows: with phases, only their losses."""
+        report = super().to_report()
+        if self.phases is not None:
+            del report["losses"]
+        return report
 
     def resolve_for_task(self, task: Task) -> Self:
         """Return the same settings with the task's default weights.

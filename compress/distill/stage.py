@@ -259,7 +259,7 @@ def _make_student(
             choice = getattr(student, stack)
             if choice is not None:
                 edits, kept = keep_layers(
-                    model, edits, stack, choice, layer_selection=student.layer_selection
+                    model, edits, stack, choice, student.layer_selection, stage="distill", prefix="student."
                 )
                 ctx.details[f"kept_{stack}"] = kept
     return model, edits, src.path

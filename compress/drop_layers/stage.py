@@ -123,7 +123,9 @@ class DropLayers:
             else:
                 kept = _select_layers(model, stacks, src, settings, ctx)
                 for stack in stacks:
-                    edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first")
+                    edits, _ = keep_layers(
+                        model, edits, stack.name, kept[stack.name], "first", stage=self.name
+                    )
                 ctx.details["kept_layers"] = kept
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
             ctx.details["parameters_before"] = count_parameters(src.path)

@@ -129,13 +129,16 @@ class FactorizeSettings(Settings):
             )
         return self
 
-    def meant(self) -> dict[str, Any]:
+    def to_report(self) -> dict[str, Any]:
         """Return the settings for a report, without those that targets, or no parameter_budget, make unused.
 
-        As settings in a recipe they are accepted and give the same model.
+        calibration_samples of embeddings are reported only if they are set, because the default is all.
         """
-        embeddings = self.targets == "embeddings"
-        idle = _LAYER_SETTINGS if embeddings else ("objective",) if self.parameter_budget is None else ()
+        idle: set[str] = set()
+        if self.targets == "embeddings":
+            idle.update(_LAYER_SETTINGS, {"calibration_samples"} - self.model_fields_set)
+        elif self.parameter_budget is None:
+            idle.add("objective")
         return {name: value for name, value in super().to_report().items() if name not in idle}
 
     @property

@@ -322,7 +322,7 @@ def score_on_labelled_samples(
 
 def _labelled_samples(model: Any, src: Artifact, settings: Any, ctx: Context) -> list[EncodedSample]:
     split = ctx.data.get("calibration") or ctx.data.get("train")
-    if split is None:
+    if split is None or not len(split):
         raise InputError(
             f"prune: importance: {settings.importance} needs labelled samples. Add data: {{train: FILE}}.",
             code="missing-data",

@@ -78,7 +78,7 @@ def find_masked_parts(model: Any, settings: LearnedMasksSettings) -> list[Masked
     Raises:
         InputError: the model's family is unknown, it has no part that the settings name, or it is quantized.
     """
-    attentions, blocks = find_groups(model)
+    attentions, blocks = find_groups(model, stage="learned_masks", setting="learned_masks")
     groups: list[UnitGroup] = [*(attentions if "heads" in settings.targets else [])]
     groups += blocks if "ffn" in settings.targets else []
     for mistake in check_part_kinds(settings.parts, model.config.to_dict(), "learned_masks.parts"):

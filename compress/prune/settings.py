@@ -157,9 +157,11 @@ class PruneSettings(Settings):
         return self.keep_ratio[target] if isinstance(self.keep_ratio, dict) else self.keep_ratio  # type: ignore[index]
 
     def to_report(self) -> dict[str, Any]:
-        """Return what a report shows: with a budget, no setting that the budget replaces."""
-        replaced = _REPLACED_BY_BUDGET if self.budget is not None else ()
-        return {name: value for name, value in super().to_report().items() if name not in replaced}
+        """Return what a report shows: no setting that a budget replaces, no `reconstruct` of channels."""
+        idle: tuple[str, ...] = _REPLACED_BY_BUDGET if self.budget is not None else ()
+        if "channels" in self.targets and self.reconstruct:  # the default, which channels ignore
+            idle = ("reconstruct",)
+        return {name: value for name, value in super().to_report().items() if name not in idle}
 
     @model_validator(mode="before")
     @classmethod
@@ -176,7 +178,9 @@ class PruneSettings(Settings):
             return given
         if given.get("budget") is not None:
             return given | {"importance": "fisher"}
-        return given | {"importance": "activation"} if given.get("targets") == ["width"] else given
+        targets = given.get("targets")
+        narrows = isinstance(targets, list | tuple | set) and set(map(str, targets)) == {"width"}
+        return given | {"importance": "activation"} if narrows else given
 
     @model_validator(mode="after")
     def _ratio_of_each(self) -> Self:

@@ -100,20 +100,23 @@ class FeedForwardGroup:
         }
 
 
-def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup]]:
+def find_groups(
+    model: Any, *, stage: str = "prune", setting: str | None = None
+) -> tuple[list[AttentionGroup], list[FeedForwardGroup]]:
     """Return the attentions and feed-forward blocks of a model that can be pruned, in order.
 
     A block that is used several times in a stack, and linear layers that several blocks share, appear once.
-    Attentions whose heads cannot be removed are left out.
+    Attentions whose heads cannot be removed are left out. stage, setting: for errors.
 
     Raises:
         InputError: the model's family is unknown.
     """
     if family_of(model) is None:
         raise InputError(
-            f"prune: {with_article(model.config.model_type)} model is not supported. Supported:"
+            f"{stage}: {with_article(model.config.model_type)} model is not supported. Supported:"
             f" {', '.join(FAMILIES)}.",
             code="unsupported-family",
+            setting=setting,
         )
     blocks = blocks_of(model)
     attentions: dict[tuple[nn.Module, ...], list[Attention]] = {}
@@ -159,14 +162,14 @@ def _find_half(module: nn.Module, half: str, name: str) -> nn.Linear:
     found = getattr(module, half) if isinstance(module, LowRankLinear) else module
     if isinstance(found, SharedLinear):
         raise InputError(
-            f"prune: {name} shares its matrix with other layers and has its own low-rank delta, so its units"
-            " cannot be removed. Prune before 'share-weights', or share without low_rank_delta.",
+            f"{name} shares its matrix with other layers and has its own low-rank delta, so its units cannot"
+            " be removed. Put the step before 'share-weights', or share without low_rank_delta.",
             code="shared-weights",
         )
     if not isinstance(found, nn.Linear):
         raise InputError(
-            f"prune: {name} is {with_article(type(found).__name__)}, which cannot be pruned. Prune before"
-            " quantizing.",
+            f"{name} is {with_article(type(found).__name__)}, which cannot be pruned. Put the step before"
+            " 'quantize'.",
             code=AFTER_QUANTIZE,
         )
     return found

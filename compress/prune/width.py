@@ -37,6 +37,7 @@ from smelt.compress.prune.units import linear_with_inputs
 from smelt.compress.quantize.requantize import load_dequantized
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.files import read_json_object
 from smelt.core.stage import Context
 from smelt.models.edits import is_masked
 from smelt.models.families.family import Attention, FeedForward
@@ -292,9 +293,9 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     """
     from smelt.models.checkpoint import save_model
 
-    model, edits, codes = load_dequantized(src, ctx, "prune", everywhere=True)
-    if reason := fixed_width_error(model.config.to_dict(), ctx.task):
+    if reason := fixed_width_error(read_json_object(src.path / "config.json"), ctx.task):
         raise InputError(f"prune: {reason.message}", code=reason.code, setting=reason.setting)
+    model, edits, codes = load_dequantized(src, ctx, "prune", everywhere=True)
     before, width = count_stored_parameters(model), hidden_width(model)
     kept = count_kept_channels(width, settings)
     ctx.details["parameters_before"], ctx.details["width_before"] = before, width

@@ -370,7 +370,7 @@ class QuantizeSettings(SchemeSettings):
 
         As settings in a recipe they give the same quantized weights.
         """
-        dumped = self.model_dump(mode="json") | shared_options(self.used_schemes(), self)
+        dumped = super().to_report() | shared_options(self.used_schemes(), self)
         if self.mixed_precision is None:
             dumped["embedding_scheme"] = self.resolved_embedding_scheme
         idle = {name for name, means in self._effective_settings().items() if not means}
@@ -425,6 +425,13 @@ class QatSettings(Settings):
         default=True,
         description="store float weights too, for further training",
     )
+
+    def to_report(self) -> dict[str, Any]:
+        """Return what a report shows: learning_rate only for learned scales."""
+        report = super().to_report()
+        if self.scales != "lsq":
+            del report["learning_rate"]
+        return report
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -8,7 +8,7 @@ Shapes: N = outputs, K = inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -113,6 +113,14 @@ class GradualSparsitySettings(Settings):
         default=100.0, ge=0, description="soft-movement: weight of mean sigmoid(score) in the loss"
     )
 
+    def to_report(self) -> dict[str, Any]:
+        """Return what a report shows: only the settings that decide the zeros with this method."""
+        if self.method == "soft-movement":
+            idle = {"sparsity", "pattern"}
+        else:
+            idle = {"threshold", "penalty"} | ({"sparsity"} if self.pattern is not None else set())
+        return {name: value for name, value in super().to_report().items() if name not in idle}
+
     @property
     def trains_scores(self) -> bool:
         """Whether the method trains scores."""
@@ -137,12 +145,12 @@ class GradualSparsitySettings(Settings):
         soft, hard = given & {"threshold", "penalty"}, given & {"sparsity", "pattern"}
         if self.method == "soft-movement" and hard:
             raise SettingError(
-                f"{hard.pop()} has no effect with soft-movement: threshold and penalty decide the zeros",
+                f"{min(hard)} has no effect with soft-movement: threshold and penalty decide the zeros",
                 code="unused-setting",
             )
         if self.method != "soft-movement" and soft:
             raise SettingError(
-                f"{soft.pop()} has no effect with {self.method}, only with soft-movement",
+                f"{min(soft)} has no effect with {self.method}, only with soft-movement",
                 code="unused-setting",
             )
         return self

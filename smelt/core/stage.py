@@ -60,8 +60,21 @@ class Settings(BaseModel):
         return self
 
     def to_report(self) -> dict[str, Any]:
-        """Return the settings for a report: as JSON, without unused ones."""
-        return self.model_dump(mode="json")
+        """Return the settings for a report: as JSON, without unused ones.
+
+        As settings in a recipe they are accepted and mean the same.
+        """
+        report = self.model_dump(mode="json")
+        for name in report.keys() & type(self).model_fields.keys():
+            value = getattr(self, name)
+            if isinstance(value, Settings):
+                report[name] = value.to_report()
+            elif isinstance(value, list | tuple):
+                report[name] = [
+                    item.to_report() if isinstance(item, Settings) else dumped
+                    for item, dumped in zip(value, report[name], strict=True)
+                ]
+        return report
 
     def required_packages(self) -> dict[str, str]:
         """Return the optional packages that these settings need, with their oldest releases."""

@@ -121,7 +121,7 @@ def test_t5_layers_may_lose_different_heads_and_be_pruned_twice(t5, tmp_path):
 def test_t5_student_keeps_the_position_bias_of_the_first_block(t5, tmp_path, kept):
     model, edits = load_model(t5)
     for stack in ("encoder_layers", "decoder_layers"):
-        edits, found = keep_layers(model, edits, stack, kept, "uniform")
+        edits, found = keep_layers(model, edits, stack, kept, "uniform", stage="distill", prefix="student.")
         assert found == kept
     save_model(model, edits, tmp_path, t5)
     whole, student = theirs(t5), theirs(tmp_path)

@@ -26,7 +26,7 @@ def test_the_stacks_of_each_family_are_those_that_settings_know(kind):
     assert names <= set(STACK_NAMES)
     for name in set(STACK_NAMES) - names:
         with raises_code("unknown-stack", InputError) as caught:
-            _find_stack(model, name)
+            _find_stack(model, name, "distill", f"student.{name}")
         assert caught.value.setting == f"student.{name}"
 
 
@@ -35,7 +35,7 @@ def test_it_refuses_what_keep_layers_refuses(tmp_path, choice):
     model, edits = load_model(tiny.write_bert(tmp_path))
     found, after = check_student(StudentSettings(layers=choice), model.config.to_dict())
     try:
-        _, kept = keep_layers(model, edits, "layers", choice, "uniform")
+        _, kept = keep_layers(model, edits, "layers", choice, "uniform", stage="distill", prefix="student.")
     except InputError:
         assert len(found) == 1
     else:

@@ -80,14 +80,15 @@ def test_other_numbers_are_spread_evenly_from_the_first_to_the_last():
 def test_ends():
     assert layers_to_copy(2, 6, "first") == [0, 1]
     assert layers_to_copy(2, 6, "last") == [4, 5]
-    with raises_code("more-than-model-has", InputError):
-        layers_to_copy(7, 6)
+    with raises_code("more-than-model-has", InputError) as caught:
+        keep_layers(marian(), [], "decoder_layers", 7, "uniform", stage="distill", prefix="student.")
+    assert caught.value.setting == "student.decoder_layers"
 
 
 def test_a_thinned_decoder_still_generates_with_its_cache():
     model = marian()
     kept_layers = [model.model.decoder.layers[i] for i in (0, 3)]
-    _, kept = keep_layers(model, [], "decoder_layers", 2, "uniform")
+    _, kept = keep_layers(model, [], "decoder_layers", 2, "uniform", stage="distill", prefix="student.")
     assert kept == [0, 3]
     assert list(model.model.decoder.layers) == kept_layers
     assert model.config.decoder_layers == 2
@@ -105,7 +106,9 @@ def test_edits_follow_their_layers():
         {"op": "low_rank", "module": "model.decoder.layers.2.fc1", "rank": 5},
         {"op": "set", "module": "model.encoder.layers.1.self_attn", "attribute": "num_heads", "value": 1},
     ]
-    left, _ = keep_layers(marian(), edits, "decoder_layers", [0, 2], "uniform")
+    left, _ = keep_layers(
+        marian(), edits, "decoder_layers", [0, 2], "uniform", stage="distill", prefix="student."
+    )
     assert left == [{**edits[1], "module": "model.decoder.layers.1.fc1"}, edits[2]]
 
 
@@ -129,7 +132,9 @@ def test_layer_that_shares_becomes_the_owner_when_the_owner_goes():
     ]
     apply_edits(whole, edits)
     whole.model.decoder.layers[1].fc2 = torch.nn.Linear(24, 32)
-    left, _ = keep_layers(whole, edits, "decoder_layers", [2, 3], "uniform")
+    left, _ = keep_layers(
+        whole, edits, "decoder_layers", [2, 3], "uniform", stage="distill", prefix="student."
+    )
     assert left == [
         {"op": "low_rank", "module": SHARED.format(0), "rank": 4},
         _share(1, 0),
@@ -146,7 +151,9 @@ def test_layer_that_shares_becomes_the_owner_when_the_owner_goes():
 
 def test_chain_of_shares_holds_when_its_middle_goes():
     edits = [_share(3, 2), _share(2, 0), _share(3, 2)]
-    left, _ = keep_layers(marian(), edits, "decoder_layers", [0, 1, 3], "uniform")
+    left, _ = keep_layers(
+        marian(), edits, "decoder_layers", [0, 1, 3], "uniform", stage="distill", prefix="student."
+    )
     assert left == [_share(2, 0)]
 
 
@@ -156,9 +163,9 @@ def test_classifiers_have_one_stack():
     )
     model = BertForSequenceClassification(config)
     with raises_code("unknown-stack", InputError) as caught:
-        keep_layers(model, [], "decoder_layers", 1, "uniform")
+        keep_layers(model, [], "decoder_layers", 1, "uniform", stage="distill", prefix="student.")
     assert caught.value.setting == "student.decoder_layers"
-    keep_layers(model, [], "layers", 2, "uniform")
+    keep_layers(model, [], "layers", 2, "uniform", stage="distill", prefix="student.")
     assert (len(model.bert.encoder.layer), model.config.num_hidden_layers) == (2, 2)
 
 
@@ -172,5 +179,5 @@ def test_a_first_layer_that_has_no_norm_has_to_stay():
 @pytest.mark.parametrize("wrong", [[2, 1], [0, 4], [1, 1]])
 def test_impossible_layers_are_refused(wrong):
     with raises_code("wrong-layer-numbers", InputError) as caught:
-        keep_layers(marian(), [], "decoder_layers", wrong, "uniform")
+        keep_layers(marian(), [], "decoder_layers", wrong, "uniform", stage="distill", prefix="student.")
     assert caught.value.setting == "student.decoder_layers"

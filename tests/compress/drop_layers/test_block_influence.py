@@ -75,7 +75,7 @@ def test_model_without_layers_is_the_one_that_was_made_so(family):
         with without_layers(model, stacks, gone):
             found = model(**_inputs(model)).logits
         assert torch.equal(model(**_inputs(model)).logits, whole)
-        keep_layers(model, [], stacks[-1].name, [0, 2], "first")
+        keep_layers(model, [], stacks[-1].name, [0, 2], "first", stage="drop-layers")
         assert torch.equal(model(**_inputs(model)).logits, found)
     assert not torch.allclose(found, whole)
 

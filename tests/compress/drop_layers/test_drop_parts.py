@@ -72,6 +72,7 @@ def test_layers_and_parts_can_go_one_after_the_other(tmp_path):
     assert layers[1].self_attn.layer_idx == 0
     with raises_code("no-part-left", InputError) as caught:
         run({"layers": [0]}, tmp_path / "none", source=first.out)
+    assert str(caught.value).startswith("drop-layers: layers: ")
     assert "attention" in str(caught.value)
 
 

@@ -171,3 +171,16 @@ def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
     (warning,) = ctx.warnings
     assert warning.code == "fewer-kept-than-asked"
     assert "90.0%" in warning.message
+
+
+def test_a_model_of_an_unknown_family_is_refused_by_the_name_of_the_setting():
+    from transformers import AlbertConfig, AlbertForSequenceClassification
+
+    config = AlbertConfig(
+        hidden_size=16, embedding_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        vocab_size=50,
+    )  # fmt: skip
+    with raises_code("unsupported-family", InputError) as caught:
+        LearnedMasks(AlbertForSequenceClassification(config), LearnedMasksSettings(), [])
+    assert caught.value.setting == "learned_masks"
+    assert str(caught.value).startswith("learned_masks: ")

@@ -4,12 +4,14 @@ import json
 
 import every_family
 import harness
+import images
 import pytest
 import torch
-from expected_errors import raises_setting_codes
+from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.prune.settings import PruneSettings, check_units, fixed_width_error
 from smelt.compress.prune.stage import Prune
+from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.splits import SENTENCE_SIMILARITY, Example, Split
 from smelt.models.checkpoint import load_model
@@ -90,7 +92,8 @@ def test_settings_that_mean_nothing(settings, code, named):
 
 def test_what_was_said_before_is_stored_as_before():
     assert PruneSettings().importance == "taylor"
-    assert PruneSettings.model_validate({"targets": ["width"]}).importance == "activation"
+    for targets in (["width"], ("width",), ["width", "width"]):
+        assert PruneSettings.model_validate({"targets": targets}).importance == "activation"
     assert Prune.needs_with(PruneSettings.model_validate({"targets": ["width"]}), ("train",)) == {"train"}
 
 
@@ -106,6 +109,30 @@ def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
     [lack] = check_units(["width"], {"model_type": "resnet"})
     assert (lack.setting, lack.code) == ("targets", "does-not-fit-model")
     assert "[channels]" in lack.message
+
+
+def test_a_quantized_convolutional_model_has_no_width_either(tmp_path):
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+
+    source = images.write_model(tmp_path / "resnet", "resnet")
+    rows = {"train": images.read_rows(images.write_rows(tmp_path / "rows.jsonl"))}
+    settings = QuantizeSettings(scheme="int8-static", calibration_samples=8)
+    coded = harness.run_stage(Quantize(), settings, source, tmp_path / "coded", images.TASK, rows).out
+    narrow = PruneSettings.model_validate({"targets": ["width"]})
+    with raises_code("does-not-fit-model", InputError) as caught:
+        harness.run_stage(Prune(), narrow, coded, tmp_path / "out", images.TASK, rows)
+    assert caught.value.setting == "targets"
+
+
+@pytest.mark.parametrize("importance", ["taylor", "fisher"])
+def test_an_empty_file_has_no_labelled_samples(importance, tmp_path):
+    source = every_family.model_with_layers("bart", 2)
+    settings = PruneSettings(importance=importance, reconstruct=False)
+    with raises_code("missing-data", InputError) as caught:
+        harness.run_stage(
+            Prune(), settings, source, tmp_path / "out", data={"train": Split("empty.jsonl", ())}
+        )
+    assert caught.value.setting == "data.train"
 
 
 def test_the_plan_goes_on_with_the_width_that_is_left():

@@ -215,6 +215,7 @@ def test_codes_are_refused(rows, tmp_path):
         ({"sparsify": {"sparsity": 0.5, "pattern": "2:4"}}, "settings-conflict", "pattern"),
         ({"sparsify": {"method": "soft-movement", "sparsity": 0.5}}, "unused-setting", "sparsity"),
         ({"sparsify": {"threshold": 0.5}}, "unused-setting", "threshold"),
+        ({"sparsify": {"threshold": 0.5, "penalty": 1.0}}, "unused-setting", "penalty has"),
         ({"sparsify": {"pattern": "4:2"}}, "wrong-pattern", "4:2"),
         ({"sparsify": {}, "lora": {}}, "settings-conflict", "lora, sparsify and learned_masks"),
     ],

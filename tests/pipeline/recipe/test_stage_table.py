@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from expected_errors import raises_code
@@ -33,6 +33,50 @@ def test_every_row_is_a_stage(word: str) -> None:
     assert stage.__doc__
     assert issubclass(stage.settings_type, Settings)
     assert stage.settings_type()
+
+
+REPORTED_SETTINGS = [
+    *((word, {}) for word in STAGE_CLASSES),
+    ("prune", {"targets": ["width"]}),
+    ("prune", {"targets": ["channels"]}),
+    ("prune", {"targets": ["channels"], "reconstruct": False}),
+    ("prune", {"budget": {"flops": 0.5}}),
+    ("prune", {"keep_ratio": {"heads": 0.5, "ffn": 0.5}}),
+    ("factorize", {"targets": "embeddings", "rank": 8}),
+    ("factorize", {"method": "tucker", "rank": "vbmf"}),
+    ("factorize", {"parameter_budget": 0.5}),
+    ("sparsify", {"pattern": "2:4"}),
+    ("quantize", {"mixed_precision": {"target_bits": 4.5}, "method": "gptq"}),
+    ("quantize", {"scheme": "int4", "low_rank_correction": {"objective": "outputs"}}),
+    ("finetune", {"qat": {}}),
+    ("finetune", {"qat": {"scales": "lsq"}}),
+    ("finetune", {"sparsify": {}}),
+    ("finetune", {"sparsify": {"method": "soft-movement"}}),
+    ("finetune", {"sparsify": {"pattern": "2:4"}}),
+    ("finetune", {"learned_masks": {}}),
+    ("finetune", {"lora": {}}),
+    ("distill", {"qat": {}}),
+    ("distill", {"sequence_level": {}}),
+    ("distill", {"student": {"layers": 2}}),
+    ("distill", {"student": {"model": "small"}}),
+    ("distill", {"phases": [{"losses": {"hidden_states": 1.0}}, {"losses": {"logits": 1.0}}]}),
+]
+
+
+@pytest.mark.parametrize(("word", "given"), REPORTED_SETTINGS, ids=str)
+def test_reported_settings_are_a_recipe_with_the_same_meaning(word: str, given: dict[str, Any]) -> None:
+    settings = load_stage(word).settings_type.model_validate(given)
+    again = type(settings).model_validate(settings.to_report())
+    assert again.to_report() == settings.to_report()
+    if word != "quantize":  # it reports the options that its schemes resolve
+        assert again == settings
+
+
+def test_a_report_of_embeddings_does_not_limit_the_samples_that_default_to_all() -> None:
+    settings = load_stage("factorize").settings_type
+    given = {"targets": "embeddings", "rank": 8}
+    assert "calibration_samples" not in settings.model_validate(given).to_report()
+    assert settings.model_validate(given | {"calibration_samples": 9}).to_report()["calibration_samples"] == 9
 
 
 def test_stages_lists_all_in_the_order_of_the_table() -> None:

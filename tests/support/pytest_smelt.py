@@ -54,6 +54,10 @@ SLOWEST_FILES = (
     "pipeline/faults/test_kill.py",
     "compress/test_what_follows.py",
     "export/third_party/test_drawn.py",
+    "export/test_openvino_target.py",
+    "pipeline/faults/test_fuzz.py",
+    "pipeline/faults/test_safe_path.py",
+    "house/test_imports.py",
 )
 """The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
 START_TIME = pytest.StashKey[float]()

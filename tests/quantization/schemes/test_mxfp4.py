@@ -11,7 +11,7 @@ from torch import nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
-from smelt.quantization.schemes.mxfp4 import Mxfp4
+from smelt.quantization.schemes.float4 import Mxfp4
 
 OPTIONS = {"group_size": 32, "accuracy_level": 4}
 

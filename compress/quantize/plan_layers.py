@@ -115,15 +115,6 @@ def is_convolutional(model: Any) -> bool:
     return family is not None and family.conv_chain is not None
 
 
-def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any]]:
-    """Quantize `model` in place with schemes that need no data; return the edits.
-
-    Raises:
-        InputError: a layer's weights are not finite.
-    """
-    return quantize_layers(model, plan_layers(model, settings), {})
-
-
 def quantize_layers(
     model: Any,
     layers: Collection[PlannedLayer],

@@ -15,14 +15,21 @@ from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.core.stage import Context
 from smelt.models.sentence_model import is_sentence_model
-from smelt.training.extension import LossTerm, Objective, batch_sentence_vectors, model_logits
+from smelt.training.extension import (
+    LossTerm,
+    Objective,
+    batch_sentence_vectors,
+    cosent_loss,
+    model_logits,
+    pairwise_similarity_loss,
+    vector_distance_loss,
+)
 from smelt.training.losses import classification_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from smelt.compress.distill.settings import LossWeights
-    from smelt.training.extension import LossTerm
 
 
 def vector_loss_terms(
@@ -36,13 +43,6 @@ def vector_loss_terms(
         scores: float [B, 1], of pairs.
         weights: the weights.
     """
-    from smelt.training.extension import (
-        LossTerm,
-        cosent_loss,
-        pairwise_similarity_loss,
-        vector_distance_loss,
-    )
-
     terms = {}
     if teacher_vectors is not None and weights["sentence_embedding"]:
         terms["sentence_embedding"] = LossTerm(
@@ -63,8 +63,6 @@ def require_comparable_vectors(model: Any, teacher: Any, weights: LossWeights) -
     Raises:
         InputError: the teacher makes no embeddings, or embeddings of another width.
     """
-    from smelt.models.sentence_model import is_sentence_model
-
     if not is_sentence_model(teacher):
         raise InputError(
             f"distill: the teacher, {with_article(type(teacher).__name__)}, is not a sentence"

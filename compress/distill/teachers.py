@@ -467,7 +467,6 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
 
 
 def _require_same_labels(ours: Any, theirs: Any) -> None:
-    from smelt.training.losses import model_problem_type
 
     if ours.id2label != theirs.id2label:
         raise InputError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,6 @@ from smelt.runtimes.device import torch_device
 from smelt.training.extension import label_objective
 from smelt.training.samples import EncodedSample, collate, encode_split, group_by_length, load_processor
 from smelt.training.train import missing_scores_errors
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from scipy.optimize import isotonic_regression
-from torch import Tensor
+from torch import Tensor, nn
 
 from smelt.compress.prune.costs import (
     LinearShape,
@@ -124,7 +124,6 @@ class _TorchPart:
     """One part in torch; a call runs it."""
 
     def __init__(self, part: TimedPart) -> None:
-        import torch
 
         self._part = part
         self._x = torch.randn(part.tokens, part.input_layers[0].inputs)
@@ -134,7 +133,6 @@ class _TorchPart:
         self._seen = None if heads is None else torch.randn(1, heads.keys, heads.context_length, heads.width)
 
     def __call__(self) -> Any:
-        import torch
 
         with torch.inference_mode():
             found = [layer(self._x) for layer in self._first]
@@ -143,7 +141,6 @@ class _TorchPart:
             return self._last(self._attention(found) if self._part.heads else self._activation(found))
 
     def _attention(self, found: list[Any]) -> Any:
-        import torch
         from torch.nn.functional import scaled_dot_product_attention
 
         heads, tokens = self._part.heads, self._part.tokens
@@ -170,7 +167,6 @@ class _TorchPart:
 
 
 def _make_linear(product: LinearShape) -> Any:
-    from torch import nn
 
     if product.rank is not None:
         return LowRankLinear(product.inputs, product.outputs, product.rank, product.bias)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,14 @@ from smelt.quantization.layers import (
     QuantizedEmbedding,
     QuantizedLayer,
     empty_quantized,
+    is_embedding_table,
     is_quantized,
     quantized_bytes,
+    with_low_rank_correction,
 )
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,7 @@ class PlannedLayer:
 
 def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     """Return the layers of `model` to quantize by `settings`, in the model's order."""
-    from torch import nn
-
     from smelt.models.edits import module_names
-    from smelt.quantization.layers import is_embedding_table
 
     head = output_layer(model)
     words = {id(m.weight) for m in token_embeddings(model)}
@@ -135,7 +131,6 @@ def quantize_layers(
         InputError: a layer's weights are not finite, or its range is missing.
     """
     from smelt.models.edits import replace_layer
-    from smelt.quantization.layers import with_low_rank_correction
 
     # by the weight's identity: the first module quantized from it
     done: dict[int, tuple[str, Any]] = {}
@@ -178,9 +173,6 @@ def quantize_planned(
     layer: PlannedLayer, ranges: Mapping[int, float], coder: WeightQuantizer | None = None
 ) -> Any:
     """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`."""
-    from smelt.quantization.layers import QuantizedEmbedding
-    from smelt.quantization.matrix import QuantizedConv2d
-
     try:
         new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest)
     except InputError as error:
@@ -201,8 +193,6 @@ def quantize_planned(
 
 def output_layer(model: Any) -> Any:
     """Return the layer that computes the logits: the vocabulary projection, or a classifier's last layer."""
-    from torch import nn
-
     from smelt.models.layers import LowRankLinear
 
     head = model.get_output_embeddings()
@@ -217,7 +207,6 @@ def output_layer(model: Any) -> Any:
 def token_embeddings(model: Any) -> list[Any]:
     """Return the token embeddings (not of positions or token types)."""
     from smelt.models.layers import LowRankEmbedding
-    from smelt.quantization.layers import is_embedding_table
 
     if is_convolutional(model):
         return []

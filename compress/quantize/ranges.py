@@ -19,23 +19,19 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, observe_inputs
-from smelt.compress.quantize.plan_layers import PlannedLayer
+from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
 from smelt.quantization.schemes.registry import SCHEMES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 BINS = 2048
 _NUM_LEVELS = 128  # quantized bins of a histogram of both signs
@@ -325,8 +321,6 @@ def _loses_digits(layer: PlannedLayer, weight: Tensor) -> bool:
 
 def _relative_error(layer: PlannedLayer, weight: Tensor) -> float:
     """Return the rounding error of `weight` relative to its norm."""
-    from smelt.compress.quantize.plan_layers import round_to_nearest
-
     scheme = SCHEMES[layer.scheme]
     codes, grid = round_to_nearest(weight, scheme, layer.options)
     values = scheme.dequantize(codes, grid, layer.options).flatten(1)[:, : weight.shape[1]]

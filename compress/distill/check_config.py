@@ -164,9 +164,6 @@ def require_same_tokens(own: Path, other: Path, whose: str) -> None:
         )
 
 
-# Names of the layer stacks in settings; each family has one or two of them.
-
-
 def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
     """Check the layers that `student` (a StudentSettings) keeps against those of a model.
 

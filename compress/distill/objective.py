@@ -15,7 +15,15 @@ from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.core.stage import Context
 from smelt.models.sentence_model import is_sentence_model
-from smelt.training.extension import LossTerm, Objective, batch_sentence_vectors, model_logits
+from smelt.training.extension import (
+    LossTerm,
+    Objective,
+    batch_sentence_vectors,
+    cosent_loss,
+    model_logits,
+    pairwise_similarity_loss,
+    vector_distance_loss,
+)
 from smelt.training.losses import classification_loss
 
 if TYPE_CHECKING:
@@ -33,8 +41,6 @@ def vector_loss_terms(
         scores: float [B, 1], of pairs.
         weights: the weights.
     """
-    from smelt.training.extension import cosent_loss, pairwise_similarity_loss, vector_distance_loss
-
     terms = {}
     if teacher_vectors is not None and weights["sentence_embedding"]:
         terms["sentence_embedding"] = LossTerm(

@@ -14,8 +14,14 @@ from smelt.compress.distill.check_config import (
     check_student,
     check_teacher,
     check_teacher_folders,
+    make_external_student,
 )
-from smelt.compress.distill.sequence_level import check_unlabelled, needed_splits, with_training_samples
+from smelt.compress.distill.sequence_level import (
+    check_unlabelled,
+    generate_targets,
+    needed_splits,
+    with_training_samples,
+)
 from smelt.compress.distill.settings import INNER_LOSSES, DistillSettings
 from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
 from smelt.compress.training_techniques import (
@@ -214,8 +220,6 @@ class Distill:
             teacher = combine_teachers(teachers, model, settings)
             ctx.details["teacher"] = ", ".join(teacher.name for teacher in teachers)
             if settings.sequence_level is not None:
-                from smelt.compress.distill.sequence_level import generate_targets
-
                 writer = settings.sequence_level.generator or teachers[0].name
                 rows = generate_targets(ctx.ancestors[writer], settings.sequence_level, ctx)
                 ctx = replace(ctx, data={**ctx.data, "train": rows})
@@ -243,8 +247,6 @@ def _make_student(
 
     student = settings.student
     if student is not None and student.is_external:
-        from smelt.compress.distill.check_config import make_external_student
-
         make_external_student(student, src, teacher, space, ctx)
         try:
             return *load_model(space), space

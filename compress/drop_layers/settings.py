@@ -80,7 +80,6 @@ class DropLayersSettings(Settings):
         return self
 
 
-# Names of the layer stacks in settings; each family has one or two of them.
 _DEFAULT_KEEP = 0.5
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from scipy.optimize import isotonic_regression
-from torch import Tensor
+from torch import Tensor, nn
 
 from smelt.compress.prune.costs import (
     LinearShape,
@@ -167,7 +167,6 @@ class _TorchPart:
 
 
 def _make_linear(product: LinearShape) -> Any:
-    from torch import nn
 
     if product.rank is not None:
         return LowRankLinear(product.inputs, product.outputs, product.rank, product.bias)

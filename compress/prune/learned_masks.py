@@ -84,7 +84,7 @@ def cut_masked(
         for m, k, kept in zip(masked_parts, kept_units, kept_parts, strict=True)
         if m.units and kept
     ]
-    chosen = [(units, partial(_all_if_empty, k)) for m, units, k in left if len(k) < m.count]
+    chosen = [(units, lambda k=k: k) for m, units, k in left if len(k) < m.count]
     cut_units(model, edits, chosen, None, ctx)
     edits[:] = update_config(model, edits)
     details: dict[str, Any] = {"units": {units.name: units.count(model) for _, units, _ in left}}
@@ -93,10 +93,6 @@ def cut_masked(
         for place in masked.positions if not kept else ():
             gone[place.stack].append(place.name)
     return details | ({"dropped_parts": gone} if gone else {})
-
-
-def _all_if_empty(kept: Tensor) -> Tensor:
-    return kept
 
 
 _BUDGET_TOLERANCE = 0.01  # fraction of the parameters: checkpoints this close to the budget may be selected

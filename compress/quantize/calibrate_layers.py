@@ -21,7 +21,7 @@ from torch import nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.sequential import ObserveInputs, run_blocks
-from smelt.compress.quantize.gptq import GptqRunner
+from smelt.compress.quantize.gptq import GptqRunner, apply_gptq
 from smelt.compress.quantize.plan_layers import (
     GridFinder,
     PlannedLayer,
@@ -34,7 +34,9 @@ from smelt.compress.quantize.plan_layers import (
     scheme_grid,
 )
 from smelt.compress.quantize.ranges import (
+    MIN_CALIBRATION_TOKENS,
     ObservedRange,
+    calibrate_ranges,
     observe_ranges,
     scale_underflow_warnings,
     small_weights,
@@ -120,8 +122,6 @@ def _calibrate_on_samples(
     if AUTO in settings.exclude or settings.needs_activation_ranges or settings.smoothquant_alpha is not None:
         _measure_sensitivity(model, found, rows, settings, ctx)
     if settings.compensates_rounding:
-        from smelt.compress.quantize.gptq import apply_gptq
-
         fit = grid_finder(settings)
         found.codes, found.corrections = apply_gptq(model, found.layers, rows, fit, ctx, settings.correction)
         ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # both methods warn about too few samples
@@ -139,8 +139,6 @@ def _move_scales(
     ctx: Context,
 ) -> None:
     """Move channel scales between the producers of the layers' inputs and their columns."""
-    from smelt.compress.quantize.ranges import MIN_CALIBRATION_TOKENS
-
     enough = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
     if (
         settings.needs_activation_ranges or settings.smoothquant_alpha is not None
@@ -166,8 +164,6 @@ def _calibrate_activations(
     ctx: Context,
 ) -> None:
     """Calibrate activation ranges; layers that no sample reaches stay float."""
-    from smelt.compress.quantize.ranges import calibrate_ranges
-
     plain = [layer for layer in result.layers if not isinstance(layer.module, nn.Conv2d)]
     ranges = calibrate_ranges(model, plain, samples, settings, ctx)
     result.layers, result.ranges, result.rounding_ranges = calibrate_convolutions(
@@ -291,8 +287,6 @@ def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx:
 
 def _few_tokens_text(samples: CalibrationSamples, settings: QuantizeSettings) -> str:
     """Return the warning about too few calibration tokens."""
-    from smelt.compress.quantize.ranges import MIN_CALIBRATION_TOKENS
-
     what, why = "activation ranges", "larger values in other samples will be clipped"
     if not settings.needs_activation_ranges:
         what, why = "largest activations of each channel", "other samples may have larger values"

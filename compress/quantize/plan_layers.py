@@ -25,10 +25,12 @@ from smelt.quantization.layers import (
     QuantizedEmbedding,
     QuantizedLayer,
     empty_quantized,
+    is_embedding_table,
     is_quantized,
     quantized_bytes,
+    with_low_rank_correction,
 )
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
 
@@ -62,7 +64,6 @@ class PlannedLayer:
 def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     """Return the layers of `model` to quantize by `settings`, in the model's order."""
     from smelt.models.edits import module_names
-    from smelt.quantization.layers import is_embedding_table
 
     head = output_layer(model)
     words = {id(m.weight) for m in token_embeddings(model)}
@@ -110,15 +111,6 @@ def is_convolutional(model: Any) -> bool:
     return family is not None and family.conv_chain is not None
 
 
-def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any]]:
-    """Quantize `model` in place with schemes that need no data; return the edits.
-
-    Raises:
-        InputError: a layer's weights are not finite.
-    """
-    return quantize_layers(model, plan_layers(model, settings), {})
-
-
 def quantize_layers(
     model: Any,
     layers: Collection[PlannedLayer],
@@ -139,7 +131,6 @@ def quantize_layers(
         InputError: a layer's weights are not finite, or its range is missing.
     """
     from smelt.models.edits import replace_layer
-    from smelt.quantization.layers import with_low_rank_correction
 
     # by the weight's identity: the first module quantized from it
     done: dict[int, tuple[str, Any]] = {}
@@ -182,8 +173,6 @@ def quantize_planned(
     layer: PlannedLayer, ranges: Mapping[int, float], coder: WeightQuantizer | None = None
 ) -> Any:
     """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`."""
-    from smelt.quantization.matrix import QuantizedConv2d
-
     try:
         new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest)
     except InputError as error:
@@ -218,7 +207,6 @@ def output_layer(model: Any) -> Any:
 def token_embeddings(model: Any) -> list[Any]:
     """Return the token embeddings (not of positions or token types)."""
     from smelt.models.layers import LowRankEmbedding
-    from smelt.quantization.layers import is_embedding_table
 
     if is_convolutional(model):
         return []

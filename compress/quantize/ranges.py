@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, observe_inputs
-from smelt.compress.quantize.plan_layers import PlannedLayer
+from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
@@ -321,8 +321,6 @@ def _loses_digits(layer: PlannedLayer, weight: Tensor) -> bool:
 
 def _relative_error(layer: PlannedLayer, weight: Tensor) -> float:
     """Return the rounding error of `weight` relative to its norm."""
-    from smelt.compress.quantize.plan_layers import round_to_nearest
-
     scheme = SCHEMES[layer.scheme]
     codes, grid = round_to_nearest(weight, scheme, layer.options)
     values = scheme.dequantize(codes, grid, layer.options).flatten(1)[:, : weight.shape[1]]

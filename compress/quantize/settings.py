@@ -381,7 +381,6 @@ class QuantizeSettings(SchemeSettings):
         """Return which settings have an effect, of those that others may switch off."""
         uniform = self.mixed_precision is None
         ends = "percentile" in (self.calibration_method if self.needs_activation_ranges else "", self.clip)
-        uniform = self.mixed_precision is None
         return {
             "scheme": uniform,
             "embedding_scheme": uniform and (self.embeddings or self.output_layer),

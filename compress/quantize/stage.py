@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.quantize.scheme_options import scheme_table
+from smelt.compress.quantize.scheme_options import scheme_table, two_bit_warnings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
@@ -118,7 +118,6 @@ class Quantize:
             plan_layers,
             unused_patterns,
         )
-        from smelt.compress.quantize.scheme_options import two_bit_warnings
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.edits import fold_batch_norms
         from smelt.models.empty_model import stored_dtypes, weight_files_size

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.model_input import count_stored_parameters, load_float_model
-from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings
+from smelt.compress.trim_vocabulary.select_tokens import (
+    TrimVocabularySettings,
+    compose_kept_tokens,
+    read_kept_tokens,
+    renumber_config,
+    write_kept_tokens,
+)
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
@@ -84,11 +90,6 @@ class TrimVocabulary:
             self._trim(src, settings, ctx)
 
     def _trim(self, src: Artifact, settings: TrimVocabularySettings, ctx: Context) -> None:
-        from smelt.compress.trim_vocabulary.select_tokens import (
-            compose_kept_tokens,
-            read_kept_tokens,
-            write_kept_tokens,
-        )
         from smelt.compress.trim_vocabulary.tokenizers import (
             open_vocabulary,
             select_kept_tokens,
@@ -156,7 +157,6 @@ def _scored_splits(ctx: Context) -> list[str]:
 
 
 def _renumber_configs(model: Any, new: Mapping[int, int], size: int) -> None:
-    from smelt.compress.trim_vocabulary.select_tokens import renumber_config
 
     renumber_config(model.config, new, size)
     if model.can_generate():

@@ -192,11 +192,11 @@ def test_an_embedding_that_nobody_reads_any_more_is_as_wide_as_the_others(tied, 
 
 
 def test_a_quantized_layer_has_no_axis_that_could_be_cut():
-    from smelt.compress.quantize.plan_layers import quantize_model
+    from smelt.compress.quantize.plan_layers import plan_layers, quantize_layers
     from smelt.compress.quantize.settings import QuantizeSettings
 
     model = family_models.load("bert")
-    quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))
+    quantize_layers(model, plan_layers(model, QuantizeSettings(scheme="int8-dynamic")), {})
     with raises_code("unsupported-layer", InputError) as caught:
         hidden_axes(model)
     assert "QuantizedEmbedding" in str(caught.value)

@@ -85,7 +85,7 @@ def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(kind,
         exported_artifacts.exported_artifact("translator"),
     )
     texts = [*tiny.SENTENCES, LONG]
-    count = 120 if step == "onnx" else 40
+    count = 120 if step == "onnx" else 60
     requests = [[texts[(i + k) % len(texts)] for k in range(1 + i % 3)] for i in range(count)]
     stop, opened = threading.Event(), []
 

@@ -1,8 +1,6 @@
 """Models with random weights: the class's own, and a config that agrees with the tokenizer."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -59,21 +57,6 @@ def test_weights_are_those_that_the_class_draws_with_the_seed(tmp_path):
         assert torch.equal(ours, theirs), name
     other, _ = make_untrained(tmp_path / "b", "bert", labels=["a", "b"], seed=4)
     assert not torch.equal(load_model(other)[0].classifier.weight, model.classifier.weight)
-
-
-def test_no_trainer_is_imported_for_a_model(tmp_path):
-    """Which is 2 s, and a line on the terminal where bitsandbytes is installed (peft imports it)."""
-    words = tiny.write_bert(tmp_path / "words")
-    code = (
-        "import sys; from pathlib import Path; from smelt.core.files import read_json_object\n"
-        "from smelt.models.new_model import create_model\n"
-        f"words, out = Path({str(words)!r}), Path({str(tmp_path / 'out')!r}); out.mkdir()\n"
-        "config = read_json_object(words / 'config.json')\n"
-        "create_model(config, words, out, task='text-classification', seed=1, labels=[], problem=None)\n"
-        "print({'peft', 'bitsandbytes', 'transformers.trainer_utils'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "set()\n", "")
 
 
 def test_a_list_of_words_that_lies_beside_the_tokenizer_stays_behind(tmp_path):

@@ -25,7 +25,7 @@ with file_lock(Path(sys.argv[1])):
 COUNTER = """
 import sys, time
 from pathlib import Path
-from smelt.core.store import locks
+from smelt.core import locks
 from smelt.core.locks import file_lock
 locks._POLL_S = 0.001
 home, waited = Path(sys.argv[1]), []

@@ -16,7 +16,7 @@ from smelt.runtimes.tensorrt_engine import (
     sidecar_path,
     write_sidecar,
 )
-from smelt.runtimes.third_party import graph_files
+from smelt.runtimes.third_party import trial_run
 
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
 A40 = {"name": "NVIDIA A40", "compute_capability": "8.6"}
@@ -129,7 +129,7 @@ def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
 def test_whoever_opens_an_artifact_asks(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = []
-    monkeypatch.setattr(graph_files, "require_trusted_engines", lambda folder, trusted: asked.append(trusted))
+    monkeypatch.setattr(trial_run, "require_trusted_engines", lambda folder, trusted: asked.append(trusted))
     folder = tiny.write_bert(tmp_path / "model")
     made = tiny.as_artifact(folder, "text-classification")
     monkeypatch.setattr("smelt.api.load.read_artifact", lambda path: made)

@@ -10,7 +10,7 @@ import torch
 from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.quantize import stage
+from smelt.compress.quantize import calibrate_layers
 from smelt.compress.quantize.calibrate_layers import open_large_model
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -108,7 +108,7 @@ def test_what_compares_layers_takes_the_model_whole(family, settings, tmp_path, 
         asked.append(open_large_model(*args))
         raise InterruptedError  # what follows is as ever
 
-    monkeypatch.setattr(stage, "open_large_model", open_it)
+    monkeypatch.setattr(calibrate_layers, "open_large_model", open_it)
     with pytest.raises(InterruptedError):
         every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
     assert asked == [None]

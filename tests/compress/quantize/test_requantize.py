@@ -34,6 +34,7 @@ CODES = {
     "int2": {"scheme": "int2", **GROUPED},
     "kmeans4": {"scheme": "kmeans4", "group_size": 128},
     "pow2": {"scheme": "pow2", **GROUPED},
+    "mxfp4": {"scheme": "mxfp4"},
     "ternary": {"scheme": "ternary", **GROUPED},
     "ternary rows": {"scheme": "ternary", "granularity": "channel", **GROUPED},
     "binary": {"scheme": "binary", **GROUPED},

@@ -93,7 +93,7 @@ def test_an_option_that_is_missing_is_refused():
         ("binary", {"group_size": 64}, 1.25),
         ("kmeans4", {"group_size": 256}, 4 + (16 * 8 + 16) / 256),
         ("pow2", {"group_size": 64}, 4.25),
-        ("mxfp4", {}, 4.25),
+        ("mxfp4", {"group_size": 32}, 4.25),
         ("bnb-nf4", {}, 4 + 32 / 64),
         ("bnb-int8", {}, 8 + 32 / 1024),
     ],

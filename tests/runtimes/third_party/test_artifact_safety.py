@@ -13,7 +13,7 @@ from smelt.api.evaluate import evaluate_artifact
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
-from smelt.runtimes.third_party import graph_files
+from smelt.runtimes.third_party import trial_run
 from smelt.runtimes.third_party.trial_run import record_verified_graphs, require_safe_artifact
 
 
@@ -51,9 +51,7 @@ def test_a_graph_that_asks_for_gigabytes_is_refused_by_all_that_would_open_it(tm
 def test_a_graph_is_tried_once(tmp_path, monkeypatch):
     artifact = third_party_graphs.make_artifact(tmp_path / "a", third_party_graphs.two_layer_classifier())
     asked = []
-    monkeypatch.setattr(
-        graph_files, "run_isolated", lambda module, arguments, limits: asked.append(arguments)
-    )
+    monkeypatch.setattr(trial_run, "run_isolated", lambda module, arguments, limits: asked.append(arguments))
     require_safe_artifact(artifact)
     require_safe_artifact(artifact)
     assert asked == [[str(artifact.path / "model.onnx")]]
@@ -64,7 +62,7 @@ def test_a_graph_is_tried_once(tmp_path, monkeypatch):
 
 def test_what_was_made_here_is_opened_at_once(tmp_path, monkeypatch):
     artifact = third_party_graphs.make_artifact(tmp_path / "a", third_party_graphs.two_layer_classifier())
-    monkeypatch.setattr(graph_files, "run_isolated", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr(trial_run, "run_isolated", lambda *_: pytest.fail("it was tried"))
     record_verified_graphs(artifact.manifest.files)
     require_safe_artifact(artifact)
 
@@ -79,7 +77,7 @@ def test_weights_that_several_graphs_share_count_for_each(tmp_path):
         graph.write_bytes(b"0")
     files = {g.name: FileRecord(sha256="0", size_bytes=1) for g in graphs}
     large = files | {"model.onnx_data": FileRecord(sha256="0", size_bytes=3_000_000_000)}
-    small, limits = (graph_files._trial_limits(graphs, found) for found in (files, large))
+    small, limits = (trial_run._trial_limits(graphs, found) for found in (files, large))
     assert limits.memory_bytes - small.memory_bytes == WEIGHT_COPIES * 3_000_000_000
     assert limits.seconds > small.seconds + 100
 
@@ -103,8 +101,8 @@ def test_a_home_that_cannot_be_used_is_no_reason_not_to_open(tmp_path, monkeypat
         raise lack
 
     artifact = third_party_graphs.make_artifact(tmp_path / "a", third_party_graphs.two_layer_classifier())
-    monkeypatch.setattr(graph_files, "_record_path", home)
-    monkeypatch.setattr(graph_files, "run_isolated", lambda *_: None)
+    monkeypatch.setattr(trial_run, "_record_path", home)
+    monkeypatch.setattr(trial_run, "run_isolated", lambda *_: None)
     require_safe_artifact(artifact)
 
 
@@ -113,7 +111,7 @@ def test_without_a_place_to_remember_each_opening_is_tried(tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     artifact = third_party_graphs.make_artifact(tmp_path / "a", third_party_graphs.two_layer_classifier())
     asked = []
-    monkeypatch.setattr(graph_files, "run_isolated", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(trial_run, "run_isolated", lambda *arguments: asked.append(arguments))
     require_safe_artifact(artifact)
     require_safe_artifact(artifact)
     assert len(asked) == 2

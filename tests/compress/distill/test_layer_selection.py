@@ -172,7 +172,7 @@ def test_classifiers_have_one_stack():
 def test_a_first_layer_that_has_no_norm_has_to_stay():
     model, edits = load_model(every_family.model_with_layers("modernbert", 3))
     with raises_code("first-layer-required", InputError) as caught:
-        keep_layers(model, edits, "layers", [1, 2], "uniform", stage="distill")
+        keep_layers(model, edits, "layers", [1, 2], "uniform", stage="distill", prefix="student.")
     assert caught.value.setting == "student.layers"
 
 

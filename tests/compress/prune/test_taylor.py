@@ -181,16 +181,14 @@ def test_taylor_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
         assert not torch.allclose(scores.neurons[block.name], without, rtol=0.05)
 
 
-@pytest.mark.parametrize("family", ["t5", "llama", "phi3"])  # phi3: of one layer with the other row
-def test_magnitude_of_a_gated_neuron_counts_its_row_of_the_gate(family):
+@pytest.mark.parametrize("family", ["marian", "t5", "llama", "phi3"])  # phi3: gate and other row in one layer
+def test_magnitude_of_a_neuron_is_the_product_of_its_norms_the_gates_among_them(family):
     model, _ = load_model(every_family.model_with_layers(family, 2))
     blocks = find_groups(model)[1]
-    before = magnitude_scores(model, [], blocks).neurons
+    scores = magnitude_scores(model, [], blocks).neurons
     for block in blocks:
-        with torch.no_grad():
-            model.get_submodule(block.structure.gate).weight[3] *= 2
-    after = magnitude_scores(model, [], blocks).neurons
-    for block in blocks:
-        factor = torch.ones_like(before[block.name])
-        factor[3] = 2
-        torch.testing.assert_close(after[block.name], before[block.name] * factor)
+        down, count = model.get_submodule(block.structure.down).weight.double(), block.count(model)
+        rows = torch.cat([model.get_submodule(name).weight for name in block.structure.input_layers]).double()
+        assert len(rows) == count * (1 if family == "marian" else 2)
+        expected = down.norm(dim=0) * rows.norm(dim=1).view(-1, count).prod(dim=0)
+        torch.testing.assert_close(scores[block.name], expected.detach())

@@ -15,7 +15,7 @@ from smelt.compress.distill.stage import Distill
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.quantize.plan_layers import quantized_weight_bits
+from smelt.compress.quantize.plan_layers import quantize_module, quantized_weight_bits
 from smelt.compress.quantize.qat import prepare_qat
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -29,7 +29,7 @@ from smelt.models.count_parameters import count_parameters
 from smelt.models.edits import apply_edits, read_edits
 from smelt.quantization.layers import LowRankCorrectedLinear
 from smelt.quantization.matrix import QuantizedMatrix
-from smelt.training.lora import LoraAdapters, find_lora_layers
+from smelt.training.lora import LoraAdapters, QuantizedLoraLinear, find_lora_layers
 from smelt.training.settings import LoraSettings
 
 pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
@@ -45,6 +45,14 @@ def changed(before, after):
             matrix = difference.dim() == 2
             found[name] = int(torch.linalg.matrix_rank(difference.double(), rtol=1e-4)) if matrix else None
     return found
+
+
+def test_an_adapter_beside_codes_adds_alpha_over_rank_of_its_product():
+    torch.manual_seed(0)
+    base = quantize_module(torch.nn.Linear(32, 16), "int4")
+    layer, x = QuantizedLoraLinear(base, LoraSettings(rank=2, alpha=6)), torch.randn(3, 32)
+    torch.nn.init.normal_(layer.pair.up.weight)
+    torch.testing.assert_close(layer(x), base(x) + 3 * layer.pair(x))
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)

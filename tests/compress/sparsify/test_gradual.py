@@ -77,6 +77,9 @@ def test_soft_movement_keeps_what_passes_the_threshold_and_never_nothing():
     masks._before_step(10, 10)
     # sigmoid(s) > 1/4 where s > log(1/3)
     assert torch.equal(masks.masks[name].bool(), masks.scores[name].detach() > -1.0986123)
+    masks._before_step(1, 10)  # of 5 updates until all of the threshold
+    early = torch.tensor(0.25 * (1 - 0.8**3)).logit()
+    assert torch.equal(masks.masks[name].bool(), masks.scores[name].detach() > early)
     with torch.no_grad():
         masks.scores[name].sub_(100.0)
     masks._before_step(10, 10)

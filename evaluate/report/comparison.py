@@ -25,6 +25,7 @@ from smelt.evaluate.report.schema import (
     ReportData,
     ScoreDifference,
     StepReport,
+    read_report,
     validate_report,
 )
 from smelt.evaluate.significance import Statistics, compare_steps, holm
@@ -79,9 +80,8 @@ def read_runs(folders: Sequence[Path]) -> list[FinishedRun]:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    runs = [
-        FinishedRun(name, folder, _read_report(folder)) for name, folder in zip(names, folders, strict=True)
-    ]
+    reports = [validate_report(read_report(folder)) for folder in folders]
+    runs = [FinishedRun(*each) for each in zip(names, folders, reports, strict=True)]
     tasks = {run.name: str(run.report.recipe.get("task")) for run in runs}
     if len(set(tasks.values())) > 1:
         raise InputError(
@@ -91,22 +91,6 @@ def read_runs(folders: Sequence[Path]) -> list[FinishedRun]:
             code="other-task",
         )
     return runs
-
-
-def _read_report(folder: Path) -> ReportData:
-    path = folder / "report.json"
-    try:
-        return validate_report(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise InputError(
-            f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.",
-            code="missing-file",
-            file=str(path),
-        ) from error
-    except InputError as error:
-        raise InputError(f"{path}: {error}", code=error.code, file=str(path), found=error.found) from error
-    except ValueError as error:
-        raise InputError(f"{path}: invalid JSON: {error}", code="damaged-file", file=str(path)) from error
 
 
 def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ docs/reference/report.md is the documentation of the file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -22,6 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from smelt.core.errors import InputError, SettingError
+from smelt.core.files import load_json
 from smelt.core.messages import Message, error_message, messages_to_json
 
 
@@ -428,6 +430,29 @@ class ReportData(_ReportModel):
     def baseline_step(self) -> StepReport | None:
         """The step that the others are compared with."""
         return next((step for step in self.steps if step.name == self.baseline), None)
+
+
+def read_report(run: Path) -> dict[str, Any]:
+    """Return the report of the run in the folder `run`, or the report.json at that path, checked.
+
+    Raises:
+        InputError: there is no report, or this version of smelt cannot read it.
+    """
+    path = run if run.is_file() else run / "report.json"
+    if not path.is_file():
+        raise InputError(
+            f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.",
+            code="missing-file",
+            file=str(path),
+        )
+    try:
+        report: dict[str, Any] = load_json(path)
+        validate_report(report)
+    except ValueError as error:
+        raise InputError(f"{path}: invalid JSON: {error}", code="damaged-file", file=str(path)) from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}", code=error.code, file=str(path), found=error.found) from error
+    return report
 
 
 def validate_report(report: Mapping[str, Any]) -> ReportData:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
-from smelt.core.files import load_json, write_atomically
+from smelt.core.files import write_atomically
 from smelt.core.messages import Message, warning
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS
 from smelt.evaluate.metrics import WINDOW_METRICS
@@ -53,22 +53,9 @@ class Report(Mapping[str, Any]):
         Raises:
             InputError: there is no report, or this version of smelt cannot read it.
         """
-        place = Path(run).expanduser()
-        path = place if place.is_file() else place / "report.json"
-        if not path.is_file():
-            raise InputError(
-                f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.",
-                code="missing-file",
-                file=str(path),
-            )
-        try:
-            return cls(load_json(path))
-        except ValueError as error:
-            raise InputError(f"{path}: invalid JSON: {error}", code="damaged-file", file=str(path)) from error
-        except InputError as error:
-            raise InputError(
-                f"{path}: {error}", code=error.code, file=str(path), found=error.found
-            ) from error
+        from smelt.evaluate.report.schema import read_report
+
+        return cls(read_report(Path(run).expanduser()))
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with one row per step.

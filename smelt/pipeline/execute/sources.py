@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import MANIFEST, Artifact, Manifest
+from smelt.core.artifact import MANIFEST, Artifact, Format, Manifest
 from smelt.core.errors import InputError, combined_error
 from smelt.core.files import json_hash, read_json_object, sha256_of, write_json
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
@@ -46,6 +46,29 @@ if TYPE_CHECKING:
 # Increased whenever the same files would be imported differently.
 _VERSION = 5
 _GENERATION_CONFIG = "generation_config.json"
+
+
+def _model_manifest(
+    step_runner: StepRunner,
+    key: str,
+    artifact_format: Format,
+    notes: list[Message],
+    details: dict[str, Any],
+    settings: dict[str, Any] | None = None,
+) -> Manifest:
+    """Return the manifest of a run's first artifact, which has no parent."""
+    return Manifest(
+        key=key,
+        format=artifact_format,
+        task=step_runner.task,
+        stage=MODEL_STEP,
+        settings=settings or {},
+        seed=step_runner.seed,
+        parent=None,
+        versions=dict(step_runner.versions),
+        details=details,
+        warnings=notes,
+    )
 
 
 def import_onnx_model(
@@ -98,18 +121,7 @@ def import_onnx_model(
         if task_setup is not None and task_setup.sentences is not None:
             add_pooling(out / GRAPH_FILE, task_setup.sentences)
         notes += [] if task_setup is None else _import_tokenizer(model, task_setup, data, out, details)
-        manifest = Manifest(
-            key=key,
-            format="onnx",
-            task=step_runner.task,
-            stage="model",
-            settings={},
-            seed=step_runner.seed,
-            parent=None,
-            versions=dict(step_runner.versions),
-            details=details,
-            warnings=notes,
-        )
+        manifest = _model_manifest(step_runner, key, "onnx", notes, details)
         return step_runner.store.commit(out, manifest, replace=rebuild)
 
     return step_runner.get_or_make("model", key, rebuild, make)
@@ -250,18 +262,7 @@ def import_user_model(
         }
         if new_head:
             details["new_head"] = True  # random, so the model cannot be a teacher
-        manifest = Manifest(
-            key=key,
-            format="torch",
-            task=step_runner.task,
-            stage="model",
-            settings={},
-            seed=step_runner.seed,
-            parent=None,
-            versions=dict(step_runner.versions),
-            warnings=notes,
-            details=details,
-        )
+        manifest = _model_manifest(step_runner, key, "torch", notes, details)
         return step_runner.store.commit(out, manifest, replace=rebuild)
 
     return step_runner.get_or_make(MODEL_STEP, key, rebuild, make)
@@ -415,18 +416,9 @@ def _commit_artifact(
     write_text_rules(out, rules)
     how = tokenizer.model_dump() if isinstance(tokenizer, NewTokenizer) else tokenizer
     details = {"parameters": count_parameters(out), "untrained": True, **step_runner.windows_details}
-    manifest = Manifest(
-        key=key,
-        format="torch",
-        task=step_runner.task,
-        stage="model",
-        settings={"config": dict(config), "tokenizer": how},
-        seed=step_runner.seed,
-        parent=None,
-        versions=dict(step_runner.versions),
-        warnings=notes,
-        details=details | rules.model_dump(exclude_defaults=True),
-    )
+    all_details = details | rules.model_dump(exclude_defaults=True)
+    made_from = {"config": dict(config), "tokenizer": how}
+    manifest = _model_manifest(step_runner, key, "torch", notes, all_details, made_from)
     return step_runner.store.commit(out, manifest, replace=rebuild)
 
 

@@ -372,6 +372,9 @@ def _round_details(
 def median_call_parts(calls: NDArray[np.float64], parts: list[list[float]], p50: float) -> LatencyRow | None:
     """Return the parts of the median call's time, ms; None where the runner does not measure them.
 
+    Calls with another number of parts are left out: an artifact may generate after short prompts in its graph
+    and after long ones step by step.
+
     Args:
         calls: ms of every call.
         parts: the parts of each, as `TimedRunner.call_parts` returns them.
@@ -383,7 +386,8 @@ def median_call_parts(calls: NDArray[np.float64], parts: list[list[float]], p50:
     near = np.flatnonzero(distance <= MEDIAN_TOLERANCE * p50)
     if not len(near):  # the median of an even number is between two calls
         near = np.argsort(distance, kind="stable")[:2]
-    means = np.asarray([parts[at] for at in near]).mean(axis=0)
+    kind = len(parts[near[distance[near].argmin()]])
+    means = np.asarray([parts[at] for at in near if len(parts[at]) == kind]).mean(axis=0)
     if len(means) == 3:
         return dict(zip(("tokenizing_ms", "model_ms", "rest_ms"), map(float, means), strict=True))
     if len(means) == 5:

@@ -219,7 +219,8 @@ class TimingWorker:
         """Return for each group the time of its first token, ms; None where the loop is not in the graph.
 
         A graph does not report it; so it is called for one token, outside of the timed part, in every round.
-        It is called a few times, since a single time is affected by any disturbance.
+        Long prompts do without the graph's loop: None for their groups. It is called a few times, since a
+        single time is affected by any disturbance.
         """
         watch = self._timed_runner
         assert watch is not None
@@ -229,8 +230,9 @@ class TimingWorker:
             watch.start_call()
             self._run_batch(self._groups[len(self._graph_calls)])
             self._graph_calls.append(watch.last_graph_call)
+        first_token = watch.first_token_ms
         return [
-            statistics.median(watch.first_token_ms(call) for _ in range(_FIRST_TOKEN_REPEATS))
+            call and statistics.median(first_token(call) for _ in range(_FIRST_TOKEN_REPEATS))
             for call in self._graph_calls
         ]
 

@@ -98,6 +98,15 @@ def test_parts_of_a_graph_with_the_loop_add_up_to_the_median_call():
     assert found["time_to_first_token_ms"] + further + found["detokenizing_ms"] == pytest.approx(7.5)
 
 
+def test_parts_of_long_prompts_without_the_graphs_loop_are_not_mixed_with_the_others():
+    in_graph, by_steps = [0.5, 6.0, 4.0, 1.0, 2.0], [1.0, 40.0, 1.0, 30.0, 3.0, 1.0]
+    calls = np.array([7.5, 7.6, 73.0, 73.5, 7.4])
+    found = median_call_parts(calls, [in_graph, in_graph, by_steps, by_steps, in_graph], 7.6)
+    assert (found["encoding_ms"], found["time_to_first_token_ms"]) == (None, 2.5)
+    both = median_call_parts(np.array([7.5, 7.6]), [in_graph, by_steps], 7.5)  # as near as each other
+    assert (both["encoding_ms"], both["further_tokens"]) == (None, 4.0)
+
+
 def test_parts_of_two_far_calls_are_those_about_the_median():
     parts = [[1.0, 1.0, 1.0, 0.0, 0.0, 1.0], [1.0, 7.0, 1.0, 0.0, 0.0, 1.0]]
     found = median_call_parts(np.array([4.0, 10.0]), parts, 7.0)

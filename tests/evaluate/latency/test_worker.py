@@ -185,6 +185,17 @@ def test_one_first_token_that_was_disturbed_is_not_the_first_token(monkeypatch):
     assert answer["parts"][:2] == [[1.0, 6.0, 2.0, 1.0, 2.5], [1.0, 6.0, 2.0, 1.0, 3.0]]
 
 
+def test_a_long_prompt_without_the_graphs_loop_has_no_first_token_of_its_own(monkeypatch):
+    """Groups of one worker differ: a graph's loop takes short prompts, the steps take long ones."""
+    worker, watch = TimingWorker(), Looping([2.0, 2.5, 3.0])
+    worker._timed_runner, worker._groups = watch, [[Example("long" * 99)], [Example("a")]]
+    calls = {id(worker._groups[0]): None, id(worker._groups[1]): "what"}
+    monkeypatch.setattr(
+        worker, "_run_batch", lambda group: setattr(watch, "last_graph_call", calls[id(group)])
+    )
+    assert worker._first_token_times() == [None, 2.5]
+
+
 def test_further_tokens_never_take_less_than_nothing():
     assert add_first_token_time([1.0, 6.0, 2.0, 1.0], 7.0) == [1.0, 6.0, 2.0, 1.0, 6.0]
     assert add_first_token_time([1.0, 6.0, 2.0, 1.0], 4.0) == [1.0, 6.0, 2.0, 1.0, 4.0]

@@ -223,9 +223,8 @@ def _write_graph(
     """
     from smelt.export.graph_files import set_input_defaults, write_graph
     from smelt.export.graphs.export_graph import export_graph
-    from smelt.export.graphs.fuse_bias import fuse_biases_in_file
     from smelt.export.precision.half_graphs import module_of_nodes
-    from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
+    from smelt.export.simplify_graph import expand_placeholders_in_file, fuse_biases_in_file, simplify_file
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
@@ -421,7 +420,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     elif finish is not None:
         finish()
     if settings.target == "ort-tensorrt":
-        from smelt.export.tensorrt.ort_provider_options import export_provider_options
+        from smelt.export.tensorrt.profile_ranges import export_provider_options
 
         engine = settings.engine or ProviderSettings()
         ctx.details["profile"] = export_provider_options(filed, engine, source, ctx)

@@ -33,9 +33,8 @@ from smelt.calibration.statistics import InputStatistics, NotInvertibleError
 from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput, kept_indices
 from smelt.compress.quantize.calibrate_layers import grid_finder
 from smelt.compress.quantize.gptq import gptq_quantize
-from smelt.compress.quantize.master_weights import write_master_weights
 from smelt.compress.quantize.plan_layers import GridFinder, round_on_grid, scheme_grid
-from smelt.compress.quantize.qat import find_master_weights
+from smelt.compress.quantize.qat import find_master_weights, write_master_weights
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError

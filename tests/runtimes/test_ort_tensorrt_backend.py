@@ -18,8 +18,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError, RunError
 from smelt.data.batch import Batch
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
-from smelt.export.tensorrt.ort_provider_options import export_provider_options, tensorrt_options
 from smelt.export.tensorrt.preflight import load_graph
+from smelt.export.tensorrt.profile_ranges import export_provider_options, tensorrt_options
 from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate

@@ -13,8 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from smelt.compress.distill.stage import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.quantize.master_weights import read_master_weights, write_master_weights
-from smelt.compress.quantize.qat import load_trainable, qat_layers, save_trained
+from smelt.compress.quantize.qat import (
+    load_trainable,
+    qat_layers,
+    read_master_weights,
+    save_trained,
+    write_master_weights,
+)
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.training_techniques import train_with_techniques
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest

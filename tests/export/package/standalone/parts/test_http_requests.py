@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from smelt.export.package.standalone.parts import http_requests
-from smelt.export.package.standalone.parts.batcher import Batcher
 from smelt.export.package.standalone.parts.http_requests import InferenceServer, RequestHandler
+from smelt.export.package.standalone.parts.packaged_model import Batcher
 
 JSON = {"Content-Type": "application/json"}
 

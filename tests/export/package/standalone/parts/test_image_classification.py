@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smelt.export.package.standalone.parts import pixels
-from smelt.export.package.standalone.parts.pixels import preprocess_image
+from smelt.export.package.standalone.parts import image_classification
+from smelt.export.package.standalone.parts.image_classification import preprocess_image
 from smelt.models.image_processor import parse_processor
 from smelt.runtimes.images import load_pixels as pixels_in_smelt
 
@@ -85,7 +85,7 @@ def test_what_is_no_image_is_a_value_error(data, tmp_path):
 
 @pytest.mark.parametrize("limit", ["MAX_FILE_BYTES", "MAX_PIXELS"])
 def test_images_that_are_too_large_are_not_decoded(limit, monkeypatch):
-    monkeypatch.setattr(pixels, limit, 80)
-    monkeypatch.setattr(pixels, "upright_rgb", lambda image: pytest.fail("it is decoded"))
+    monkeypatch.setattr(image_classification, limit, 80)
+    monkeypatch.setattr(image_classification, "upright_rgb", lambda image: pytest.fail("it is decoded"))
     with pytest.raises(ValueError, check=lambda error: type(error) is ValueError):
         preprocess_image(FILES["wide"], asdict(parse_processor(PROCESSORS["both sides"], Path("p.json"))))

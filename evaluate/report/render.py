@@ -13,9 +13,7 @@ from typing import Any
 
 from smelt.core.messages import Message, escape_controls
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.evaluate.report import chart, view
-from smelt.evaluate.report import headline as notes
-from smelt.evaluate.report.headline import headline, headline_lines
+from smelt.evaluate.report import chart, notes, view
 from smelt.evaluate.report.schema import (
     ReportData,
     ScoreDifference,
@@ -23,6 +21,7 @@ from smelt.evaluate.report.schema import (
     StepReport,
     validate_report,
 )
+from smelt.evaluate.report.verdict import trial_text, verdict_lines
 
 _BADGES = {
     "passed": "good",
@@ -53,12 +52,12 @@ def render_html(report: Mapping[str, Any]) -> str:
         picture=picture,
         drawings=_drawings(picture, checked) if picture else [],
         colors=_css_colors,
-        headline=headline(checked),
+        trial=trial_text(checked),
         rows=view.tree_rows(checked),
         metrics=view.metric_names(checked),
         sizes=view.batch_sizes(checked),
         bars=_size_bars(checked),
-        verdict=_significance_class,
+        change_class=_significance_class,
         badge=lambda status: _BADGES.get(status, "plain"),
     )
     return text
@@ -144,6 +143,11 @@ def escaped(value: object) -> str:
     return " ".join(escape_controls(str(value)).split()).translate(_ESCAPES)
 
 
+def _code(text: str) -> str:
+    """Return `text` as code, where markup has no meaning; as escaped text where a backtick would end it."""
+    return escaped(text) if "`" in text else f"`{' '.join(escape_controls(text).split())}`"
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return a table of GitHub's Markdown; the first `left` columns are aligned left. Cells are escaped."""
     marks = [":--" if i < left else "--:" for i in range(len(head))]
@@ -151,13 +155,15 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int
 
 
 def _header_section(report: ReportData) -> str:
+    command = report.verdict.command if report.verdict else None
     task, n = (
         escaped(report.recipe.get("task") or view.MISSING_TEXT),
         view.sample_text(report) or "nothing scored",
     )
     lines = [
         f"# {escaped(view.report_title(report))}: {escaped(report.status)}",
-        *(f"**{escaped(line)}**" for line in headline_lines(report)),
+        *(f"**{escaped(line)}**" for line in verdict_lines(report)),
+        *([f"In the folder of the run: {_code(command)}"] if command else []),
         f"Task {task}, {n}, {escaped(view.hardware(report))}.",
     ]
     if report.frontier:
@@ -343,7 +349,7 @@ _MAX_WARNINGS = 3
 # not rich's tables: they have no cell across columns, which the reason of a failed step needs, and for this
 # and the tables of `smelt bench` and `smelt store` they take as many lines of code
 def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
-    """Return the headline, and the steps as a tree with metric, difference, p50, speed-up and size.
+    """Return the verdict, and the steps as a tree with metric, difference, p50, speed-up and size.
 
     Where no times were measured, without those; with quantized weights, and if no name is truncated for it,
     also with the bits per quantized weight.
@@ -376,7 +382,7 @@ def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = 
     widths = _column_widths(head, lines)
     room = min(max(_MIN_NAME_WIDTH, width - _columns_width(head, lines)), longest)
     title = _table_line("step", room, head, widths)
-    text = [*_headline_lines(checked, width), title, "─" * len(title)]
+    text = [*_wrapped_verdict(checked, width), title, "─" * len(title)]
     for name, (row, cells) in zip(names, lines, strict=True):
         text.append(
             _table_line(name, room, cells, widths) if cells else _unmeasured_line(name, row.step, room, width)
@@ -412,9 +418,9 @@ def _step_cells(step: StepReport, metric: str | None, sizes: list[int]) -> list[
     ]
 
 
-def _headline_lines(report: ReportData, width: int) -> list[str]:
+def _wrapped_verdict(report: ReportData, width: int) -> list[str]:
     found = [
-        line for text in headline_lines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
+        line for text in verdict_lines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
     ]
     return [*found, ""] if found else []
 

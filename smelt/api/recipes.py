@@ -29,10 +29,10 @@ from smelt.data.splits import (
     TEXT_TO_TEXT_TASKS,
     Task,
 )
-from smelt.evaluate.report.render import render_html, render_markdown, render_table
+from smelt.evaluate.report.render import render_html, render_markdown
 from smelt.export.package.write_package import atomic_folder, require_empty_destination
 from smelt.pipeline.execute.run import RunOptions, run_plan
-from smelt.pipeline.execute.run_result import Report, report_csv, write_report
+from smelt.pipeline.execute.run_result import Report, Result, report_csv, summary_lines, write_report
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.inspect.onnx_files import is_onnx
 from smelt.pipeline.plan.load_plan import make_plan
@@ -324,14 +324,14 @@ def _write_placeholder_rows(task: Task, place: str, folder: Path) -> Path:
 
 
 def redraw_report(folder: Path) -> str:
-    """Write report.md, report.html and the chart of the run in `folder` from report.json; return the table.
+    """Write all files of the report in `folder` again from report.json; return what `smelt run` prints last.
 
     Raises:
         InputError: there is no report, or this version of smelt cannot read it.
     """
-    report = Report.read(folder).data
-    write_report(folder, report)
-    return f"{render_table(report)}\n\nReport: {folder / 'report.html'}"
+    report = Report.read(folder)
+    write_report(folder, report.data)
+    return "\n".join(summary_lines(Result(report, folder)))
 
 
 def report_text(folder: Path, as_format: str) -> str:

@@ -23,7 +23,7 @@ from smelt.pipeline.execute.failures import explain_step_error, unexpected_trace
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
-from smelt.pipeline.execute.run_result import Report, Result, recommended_steps, write_report
+from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import StepRunner
@@ -322,7 +322,7 @@ class _PlanRunner:
         if self.plan.judged_on == "test":
             return
         every = self.artifacts | self.previous_artifacts
-        for name in recommended_steps(self.report.data):
+        for name in self.report.shortlisted_steps():
             try:
                 with rust_panics_as_errors():
                     score = self._score(name, every[name], on_test=True)

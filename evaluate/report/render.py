@@ -13,7 +13,8 @@ from typing import Any
 
 from smelt.core.messages import Message, escape_controls
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.evaluate.report import chart, notes, view
+from smelt.evaluate.report import chart, notes, view, waterfall
+from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
     ReportData,
     ScoreDifference,
@@ -37,21 +38,28 @@ _BADGES = {
 _TEMPLATE = "report.html.jinja"
 
 
-def render_html(report: Mapping[str, Any]) -> str:
+def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
     """Return the text of report.html.
+
+    Args:
+        report: a report.json.
+        with_charts: draw the charts, which takes most of the time.
 
     Raises:
         InputError: not a report of schema 3.
     """
     checked = validate_report(report)
-    picture = chart.scatter_chart(checked)
+    picture = chart.scatter_chart(checked) if with_charts else None
+    losses = waterfall.find_waterfall(checked)
     text: str = _template().render(
         report=checked,
         view=view,
         notes=notes,
         picture=picture,
         drawings=_drawings(picture, checked) if picture else [],
-        colors=_css_colors,
+        losses=losses,
+        loss_drawings=_loss_drawings(losses) if losses and with_charts else [],
+        colors=css_colors,
         trial=trial_text(checked),
         rows=view.tree_rows(checked),
         metrics=view.metric_names(checked),
@@ -66,14 +74,15 @@ def render_html(report: Mapping[str, Any]) -> str:
 def _drawings(picture: chart.Chart, report: ReportData) -> list[str]:
     """Return the chart as markup for desktops and for phones; CSS hides one of them."""
     label = (
-        f"{picture.metric} against the speed-up at batch {picture.batch_size}; the same numbers are in the"
+        f"{picture.metric} against the {picture.quantity}; the same numbers are in the"
         f" table of steps. Pareto-optimal: {', '.join(report.frontier) or 'none'}."
     )
-    return [chart.page_svg(picture, size, label) for size in (chart.WIDE, chart.NARROW)]
+    return [page_svg(chart.page_figure(picture, size, label)) for size in (chart.WIDE, chart.NARROW)]
 
 
-def _css_colors(theme: str) -> str:
-    return " ".join(f"--{name}: {color};" for name, color in chart.PALETTES[theme].items())
+def _loss_drawings(losses: waterfall.Waterfall) -> list[str]:
+    layouts = (waterfall.WIDE, waterfall.NARROW)
+    return [page_svg(waterfall.waterfall_figure(losses, layout)) for layout in layouts]
 
 
 @cache
@@ -129,6 +138,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         parts += ["## On test", _test_section(checked)]
     if len(view.batch_sizes(checked)) > 0:
         parts += ["## Latency", _latency_section(checked)]
+    if losses := waterfall.find_waterfall(checked):
+        parts += ["## Changes by stage", _waterfall_section(losses)]
     if any(step.gates for step in checked.steps):
         parts += ["## Gates", _gates_section(checked)]
     if notes.report_notes(checked):
@@ -316,6 +327,23 @@ def _timings_table(report: ReportData) -> list[str]:
         for row, size, parts in found
     ]
     return ["Parts of the median call:", markdown_table(head, rows)]
+
+
+def _waterfall_section(losses: waterfall.Waterfall) -> str:
+    """Return how each stage of one chain changed quality, latency and size."""
+    head = ["step", "stage", *(escaped(losses.titles[at]) for at in losses.panels)]
+    rows = [
+        [
+            escaped(row.step.name),
+            escaped(row.step.stage),
+            *(
+                escaped(change.text) if (change := row.changes[at]) else view.MISSING_TEXT
+                for at in losses.panels
+            ),
+        ]
+        for row in losses.rows
+    ]
+    return markdown_table(head, rows, left=2)
 
 
 def _gates_section(report: ReportData) -> str:

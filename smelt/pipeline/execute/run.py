@@ -396,13 +396,13 @@ class _PlanRunner:
         self._write_report()
 
     def _write_report(self, last: bool = False) -> None:
-        """Write the report; a failure stops the run only for the last report.
+        """Write the report; only the last one has charts, and only its failure stops the run.
 
         Raises:
             RunError: the last report cannot be written.
         """
         try:
-            write_report(self.folder, self.report.snapshot(), charts=last)
+            write_report(self.folder, self.report.snapshot(), with_charts=last)
         except OSError as error:
             failure = explain_step_error(error, "report", self.folder, self.display.log_path)
             if last:

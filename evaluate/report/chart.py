@@ -11,9 +11,17 @@ from typing import Any
 
 from smelt.core.messages import escape_controls
 from smelt.evaluate.report import view
-from smelt.evaluate.report.drawing import PALETTES, PageFigure, figure_bytes, new_figure, shorten, style_axes
+from smelt.evaluate.report.drawing import (
+    PageFigure,
+    draw_theme_files,
+    figure_bytes,
+    new_figure,
+    shorten,
+    style_axes,
+    theme_files,
+)
 from smelt.evaluate.report.schema import LatencyReport, ReportData, StepReport
-from smelt.evaluate.report.waterfall import find_waterfall, waterfall_file
+from smelt.evaluate.report.waterfall import draw_waterfall, find_waterfall
 
 _LOG_SCALE_RATIO = 4.0  # the speed axis is logarithmic from this ratio of the fastest to the slowest
 _PALE = 0.38  # opacity of steps that do not compete
@@ -21,13 +29,8 @@ _CHAR_WIDTH = 6.6  # width of a label's letter at 12 points, an upper estimate
 _LINE_HEIGHT = 14.0
 _MARKERS = {"onnx": "s", "tensorrt": "^"}
 
-CHART_FILES = {
-    f"{chart}{'-dark' * (theme == 'dark')}.{kind}": (chart, theme)
-    for chart in ("report", "waterfall")
-    for theme in PALETTES
-    for kind in ("svg", "png")
-}
-"""The files of the charts next to report.html, with their chart and theme."""
+CHART_FILES = (*theme_files("report"), *theme_files("waterfall"))
+"""The files of the charts next to report.html."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +173,8 @@ def chart_file(chart: Chart, colors: Mapping[str, str], kind: str) -> bytes:
 def chart_files(report: ReportData) -> dict[str, bytes]:
     """Return the content of `CHART_FILES` by name; without those of a chart that there is not."""
     scatter, waterfall = scatter_chart(report), find_waterfall(report)
-    found = {}
-    for name, (chart, theme) in CHART_FILES.items():
-        colors, kind = PALETTES[theme], name.rpartition(".")[2]
-        if chart == "report" and scatter is not None:
-            found[name] = chart_file(scatter, colors, kind)
-        elif chart == "waterfall" and waterfall is not None:
-            found[name] = waterfall_file(waterfall, colors, kind)
-    return found
+    found = draw_theme_files(partial(_draw, scatter, _FILE), "report") if scatter else {}
+    return found | (draw_theme_files(partial(draw_waterfall, waterfall), "waterfall") if waterfall else {})
 
 
 def _draw(chart: Chart, size: ChartSize, colors: Mapping[str, str]) -> Any:
@@ -261,7 +258,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers between two speed-ups, at least four if possible."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
-    for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         marks = [digit * 10.0**power for power in powers for digit in digits]
         ticks = [mark for mark in marks if low <= mark <= high]
         if len(ticks) >= 4:

@@ -76,8 +76,7 @@ def page_svg(figure: PageFigure) -> str:
     It has no ids, links to elsewhere and styles that could affect the rest of the page.
     """
     text = figure_bytes(figure.draw, _PLACEHOLDERS, "svg", figure.css_class).decode()
-    for name, color in _PLACEHOLDERS.items():
-        text = text.replace(color, f"var(--{name})")
+    text = _recolor(text, {name: f"var(--{name})" for name in _PLACEHOLDERS})
     text = re.sub(
         r"^.*?<svg[^>]*>|<style.*?</style>| font-family: [^;]*;|<g id=[^>]*/>", "", text, flags=re.DOTALL
     )
@@ -88,6 +87,33 @@ def page_svg(figure: PageFigure) -> str:
         f'<svg class="{figure.css_class}" viewBox="0 0 {figure.width} {figure.height}" role="img"'
         f' aria-label="{escape(escape_controls(figure.label))}">{text}'
     )
+
+
+def theme_files(stem: str) -> dict[str, tuple[str, str]]:
+    """Return (theme, format) of the files of a figure by name: SVG and PNG, light and dark."""
+    return {
+        f"{stem}{'-dark' * (theme == 'dark')}.{kind}": (theme, kind)
+        for theme in PALETTES
+        for kind in ("svg", "png")
+    }
+
+
+def draw_theme_files(draw: Draw, stem: str) -> dict[str, bytes]:
+    """Return the content of `theme_files`; the SVG is drawn once for both themes."""
+    svg = figure_bytes(draw, _PLACEHOLDERS, "svg").decode()
+    return {
+        name: _recolor(svg, PALETTES[theme]).encode()
+        if kind == "svg"
+        else figure_bytes(draw, PALETTES[theme], kind)
+        for name, (theme, kind) in theme_files(stem).items()
+    }
+
+
+def _recolor(svg: str, colors: Mapping[str, str]) -> str:
+    """Return a drawing with its placeholders replaced."""
+    for name, color in colors.items():
+        svg = svg.replace(_PLACEHOLDERS[name], color)
+    return svg
 
 
 def figure_bytes(draw: Draw, colors: Mapping[str, str], kind: str, salt: str = "file") -> bytes:

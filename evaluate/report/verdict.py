@@ -279,7 +279,7 @@ def _recommend(pick: _Pick | None, metric: str, report: ReportData) -> Verdict:
     return Verdict(
         step=step.name,
         reason=("fastest-by-cpu-time" if pick.by_cpu_time else "fastest") if fastest else "smallest",
-        text=" ".join(filter(None, (text, pick.doubt))),
+        text=text,
         folder=step.artifact,
         command=ship_command(report, step, step.artifact or ""),
         **_loss_fields(scored, metric),
@@ -288,7 +288,10 @@ def _recommend(pick: _Pick | None, metric: str, report: ReportData) -> Verdict:
         speedup_ci95=pick.speedup_ci95,
         size_bytes=step.size_bytes,
         size_ratio=share,
-        warnings=_cautions(step, scored, metric, report),
+        warnings=[
+            *_cautions(step, scored, metric, report),
+            *([warning("unreliable-speed", pick.doubt)] if pick.doubt else []),
+        ],
     )
 
 
@@ -329,7 +332,7 @@ def _change_text(found: ScoreDifference, metric: str) -> str:
 def _cautions(
     step: StepReport, scored: StepReport | ScoresOnTest, metric: str, report: ReportData
 ) -> list[Message]:
-    """Return what a user needs to know before deploying a recommended step.
+    """Return what a user needs to know about the loss before deploying a recommended step.
 
     Codes: `accepted-loss`, it is worse, but its gate or the metric accepts that; `significantly-worse`, it is
     worse on test, but not on validation, where it was chosen; `too-few-examples`, there are too few to

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from smelt.evaluate.report import view
-from smelt.evaluate.report.drawing import PageFigure, figure_bytes, new_figure, shorten, style_axes
-from smelt.evaluate.report.schema import ReportData, StepReport
+from smelt.evaluate.report.drawing import PageFigure, new_figure, shorten, style_axes
+from smelt.evaluate.report.schema import LatencyReport, ReportData, StepReport
 
 _HEADROOM = 0.42  # of an axis, on the right of the values, for the labels of the changes
 
@@ -33,7 +33,8 @@ class WaterfallRow:
     """One step of the chain; None where a quantity was not measured.
 
     changes: of quality in the metric's unit; of latency at the smallest batch size in percent of the
-    baseline's, from the paired speed-up; of size in MB of 10^6 bytes.
+    baseline's, from the paired speed-up, or of CPU time where the clock was disturbed; of size in MB of 10^6
+    bytes.
     """
 
     step: StepReport
@@ -62,17 +63,21 @@ def find_waterfall(report: ReportData) -> Waterfall | None:
     chains = [_chain(report, step) for step in report.steps if step.status in ("done", "cached")]
     chain = max(chains, key=lambda chain: (bool(chain) and chain[-1].name == named, len(chain)), default=[])
     metric, sizes = next(iter(view.metric_names(report)), None), view.batch_sizes(report)
-    latency = f"Latency at batch {sizes[0]}, % of {report.baseline}" if sizes else "Latency"
+    timed = [step.latency_at(sizes[0]) if sizes else None for step in chain]
+    paired = zip(chain, timed, strict=True)
+    measure = _latency_measure([row for step, row in paired if row and step.name != report.baseline])
+    what = "CPU time" if measure == "cpu_speedup" else "Latency"
+    latency = f"{what} at batch {sizes[0]}, % of {report.baseline}" if sizes else what
     titles = (view.metric_label(metric) if metric else "Quality", latency, "Size, MB")
     rows: list[WaterfallRow] = []
-    for step in chain:
+    for step, row in zip(chain, timed, strict=True):
         last = [
-            next((c.after for row in reversed(rows) if (c := row.changes[at]) is not None), None)
+            next((c.after for done in reversed(rows) if (c := done.changes[at]) is not None), None)
             for at in range(3)
         ]
         changes = (
             _quality_change(step, metric, last[0]) if metric else None,
-            _latency_change(step, sizes[0], last[1]) if sizes else None,
+            _latency_change(row, measure, last[1], step.name == report.baseline),
             _change(step.size_bytes and step.size_bytes / 1e6, last[2], view.significant_digits),
         )
         rows.append(WaterfallRow(step, changes))
@@ -116,12 +121,18 @@ def _quality_change(step: StepReport, metric: str, before: float | None) -> Chan
     return replace(found, text=f"{found.text}*") if found and before is not None and significant else found
 
 
-def _latency_change(step: StepReport, batch_size: int, before: float | None) -> Change | None:
-    row = step.latency_at(batch_size)
-    found = _change(
-        100 / row.speedup if row and row.speedup else None, before, lambda value: f"{value:.0f} %"
-    )
-    if found and row and row.stable is False:
+def _latency_measure(rows: Sequence[LatencyReport]) -> str:
+    """Return the speed-up to use: by CPU time where the clock of a row was disturbed and all rows have it."""
+    disturbed = any(row.stable is False for row in rows)
+    return "cpu_speedup" if disturbed and all(row.cpu_speedup for row in rows) else "speedup"
+
+
+def _latency_change(
+    row: LatencyReport | None, measure: str, before: float | None, is_baseline: bool
+) -> Change | None:
+    ratio = 1.0 if is_baseline and row else row and getattr(row, measure)
+    found = _change(100 / ratio if ratio else None, before, lambda value: f"{value:.0f} %")
+    if found and row and row.stable is False and measure == "speedup" and not is_baseline:
         return replace(found, text=f"{found.text} {view.DISTURBED_MARK}")
     return found
 
@@ -153,16 +164,12 @@ def waterfall_figure(waterfall: Waterfall, layout: WaterfallLayout) -> PageFigur
     """Return the waterfall for a page."""
     names = " → ".join(row.step.name for row in waterfall.rows)
     label = f"Changes with each stage of {names}; the same numbers are in the table below."
-    draw = partial(_draw, waterfall, layout)
+    draw = partial(draw_waterfall, waterfall, layout=layout)
     return PageFigure(draw, layout.css_class, layout.width, layout.height(waterfall), label, {})
 
 
-def waterfall_file(waterfall: Waterfall, colors: Mapping[str, str], kind: str) -> bytes:
-    """Return the waterfall as a file of format `kind`, svg or png."""
-    return figure_bytes(partial(_draw, waterfall, WIDE), colors, kind)
-
-
-def _draw(waterfall: Waterfall, layout: WaterfallLayout, colors: Mapping[str, str]) -> Any:
+def draw_waterfall(waterfall: Waterfall, colors: Mapping[str, str], layout: WaterfallLayout = WIDE) -> Any:
+    """Return the waterfall as a matplotlib Figure."""
     width, height = layout.width, layout.height(waterfall)
     figure = new_figure(width, height, colors)
     count = len(waterfall.panels)

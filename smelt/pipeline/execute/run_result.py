@@ -162,7 +162,7 @@ def write_report(folder: Path, report: Mapping[str, Any], with_charts: bool = Tr
     write_atomically(folder / "report.csv", report_csv(report))
     if with_charts:
         drawn = chart_files(validate_report(report))
-        for name in CHART_FILES.keys() - drawn:
+        for name in set(CHART_FILES) - drawn.keys():
             (folder / name).unlink(missing_ok=True)
         for name, content in drawn.items():
             write_atomically(folder / name, content)

@@ -149,11 +149,11 @@ def test_names_are_texts_even_with_dollars_markup_and_control_characters(report)
 
 def test_files_are_pictures_in_both_themes_and_equal_each_time(report):
     files = chart_files(validate_report(report))
-    assert files.keys() == CHART_FILES.keys()
+    assert files.keys() == set(CHART_FILES)
     chart = scatter_chart(validate_report(report))
-    assert chart_file(chart, PALETTES["dark"], "svg") == files["report-dark.svg"]
-    for name, (chart, theme) in CHART_FILES.items():
-        background = PALETTES[theme]["card"]
+    assert len({chart_file(chart, PALETTES["dark"], "svg") for _ in range(2)}) == 1
+    for name in CHART_FILES:
+        background = PALETTES["dark" if "dark" in name else "light"]["card"]
         if name.endswith(".png"):
             corner = Image.open(io.BytesIO(files[name])).convert("RGB").getpixel((0, 0))
             assert "#" + bytes(corner).hex() == background
@@ -161,7 +161,7 @@ def test_files_are_pictures_in_both_themes_and_equal_each_time(report):
             texts = [
                 text.text for text in ET.fromstring(files[name]).iter("{http://www.w3.org/2000/svg}text")
             ]
-            assert {"report": {"baseline", "Pareto front"}, "waterfall": {"distill"}}[chart] <= set(texts)
+            assert ({"baseline", "Pareto front"} if "report" in name else {"distill"}) <= set(texts)
             assert background in files[name].decode()
 
 
@@ -169,6 +169,6 @@ def test_without_a_speed_up_only_the_changes_of_quality_and_size_are_drawn(repor
     for step in report["steps"]:
         step["latency"] = []
     report["frontier"] = []
-    assert {CHART_FILES[name][0] for name in chart_files(validate_report(report))} == {"waterfall"}
+    assert {re.split("[-.]", name)[0] for name in chart_files(validate_report(report))} == {"waterfall"}
     report["steps"] = report["steps"][:1]
     assert chart_files(validate_report(report)) == {}

@@ -58,8 +58,23 @@ def test_a_star_is_the_paired_test_against_the_step_before(report):
     step["quality"]["bleu"]["value"] = report["steps"][2]["quality"]["bleu"]["value"]
     same = _waterfall(report).rows[2].changes[0]
     assert (same.text, same.is_better) == ("0.00", None)
-    mark_disturbed(step["latency"][0])
-    assert _waterfall(report).rows[2].changes[1].text.endswith(" ?")
+
+
+def test_cpu_time_takes_the_place_of_a_disturbed_clock_if_all_steps_have_it(report):
+    for number in (0, 3):
+        mark_disturbed(report["steps"][number]["latency"][0])
+    found = _waterfall(report)
+    assert [row.changes[1].text.endswith(" ?") for row in found.rows if row.changes[1]] == [
+        row.step.name == "prune" for row in found.rows if row.changes[1]
+    ]
+    for step in report["steps"][2:7]:
+        for row in step["latency"]:
+            row["cpu_speedup"] = 4.0
+    found = _waterfall(report)
+    assert "CPU time" in found.titles[1]
+    changes = [row.changes[1] for row in found.rows if row.changes[1]]
+    assert [change.after for change in changes] == [100, *[25] * (len(changes) - 1)]
+    assert not any("?" in change.text for change in changes)
 
 
 @pytest.mark.parametrize(

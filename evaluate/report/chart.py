@@ -183,8 +183,8 @@ def _draw(chart: Chart, size: ChartSize, colors: Mapping[str, str]) -> Any:
     # a layout engine would draw everything several times to measure it
     axes = figure.add_axes(size.axes_box(), facecolor=colors["card"])
     for path in chart.paths:
-        along = [(chart.points[at].x, chart.points[at].y) for at in path]
-        axes.plot(*zip(*along, strict=True), color=colors["line"], linewidth=2, zorder=1)
+        ends = [(chart.points[at].x, chart.points[at].y) for at in path]
+        axes.plot(*zip(*ends, strict=True), color=colors["line"], linewidth=2, zorder=1)
     for at, point in enumerate(chart.points):
         pale, color = 1.0 if point.competes else _PALE, colors[point.color]
         across, along = ([[value - low], [high - value]] for value, low, high in _spans(point))

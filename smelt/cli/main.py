@@ -278,10 +278,9 @@ def report(run_folder: Path, as_format: str | None) -> None:
 
 def _print_file(content: bytes, kind: str) -> None:
     """Print a file; a PNG is refused on a terminal, which cannot show it."""
-    out = click.get_binary_stream("stdout")
-    if kind == "png" and out.isatty():
+    if kind == "png" and sys.stdout.isatty():
         raise click.UsageError("A terminal cannot show a PNG. Redirect it: --format png > report.png")
-    out.write(content)
+    sys.stdout.buffer.write(content)
 
 
 @main.command(short_help="Compare several runs of one task.")

@@ -183,8 +183,8 @@ def summary_lines(result: Result) -> Sequence[str]:
     if step is None:
         return lines
     folder = _short_path(result.folder / "artifacts" / step.name)
-    task = report.recipe.get("task")
-    what = {CUSTOM_TASK: "--data FILE.npz", IMAGE_CLASSIFICATION: "IMAGE.png"}.get(str(task), '"TEXT"')
+    inputs: dict[str, str] = {CUSTOM_TASK: "--data FILE.npz", IMAGE_CLASSIFICATION: "IMAGE.png"}
+    what = inputs.get(str(report.recipe.get("task")), '"TEXT"')
     return [
         *lines,
         f"Try it: smelt predict {shlex.quote(folder)} {what}",

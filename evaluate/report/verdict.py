@@ -16,6 +16,7 @@ from smelt.core.messages import Message, warning
 from smelt.data.splits import CUSTOM_TASK, TEXT_TO_TEXT_TASKS
 from smelt.evaluate.metrics import WINDOW_METRICS
 from smelt.evaluate.report import view
+from smelt.evaluate.report.notes import gate_text
 from smelt.evaluate.report.schema import (
     LatencyReport,
     Quality,
@@ -290,6 +291,11 @@ def _recommend(pick: _Pick | None, metric: str, report: ReportData) -> Verdict:
         size_ratio=share,
         warnings=[
             *_cautions(step, scored, metric, report),
+            *(
+                warning("gate-failed", f"{step.name} fails a gate on test: {gate_text(gate)}.")
+                for gate in (step.test.gates if step.test else ())
+                if gate.passed is False
+            ),
             *([warning("unreliable-speed", pick.doubt)] if pick.doubt else []),
         ],
     )

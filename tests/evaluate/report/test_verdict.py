@@ -298,10 +298,11 @@ def test_of_a_step_chosen_on_validation_the_loss_on_test_is_given(report):
     report["judged_on"], report["steps"][6]["gates"] = "validation", []
     assert shortlisted(validate_report(report)) == ["model", *report["frontier"]]
     assert "onnx-int8" in report["frontier"]
-    report["steps"][6]["test"] = {"quality": make_scores(34.0), "against_baseline": lost, "gates": []}
+    tested = {"quality": make_scores(34.0), "against_baseline": lost, "gates": [gate("bleu", passed=False)]}
+    report["steps"][6]["test"] = tested
     found = _decide(report)
     assert (found.step, found.value, found.difference.difference) == ("onnx-int8", 34.0, -3.0)
-    assert message_codes(found.warnings) == [WORSE]
+    assert message_codes(found.warnings) == [WORSE, "gate-failed"]
 
 
 def test_the_step_to_ship_is_scored_on_test_even_if_nothing_was_timed(report):

@@ -76,7 +76,12 @@ def test_validation_judges_and_what_is_chosen_is_scored_on_test(home, tmp_path, 
     values = [tested[name]["quality"]["chrf"]["value"] for name in ("small", "model")]
     assert lost == pytest.approx(values[0] - values[1])
     assert [gate["passed"] for gate in tested["small"]["gates"]] == [False]
+    verdict = report["verdict"]
+    assert (verdict["step"], verdict["reason"]) == ("small", "smallest")
+    assert verdict["difference"]["difference"] == lost
+    assert verdict["command"] == "smelt package artifacts/small"
     text = " ".join(render_table(report).split())
+    assert verdict["text"] in text
     assert "'small': gate chrF min 30.00 " in text
     assert f"chrF on test: model {values[1]:.2f}" in text
     assert f"small {values[0]:.2f}" in text

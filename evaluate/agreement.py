@@ -53,10 +53,10 @@ def score_agreement(
         from sacrebleu.metrics.chrf import CHRF
 
         scorer = CHRF()
-        values = [
-            1.0 if a == b else scorer.sentence_score(str(a), [str(b)]).score / 100
-            for a, b in zip(outputs, expected, strict=True)
-        ]
+        pairs = [(str(a), str(b)) for a, b in zip(outputs, expected, strict=True)]
+        scores = [scorer.sentence_score(a, [b]).score / 100 for a, b in pairs]
+        # sacrebleu's score of two empty texts is 0
+        values = [1.0 if a == b else score for (a, b), score in zip(pairs, scores, strict=True)]
         how = f"mean sentence chrF|{scorer.get_signature()}"
     statistics = Statistics(
         metric=AGREEMENT_METRIC,

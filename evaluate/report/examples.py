@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def _cut_texts(entry: Mapping[str, Any]) -> dict[str, Any]:
     if max(len(own), len(base)) > MAX_CHARACTERS:
         same = next((at for at, (a, b) in enumerate(zip(own, base, strict=False)) if a != b), len(own))
         start = max(0, min(same - _CONTEXT, max(len(own), len(base)) - MAX_CHARACTERS))
-        start = own.rfind(" ", max(0, start - _CONTEXT), start) + 1 or start
+        start = (own.find(" ", start, same) + 1 or start) if start else 0  # a whole word, if spaces part them
     whole = {
         "source": entry["source"],
         "text_pair": entry["text_pair"],
@@ -221,9 +222,10 @@ def _count_predictions(score: Mapping[str, Any], labels: int) -> Any:
 _PUNCTUATION = re.escape("""!"#$%&()*+,./:;<=>?@[\\]^`{|}~…–—„“”«»‹›¡¿。、，！？；：（）「」『』【】،؛؟।""")
 _UNSPACED = UNSPACED_PATTERN.pattern.strip("()")
 _TOKEN = re.compile(rf"\s+|{_UNSPACED}|[{_PUNCTUATION}]|(?:(?!{_UNSPACED})[^\s{_PUNCTUATION}])+")
-Marked = list[tuple[bool, str]]  # whether a part differs, and its text
+Marked = Sequence[tuple[bool, str]]  # whether a part differs, and its text
 
 
+@lru_cache(maxsize=1024)  # a run renders its report after every step
 def mark_differences(one: str, other: str) -> tuple[Marked, Marked]:
     """Return the parts of two texts in their order, each with whether the other text lacks it.
 
@@ -231,8 +233,8 @@ def mark_differences(one: str, other: str) -> tuple[Marked, Marked]:
     each side joined are the text.
     """
     a, b = _TOKEN.findall(one), _TOKEN.findall(other)
-    first: Marked = []
-    second: Marked = []
+    first: list[tuple[bool, str]] = []
+    second: list[tuple[bool, str]] = []
     for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         for parts, tokens in ((first, a[a0:a1]), (second, b[b0:b1])):
             if tokens:
@@ -242,7 +244,7 @@ def mark_differences(one: str, other: str) -> tuple[Marked, Marked]:
 
 def _join_marks(parts: Marked) -> Marked:
     """Return the parts, with a space or one letter between two differences as a part of them."""
-    joined: Marked = []
+    joined: list[tuple[bool, str]] = []
     for at, (changed, text) in enumerate(parts):
         differs = changed or (0 < at < len(parts) - 1 and len(text) == 1)
         if joined and joined[-1][0] == differs:

@@ -100,8 +100,8 @@ def read_split(
 ) -> Split:
     """Return the samples of `origin`: a path (relative to `base`) or a hub id.
 
-    axes: the sample axes of arrays. targets_optional: whether samples may lack references or a label, unless
-    the user names their column; for scores that use neither.
+    axes: the sample axes of arrays. targets_optional: whether samples may lack references or a label, for
+    scores that use neither.
 
     Raises:
         InputError: no such file, no samples, invalid lines (the first ones are named), a missing column (with
@@ -279,7 +279,7 @@ def _parse_example(
 
 
 def _lacks_target(row: Mapping[str, Any], task: Task, columns: Columns) -> bool:
-    """Return whether a row has neither references nor a label, in columns that the user did not name."""
+    """Return whether a row has neither references nor a label."""
     roles: tuple[str, ...] = ("label",)
     if task == TEXT_GENERATION:
         layout = row_layout(row, columns)
@@ -289,8 +289,7 @@ def _lacks_target(row: Mapping[str, Any], task: Task, columns: Columns) -> bool:
         roles += ("responses",)
     elif task in TEXT_TO_TEXT_TASKS:
         roles = ("target", "references")
-    values = [row.get(getattr(columns, role)) for role in roles]
-    return not columns.model_fields_set & {*roles} and all(value in (None, "") for value in values)
+    return all(row.get(getattr(columns, role)) in (None, "") for role in roles)
 
 
 def _ends_with_response(value: Any) -> bool:

@@ -147,7 +147,8 @@ def _cut_texts(entry: Mapping[str, Any]) -> dict[str, Any]:
     own, base = str(entry["output"]), str(entry["baseline_output"])
     start = 0
     if max(len(own), len(base)) > MAX_CHARACTERS:
-        same = next((at for at, (a, b) in enumerate(zip(own, base, strict=False)) if a != b), len(own))
+        shorter = min(len(own), len(base))
+        same = next((at for at in range(shorter) if own[at] != base[at]), shorter)
         start = max(0, min(same - _CONTEXT, max(len(own), len(base)) - MAX_CHARACTERS))
         start = (own.find(" ", start, same) + 1 or start) if start else 0  # a whole word, if spaces part them
     whole = {
@@ -182,7 +183,8 @@ def _confusion(
     base = None if baseline is None else _count_predictions(baseline, len(labels))
     if len(labels) <= MAX_MATRIX_LABELS:
         return Confusion(labels=list(labels), counts=counts.tolist()).model_dump()
-    wrong = counts * (1 - _identity(len(labels)))
+    wrong = counts.copy()
+    wrong[range(len(labels)), range(len(labels))] = 0
     largest = sorted(zip(*wrong.nonzero(), strict=True), key=lambda at: -wrong[at])[:_MAX_CONFUSIONS]
     return {
         "labels": [],
@@ -197,12 +199,6 @@ def _confusion(
             for gold, predicted in largest
         ],
     }
-
-
-def _identity(size: int) -> Any:
-    import numpy as np
-
-    return np.eye(size, dtype=np.int64)
 
 
 def _count_predictions(score: Mapping[str, Any], labels: int) -> Any:

@@ -68,6 +68,8 @@ def test_the_examples_are_those_that_a_hand_sort_finds():
     assert (same["num_worse"], same["num_better"], same["worse"], same["better"]) == (0, 0, [], [])
     best = compare_examples(scored(REFERENCES), scored(base), SPLIT, 10)["examples"]  # none is worse
     assert (len(best["worse"]), len(best["better"])) == (0, 10)
+    worst = compare_examples(scored(base), scored(REFERENCES), SPLIT, 10)["examples"]  # none is better
+    assert (len(worst["worse"]), len(worst["better"])) == (10, 0)
     assert compare_examples(scored(own), scored(base), SPLIT, 0)["examples"] is None
     assert compare_examples(scored(own), None, SPLIT, 10) == {"examples": None, "confusion": None}
 
@@ -122,6 +124,12 @@ def test_long_texts_are_cut_from_shortly_before_the_difference():
     assert found["output"].startswith("…word")
     assert (found["output"][-7:], found["baseline_output"][-8:]) == ("is gone", "was here")
     assert len(found["source"]) == MAX_CHARACTERS + 1
+    own[3] = f"{same}was here and much more {same}"  # the other output is its beginning
+    score = score_texts(["chrf"], own, references)["chrf"]
+    longer = {"predictions": own, "statistics": {"chrf": score.statistics.dump()}}
+    [more] = compare_examples(longer, sides[1], Split("x", tuple(rows)), 10)["examples"]["worse"]
+    assert more["baseline_output"].endswith("was here")
+    assert "was here and much more" in more["output"]
     assert max(len(found["output"]), len(found["baseline_output"])) <= MAX_CHARACTERS + 1
 
 

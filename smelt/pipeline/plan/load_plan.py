@@ -326,7 +326,7 @@ def check_stage_metrics(
             if metric not in known and setting.split(".")[0] not in step.invalid_settings:
                 mistakes.add(
                     (*setting_paths[step.name], *_setting_path(setting)),
-                    f"'{metric}' is not scored during a stage. Available: {', '.join(known) or 'none'}."
+                    f"'{metric}' is not scored during a stage, only {', '.join(known) or 'nothing'}."
                     f"{did_you_mean(metric, known)} Add other metrics to score: {{quality: [...]}}.",
                     code="metric-not-scored",
                 )

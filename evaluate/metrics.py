@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -51,3 +52,8 @@ AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC = "agreement", "top1", "rel
 OUTPUT_METRICS = (AGREEMENT_METRIC, TOP1_METRIC, RELATIVE_ERROR_METRIC)
 CORRELATION_METRICS = ("spearman", "pearson")
 EMBEDDING_METRICS = (*CORRELATION_METRICS, AGREEMENT_METRIC)
+
+
+def scores_agreement_alone(metrics: Sequence[str]) -> bool:
+    """Return whether only agreement with the baseline's outputs is scored, which needs no references."""
+    return tuple(metrics) == (AGREEMENT_METRIC,)

@@ -189,6 +189,30 @@ def metric_value(statistics: Statistics) -> float:
     return float(_metric_values(statistics.metric, rows, np.ones((1, len(rows))))[0])
 
 
+def example_values(statistics: Statistics) -> Array | None:
+    """Return the metric's value on each example alone, [n], in its unit; None for metrics without one.
+
+    bleu and chrf: sacrebleu's sentence-level scores (BLEU with effective order: only orders of n-grams that
+    the prediction has). accuracy, f1: 100 where the prediction is right; f1_micro and f1_macro: F1 of the
+    example's own labels, 100 where it neither has nor gets any; mse: the squared error. Correlations and
+    perplexity of running text have no value on one example.
+    """
+    rows, metric = np.asarray(statistics.rows, dtype=np.float64), statistics.metric
+    if metric == "bleu":
+        return _bleu(rows, effective_order=True)
+    if metric == "chrf":
+        return _chrf(rows)
+    if metric in _MEAN_METRICS:
+        return np.asarray(100 * rows[:, 0])
+    if metric in _BINARY_METRICS or metric == "f1":
+        return np.asarray(100.0 * (rows[:, 0] == rows[:, 1]))
+    if metric in ("f1_micro", "f1_macro"):
+        predicted, gold = np.split(rows, 2, axis=1)
+        either = (predicted + gold).sum(1)
+        return np.where(either > 0, _safe_ratio(2 * (predicted * gold).sum(1), either), 100.0)
+    return np.square(rows[:, 0] - rows[:, 1]) if metric == "mse" else None
+
+
 def metric_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of a score, in the metric's unit: Wilson's for hits, else a bootstrap."""
     if statistics.metric in _BINARY_METRICS:
@@ -473,13 +497,15 @@ def _metric_values(metric: str, rows: Array, weights: Array) -> Array:
     raise KeyError(f"'{metric}' has no value on resamples")
 
 
-def _bleu(sums: Array) -> Array:
+def _bleu(sums: Array, effective_order: bool = False) -> Array:
     """Return corpus BLEU with exponential smoothing from summed statistics, [R, 10] -> [R].
 
     Papineni et al. 2002, as in sacrebleu's `BLEU.compute_bleu` (Post 2018), over all resamples at once.
+    effective_order: whether orders without n-grams are left out of the mean; otherwise the score is then 0.
     """
     length, reference = sums[:, 0], sums[:, 1]
     correct, total = sums[:, 2:6], sums[:, 6:10]
+    orders = np.maximum(1, (total > 0).sum(1)) if effective_order else 4
     with np.errstate(divide="ignore", invalid="ignore"):
         brevity = np.where(length < reference, np.exp(1 - reference / length), 1.0)
         smooth = np.ones(len(sums))
@@ -489,9 +515,10 @@ def _bleu(sums: Array) -> Array:
             smooth = np.where(none, 2 * smooth, smooth)
             matches = np.where(none, 1 / smooth, correct[:, order])
             # no n-gram of this order: log 0, the score is 0
-            precision = np.where(total[:, order] > 0, 100 * matches / total[:, order], 0.0)
+            absent = 1.0 if effective_order else 0.0
+            precision = np.where(total[:, order] > 0, 100 * matches / total[:, order], absent)
             logarithms += np.log(precision)
-        score = brevity * np.exp(logarithms / 4)
+        score = brevity * np.exp(logarithms / orders)
     return np.where((correct.sum(1) == 0) | (length == 0), 0.0, score)
 
 

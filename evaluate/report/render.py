@@ -1,10 +1,11 @@
 """Render report.html, report.md and the table of steps for a terminal, each from report.json only.
 
-report.html is one file, without scripts and external resources.
+report.html is one file without external resources; its only script searches the examples.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,8 +13,8 @@ from importlib.resources import files
 from typing import Any
 
 from smelt.core.messages import Message, escape_controls
-from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.evaluate.report import chart, notes, view, waterfall
+from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, IMAGE_CLASSIFICATION
+from smelt.evaluate.report import chart, examples, notes, view, waterfall
 from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
     ReportData,
@@ -36,6 +37,7 @@ _BADGES = {
     "undecided": "warn",
 }
 _TEMPLATE = "report.html.jinja"
+_MARKDOWN_CONFUSIONS = 3
 
 
 def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
@@ -67,6 +69,8 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
         bars=_size_bars(checked),
         change_class=_significance_class,
         badge=lambda status: _BADGES.get(status, "plain"),
+        examples=examples,
+        classification_tasks=CLASSIFICATION_TASKS,
     )
     return text
 
@@ -90,7 +94,7 @@ def _template() -> Any:
     """Return the compiled template, cached because compiling takes longer than rendering."""
     import jinja2
 
-    source = files("smelt.evaluate.report").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    folder = files("smelt.evaluate.report")
     # the texts of a report may come from an untrusted recipe, so all of them are escaped
     environment = jinja2.Environment(
         autoescape=True,
@@ -98,8 +102,9 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=_escape_controls,
+        loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
     )
-    return environment.from_string(source)
+    return environment.get_template(_TEMPLATE)
 
 
 def _escape_controls(value: object) -> object:
@@ -142,6 +147,11 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         parts += ["## Changes by stage", _waterfall_section(losses)]
     if any(step.gates for step in checked.steps):
         parts += ["## Gates", _gates_section(checked)]
+    if examples.agreement_columns(checked):
+        title = f"## Agreement with the outputs of {escaped(checked.baseline)}"
+        parts += [title, _agreement_section(checked)]
+    if shown := examples.steps_with_examples(checked):
+        parts += ["## Examples", *(_examples_of_step(step, str(checked.baseline)) for step in shown)]
     if notes.report_notes(checked):
         lines = [tuple(map(escaped, note)) for note in notes.report_notes(checked)]
         parts += ["## Notes", "\n".join(f"- **{name}** {kind}: {text}" for name, kind, text in lines)]
@@ -362,6 +372,46 @@ def _gates_section(report: ReportData) -> str:
     return markdown_table(["step", "metric", "kind", "result", "value", "limit"], rows, left=4)
 
 
+def _agreement_section(report: ReportData) -> str:
+    columns = examples.agreement_columns(report)
+    rows = [
+        [_step_name_cell(row), *(examples.agreement_text(row.step, name) for name, _ in columns)]
+        for row in view.tree_rows(report)
+        if row.step.agreement
+    ]
+    return f"{markdown_table(['step', *(title for _, title in columns)], rows)}\n\n{examples.AGREEMENT_NOTE}"
+
+
+def _examples_of_step(step: StepReport, baseline: str) -> str:
+    """Return the largest confusions of a step and its most changed examples; the HTML page has more."""
+    lines = [f"**{escaped(step.name)}**: {examples.counts_text(step)}".rstrip(": ")]
+    confused = [
+        f"{escaped(label)} → {escaped(predicted)} {count:,}"
+        for label, predicted, count in examples.largest_confusions(step, _MARKDOWN_CONFUSIONS)
+    ]
+    lines += [f"- most confused (label → prediction): {', '.join(confused)}"] if confused else []
+    found = step.examples
+    for example in (*found.worse[:1], *found.better[:1]) if found else ():
+        pair = examples.mark_differences(example.baseline_output, example.output)
+        texts = [("source", example.source), ("second text", example.text_pair)]
+        texts += [("reference", text) for text in example.references]
+        lines.append(f"- row {example.row:,}, {examples.change_text(found.metric, example)}" if found else "")
+        lines += [f"  - {name}: {escaped(text)}" for name, text in texts if text]
+        lines += [
+            f"  - {escaped(name)}: {_marked(parts)}"
+            for name, parts in zip((baseline, step.name), pair, strict=True)
+        ]
+    return "\n".join(lines)
+
+
+def _marked(parts: examples.Marked) -> str:
+    """Return a text in Markdown with its differences in bold; as HTML, which needs no spaces around them."""
+    safe = [
+        (differs, re.sub(r"\s+", " ", escape_controls(text)).translate(_ESCAPES)) for differs, text in parts
+    ]
+    return "".join(f"<b>{text}</b>" if differs else text for differs, text in safe)
+
+
 def _footer_section(report: ReportData) -> str:
     pairs = [(view.metric_label(metric), signature) for metric, signature in view.signatures(report)]
     lines = [f"- {escaped(name)}: {escaped(text)}" for name, text in pairs + view.flatten(report.environment)]
@@ -379,8 +429,8 @@ _MAX_WARNINGS = 3
 def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
     """Return the verdict, and the steps as a tree with metric, difference, p50, speed-up and size.
 
-    Where no times were measured, without those; with quantized weights, and if no name is truncated for it,
-    also with the bits per quantized weight.
+    Where no times were measured, without those; if no name is truncated for it, also with the percentage of
+    outputs that equal the baseline's, and with the bits per quantized weight.
 
     Args:
         report: a report.json.
@@ -399,14 +449,15 @@ def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = 
     lines = [(row, _step_cells(row.step, metric, sizes)) for row in view.tree_rows(checked)]
     names = [row.branch + row.step.name for row, _ in lines]
     longest = max([len("step"), *map(len, names)])
-    with_bits = [
-        (row, [*cells, view.bits_per_weight_text(row.step, checked)] if cells else []) for row, cells in lines
+    optional = [
+        ("same %", any(step.agreement for step in checked.steps), examples.same_outputs_text),
+        ("bits", view.has_quantized_weights(checked), lambda step: view.bits_per_weight_text(step, checked)),
     ]
-    bits = view.has_quantized_weights(checked) and longest <= width - _columns_width(
-        [*head, "bits"], with_bits
-    )
-    if bits:  # no name is truncated for them, the report contains them too
-        head, lines = [*head, "bits"], with_bits
+    for name, known, cell_text in optional:
+        wider = [(row, [*cells, cell_text(row.step)] if cells else []) for row, cells in lines]
+        # no name is truncated for these, the report contains them too
+        if known and longest <= width - _columns_width([*head, name], wider):
+            head, lines = [*head, name], wider
     widths = _column_widths(head, lines)
     room = min(max(_MIN_NAME_WIDTH, width - _columns_width(head, lines)), longest)
     title = _table_line("step", room, head, widths)
@@ -415,7 +466,7 @@ def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = 
         text.append(
             _table_line(name, room, cells, widths) if cells else _unmeasured_line(name, row.step, room, width)
         )
-    text += ["", *_legend_lines(checked, metric, sizes, bits, width)]
+    text += ["", *_legend_lines(checked, metric, sizes, head, width)]
     joined = "\n".join(line.rstrip() for line in text)
     return joined.translate(_ASCII_REPLACEMENTS).encode("ascii", "replace").decode() if ascii_only else joined
 
@@ -499,7 +550,7 @@ def _unscored_lines(report: ReportData) -> list[str]:
 
 
 def _legend_lines(
-    report: ReportData, metric: str | None, sizes: list[int], bits: bool, width: int
+    report: ReportData, metric: str | None, sizes: list[int], columns: Sequence[str], width: int
 ) -> list[str]:
     parts = []
     if report.baseline_step and report.baseline_step.quality:
@@ -510,7 +561,9 @@ def _legend_lines(
         )
     if sizes:
         parts.append(f"batch {sizes[0]}")
-    if bits:
+    if "same %" in columns:
+        parts.append(f"same %: outputs equal to those of '{report.baseline}'")
+    if "bits" in columns:
         parts.append("bits per quantized weight")
     if n := view.sample_text(report):
         parts.append(n)

@@ -282,6 +282,71 @@ class ScoresOnTest(_ReportModel):
     gates: list[GateReport] = Field(default_factory=list)
 
 
+class Agreement(_ReportModel):
+    """How far a step's outputs equal the baseline's, on `n` examples; no references are used.
+
+    equal: percent of equal outputs. bleu, chrf: of generated texts, with the baseline's as references.
+    kl_divergence: of classes, KL(baseline || step) of their probabilities, nats per example, over the first
+    `kl_n` examples.
+    """
+
+    n: int = Field(ge=1)
+    equal: float = Field(ge=0, le=100)
+    bleu: float | None = None
+    chrf: float | None = None
+    kl_divergence: float | None = Field(default=None, ge=0)
+    kl_n: int | None = Field(default=None, ge=1)
+    signatures: dict[str, str] = Field(default_factory=dict)
+
+
+class ConfusionCount(_ReportModel):
+    """How many examples of a label got another one; `baseline_count`: from the baseline."""
+
+    label: str
+    predicted: str
+    count: int = Field(ge=0)
+    baseline_count: int | None = None
+
+
+class Confusion(_ReportModel):
+    """Predicted classes by label. counts: [label][predicted class], in the order of `labels`.
+
+    With many labels `labels` and `counts` are empty, and `largest` has the most frequent wrong predictions.
+    """
+
+    labels: list[str] = Field(default_factory=list)
+    counts: list[list[int]] = Field(default_factory=list)
+    largest: list[ConfusionCount] = Field(default_factory=list)
+
+
+class ChangedExample(_ReportModel):
+    """An example that a step scores other than the baseline. row: its number in the data, from 1.
+
+    value, baseline_value: the metric on this example alone. cut: whether texts are excerpts.
+    """
+
+    row: int = Field(ge=1)
+    source: str
+    text_pair: str | None = None
+    references: list[str] = Field(default_factory=list)
+    baseline_output: str
+    output: str
+    baseline_value: float
+    value: float
+    cut: bool = False
+
+
+class Examples(_ReportModel):
+    """The examples whose `metric` changed most from the baseline's; num_worse, num_better: of all `n`."""
+
+    metric: str
+    n: int = Field(ge=1)
+    num_worse: int = Field(ge=0)
+    num_better: int = Field(ge=0)
+    worse: list[ChangedExample] = Field(default_factory=list)
+    better: list[ChangedExample] = Field(default_factory=list)
+
+
 def _none_is_empty_dict(value: Any) -> Any:
     return {} if value is None else value
 
@@ -334,6 +399,9 @@ class StepReport(_ReportModel):
     against_parent: Differences = Field(default_factory=dict)
     gates: Annotated[list[GateReport], BeforeValidator(_none_is_empty_list)] = Field(default_factory=list)
     test: ScoresOnTest | None = None
+    agreement: Agreement | None = None
+    confusion: Confusion | None = None
+    examples: Examples | None = None
     details: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
 
     @model_validator(mode="after")

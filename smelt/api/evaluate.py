@@ -16,7 +16,7 @@ from smelt.data.examples import read_split
 from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Split
-from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS
+from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS, scores_agreement_alone
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
 from smelt.pipeline.recipe.model_and_data import METRICS_BY_PROBLEM, metric_mistakes
@@ -57,7 +57,7 @@ def evaluate_artifact(
         device: auto, cpu or cuda.
         window: language models: tokens per window; default as in the run that made the artifact.
         stride: language models: tokens between windows; default as in that run.
-        baseline: artifact to compare with: embeddings for sentence embedders, outputs for `custom`.
+        baseline: artifact to compare with: for `agreement`, and for `custom`.
         tokenize: BLEU's tokenizer; default by the references.
         trust_engine: as in `smelt.load`.
         report: called with notes and warnings.
@@ -86,11 +86,17 @@ def evaluate_artifact(
         raise InputError(
             "--tokenize is only for BLEU, which is not scored. Add --metric bleu.", code="settings-conflict"
         )
-    if baseline is not None and task not in (SENTENCE_SIMILARITY, CUSTOM_TASK):
+    compared = AGREEMENT_METRIC in metrics
+    if baseline is not None and not compared and task not in (SENTENCE_SIMILARITY, CUSTOM_TASK):
         raise InputError(
-            f"--baseline is only for {SENTENCE_SIMILARITY} and {CUSTOM_TASK}; this artifact is for {task}."
-            " Remove --baseline.",
+            f"--baseline is only used by the metric {AGREEMENT_METRIC}, which is not scored. Add --metric"
+            f" {AGREEMENT_METRIC}, or remove --baseline.",
             code="does-not-fit-task",
+        )
+    if baseline is None and compared and task not in (SENTENCE_SIMILARITY, CUSTOM_TASK):
+        raise InputError(
+            f"--metric {AGREEMENT_METRIC} needs --baseline ARTIFACT, whose outputs are compared with.",
+            code="missing-baseline",
         )
     if task == CUSTOM_TASK:
         if baseline is None:
@@ -101,7 +107,8 @@ def evaluate_artifact(
             )
         whole = read_array_rows(Path(data), artifact)
     else:
-        whole = read_split(data, task, parse_columns(columns), Path.cwd())
+        unlabelled = scores_agreement_alone(metrics)
+        whole = read_split(data, task, parse_columns(columns), Path.cwd(), targets_optional=unlabelled)
     split = limit_split(whole, limit)
     split = _with_windows(split, artifact, window, stride, report)
     with tempfile.TemporaryDirectory() as scratch:

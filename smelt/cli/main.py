@@ -229,7 +229,7 @@ def stages(name: str | None) -> None:
 @click.option(
     "--baseline",
     type=FOLDER_TYPE,
-    help="Artifact to compare with (sentence-similarity, custom).",
+    help="Artifact to compare with (agreement, custom).",
 )
 @click.option(
     "--tokenize",

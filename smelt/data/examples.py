@@ -21,7 +21,13 @@ from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_npz
-from smelt.data.prompt_rows import LAYOUT_COLUMNS, conversation_text, parse_messages, row_layout
+from smelt.data.prompt_rows import (
+    LAYOUT_COLUMNS,
+    conversation_text,
+    parse_conversation,
+    parse_messages,
+    row_layout,
+)
 from smelt.data.splits import (
     CLASSIFICATION_TASKS,
     CUSTOM_TASK,
@@ -90,10 +96,12 @@ def read_split(
     base: Path,
     name: str = "test",
     axes: SampleAxes = NO_SAMPLE_AXES,
+    targets_optional: bool = False,
 ) -> Split:
     """Return the samples of `origin`: a path (relative to `base`) or a hub id.
 
-    axes: the sample axes of arrays.
+    axes: the sample axes of arrays. targets_optional: whether samples may lack references or a label, for
+    scores that use neither.
 
     Raises:
         InputError: no such file, no samples, invalid lines (the first ones are named), a missing column (with
@@ -103,7 +111,7 @@ def read_split(
     if task == CUSTOM_TASK:
         return split_from_arrays(origin, read_npz(path, name, axes))
     if task == IMAGE_CLASSIFICATION:
-        return _read_image_split(path, origin, columns, name)
+        return _read_image_split(path, origin, columns, name, targets_optional)
     if path.is_file():
         if task == "language-modeling" and data_suffix(path) == ".txt":
             return _read_text_split(path, origin, name)
@@ -122,7 +130,7 @@ def read_split(
         )
     else:
         rows = read_hub_rows(origin, name)
-    examples = _parse_examples(rows, task, columns)
+    examples = _parse_examples(rows, task, columns, targets_optional)
     if not examples:
         raise InputError(
             f"{path}: this file has no samples, but '{name}' needs at least one.",
@@ -142,7 +150,9 @@ def _hub_hint(origin: str) -> str:
 _MAX_LISTED = 5  # wrong rows that are named; the others are counted
 
 
-def _parse_examples(rows: RowIterator, task: Task, columns: Columns) -> tuple[Example, ...]:
+def _parse_examples(
+    rows: RowIterator, task: Task, columns: Columns, targets_optional: bool
+) -> tuple[Example, ...]:
     """Return the examples of all rows; mistakes of several rows are reported together.
 
     Raises:
@@ -154,7 +164,8 @@ def _parse_examples(rows: RowIterator, task: Task, columns: Columns) -> tuple[Ex
     try:
         for number, (where, row) in enumerate(rows, start=1):
             try:
-                found.append(replace(_parse_example(row, where, task, columns), row=number))
+                example = _parse_example(row, where, task, columns, targets_optional)
+                found.append(replace(example, row=number))
             except _MissingColumnError as error:
                 raise (_missing_columns(row, where, task, columns) or error).with_location(where) from error
             except InputError as error:
@@ -186,7 +197,7 @@ def _combined_mistakes(mistakes: Sequence[InputError]) -> InputError:
     )
 
 
-def _read_image_split(path: Path, origin: str, columns: Columns, name: str) -> Split:
+def _read_image_split(path: Path, origin: str, columns: Columns, name: str, targets_optional: bool) -> Split:
     """Return samples that name images; the header of each image is checked."""
     if not path.exists():
         raise InputError(
@@ -195,7 +206,7 @@ def _read_image_split(path: Path, origin: str, columns: Columns, name: str) -> S
             file=str(path),
         )
     examples = _parse_examples(
-        read_image_rows(path, columns.image, columns.label), IMAGE_CLASSIFICATION, columns
+        read_image_rows(path, columns.image, columns.label), IMAGE_CLASSIFICATION, columns, targets_optional
     )
     if not examples:
         raise InputError(
@@ -223,20 +234,27 @@ class _MissingColumnError(InputError):
     """A row lacks a column that the task needs."""
 
 
-def _parse_example(row: Mapping[str, Any], location: str, task: Task, columns: Columns) -> Example:
+def _parse_example(
+    row: Mapping[str, Any], location: str, task: Task, columns: Columns, targets_optional: bool
+) -> Example:
     tail = location.rpartition(":")[2]
     line = int(tail) if tail.isdecimal() else None
+    lacks_target = targets_optional and _lacks_target(row, task, columns)
     if task == TEXT_GENERATION:
-        return replace(_parse_prompted(row, location, columns), line=line)
+        parse = _parse_unanswered if lacks_target else _parse_prompted
+        return replace(parse(row, location, columns), line=line)
     if task in TEXT_TO_TEXT_TASKS:
-        references = _parse_references(row, location, columns.references, columns.target, "target")
+        references = (
+            ()
+            if lacks_target
+            else _parse_references(row, location, columns.references, columns.target, "target")
+        )
         return Example(_nonempty_text(row, columns.source, location, "source"), references, line=line)
     if task == "language-modeling":
         return Example(_text_of_column(row, columns.text, location, "text"), line=line)
     if task == IMAGE_CLASSIFICATION:
-        return replace(
-            _parse_labelled(_parse_image(row, location, columns), None, row, location, columns), line=line
-        )
+        image = _parse_image(row, location, columns)
+        return replace(_parse_labelled(image, None, row, location, columns, lacks_target), line=line)
     # a column named in the recipe must exist; formats without null use an empty text
     if "text_pair" in columns.model_fields_set and columns.text_pair not in row:
         raise _missing_column(row, columns.text_pair, location, "text_pair")
@@ -256,15 +274,56 @@ def _parse_example(row: Mapping[str, Any], location: str, task: Task, columns: C
         return Example(
             _nonempty_text(row, columns.text, location, "text"), text_pair=pair, label=score, line=line
         )
-    return replace(
-        _parse_labelled(_nonempty_text(row, columns.text, location, "text"), pair, row, location, columns),
-        line=line,
-    )
+    text = _nonempty_text(row, columns.text, location, "text")
+    return replace(_parse_labelled(text, pair, row, location, columns, lacks_target), line=line)
+
+
+def _lacks_target(row: Mapping[str, Any], task: Task, columns: Columns) -> bool:
+    """Return whether a row has neither references nor a label."""
+    roles: tuple[str, ...] = ("label",)
+    if task == TEXT_GENERATION:
+        layout = row_layout(row, columns)
+        if layout == "messages":
+            return not _ends_with_response(row[columns.messages])
+        roles = ("output",) if layout == "instruction" else ("response",)
+        roles += ("responses",)
+    elif task in TEXT_TO_TEXT_TASKS:
+        roles = ("target", "references")
+    return all(row.get(getattr(columns, role)) in (None, "") for role in roles)
+
+
+def _ends_with_response(value: Any) -> bool:
+    """Return whether a conversation ends with a turn of the assistant."""
+    if isinstance(value, str):
+        value = parse_conversation(value)
+    return isinstance(value, list) and bool(value) and value[-1].get("role") == "assistant"
+
+
+def _parse_unanswered(row: Mapping[str, Any], location: str, columns: Columns) -> Example:
+    """Return a sample of text generation without a response; its conversation ends with the user's turn.
+
+    Raises:
+        InputError: as `parse_prompt`.
+    """
+    if row_layout(row, columns) == "messages":
+        value = row[columns.messages]
+        turns = parse_conversation(value) if isinstance(value, str) else value
+        if isinstance(turns, list):
+            answer = {"role": "assistant", "content": "-"}
+            row = {**row, columns.messages: [*turns, answer]}  # `parse_prompt` removes it
+    return parse_prompt(row, location, columns)
 
 
 def _parse_labelled(
-    text: str, pair: str | None, row: Mapping[str, Any], location: str, columns: Columns
+    text: str,
+    pair: str | None,
+    row: Mapping[str, Any],
+    location: str,
+    columns: Columns,
+    lacks_label: bool,
 ) -> Example:
+    if lacks_label:
+        return Example(text, text_pair=pair)
     if columns.label not in row:
         raise _missing_column(row, columns.label, location, "label")
     label = _parse_label(row[columns.label], location, columns.label)

@@ -6,7 +6,7 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.data.examples import read_unlabelled
+from smelt.data.examples import read_split, read_unlabelled
 from smelt.data.splits import Columns
 
 TASK = "text-classification"
@@ -42,3 +42,29 @@ def test_a_file_without_texts_and_a_task_without_labels_are_refused(tmp_path):
     with raises_code("unsupported-task", InputError) as caught:
         read_unlabelled("x.txt", "translation", Columns(), tmp_path)
     assert "translation" in str(caught.value)
+
+
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("task", "without", "target"),
+    [
+        ("translation", {"source": "a"}, {"target": "b"}),
+        ("summarization", {"source": "a", "target": ""}, {"targets": ["b", "c"]}),
+        ("text-classification", {"text": "a"}, {"label": "b"}),
+        ("text-generation", {"prompt": "a"}, {"response": "b"}),
+        ("text-generation", {"instruction": "a", "input": "x", "output": None}, {"output": "b"}),
+        ("text-generation", {"messages": [USER]}, {"messages": [USER, ASSISTANT]}),
+        ("text-generation", {"messages": json.dumps([USER])}, {"messages": json.dumps([USER, ASSISTANT])}),
+    ],
+)
+def test_targets_are_optional_only_where_they_are_not_scored(tmp_path, task, without, target):
+    (tmp_path / "x.jsonl").write_text(f"{json.dumps(without)}\n{json.dumps(without | target)}\n")
+    named = Columns(target="target", label="label")  # a train split may have them
+    first, second = read_split("x.jsonl", task, named, tmp_path, targets_optional=True).examples
+    assert (first.references, first.label) == ((), None)
+    assert second.references or second.label
+    assert first.text == second.text
+    with pytest.raises(InputError):
+        read_split("x.jsonl", task, named, tmp_path)

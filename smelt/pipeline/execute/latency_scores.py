@@ -267,9 +267,8 @@ def _too_long_rows(split: Split, task: Task, tokenizer: Any, limit: int) -> set[
     found |= {i for i, n in zip(paired, lengths, strict=True) if n > limit}
     if task in TEXT_TO_TEXT_TASKS:
         owners = [(i, reference) for i, e in enumerate(split.examples) for reference in e.references]
-        ids = tokenizer(text_target=[text for _, text in owners], truncation=False, verbose=False)[
-            "input_ids"
-        ]
+        targets = [text for _, text in owners]
+        ids = tokenizer(text_target=targets, truncation=False, verbose=False)["input_ids"] if targets else []
         found |= {i for (i, _), row in zip(owners, ids, strict=True) if len(row) > limit}
     return found
 

@@ -6,7 +6,7 @@ A gate of a recipe is evaluated on a step, with the number of samples that a dec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -233,13 +233,20 @@ _EMPTY_STEP_FIELDS: dict[str, Any] = {
 }
 
 
+# The agreement of a step's outputs with the baseline's, from the scores of both.
+CompareOutputs = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any] | None]
+
+
 class ReportBuilder:
     """Builds the report of one run; `snapshot()` is valid at any time."""
 
-    def __init__(self, plan: Plan, data: Mapping[str, Split], limit: int | None) -> None:
+    def __init__(
+        self, plan: Plan, data: Mapping[str, Split], limit: int | None, compare_outputs: CompareOutputs
+    ) -> None:
         from smelt.evaluate.environment import describe_environment
 
-        self.plan = plan
+        self.plan, self._split, self._compare = plan, data[plan.judged_on], compare_outputs
+        self._scores: dict[str, Mapping[str, Any]] = {}
         self.status = "passed"
         self.finished = False
         self.statistics: dict[str, dict[str, Any]] = {}
@@ -283,12 +290,25 @@ class ReportBuilder:
             warnings=[*messages_to_json(artifact.manifest.warnings), *score["warnings"]],
             quality=dict(score["quality"]),
         )
-        self.statistics[name] = score["statistics"]
+        self.statistics[name], self._scores[name] = score["statistics"], score
         step["against_parent"] = _paired_differences(self.statistics, name, step["parent"])
         step["against_baseline"] = _paired_differences(self.statistics, name, self.data["baseline"])
+        self._compare_with_baseline(name)
         if name == self.data["baseline"]:  # steps scored before the baseline are compared now
             for other in self.statistics:
                 self._steps[other]["against_baseline"] = _paired_differences(self.statistics, other, name)
+                self._compare_with_baseline(other)
+
+    def _compare_with_baseline(self, name: str) -> None:
+        """Set the agreement, confusions and examples of a step."""
+        from smelt.evaluate.report.examples import compare_examples
+
+        score = self._scores[name]
+        base = None if name == self.data["baseline"] else self._scores.get(self.data["baseline"])
+        self._steps[name].update(
+            compare_examples(score, base, self._split, self.plan.recipe.score.examples),
+            agreement=None if base is None else self._compare(score, base),
+        )
 
     def add_test_scores(self, name: str, score: Mapping[str, Any]) -> None:
         """Add the test scores of a step that was chosen on validation; call it for the baseline first."""
@@ -496,6 +516,9 @@ def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, A
         "against_parent": {},
         "gates": [],
         "test": None,
+        "agreement": None,
+        "confusion": None,
+        "examples": None,
         "details": {},
     }
 

@@ -24,7 +24,7 @@ from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
 from smelt.pipeline.execute.run_result import Report, Result, write_report
-from smelt.pipeline.execute.scoring import Scorer
+from smelt.pipeline.execute.scoring import Scorer, cached_agreement
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.inspect.machine import unscored_reason
@@ -183,7 +183,7 @@ class _PlanRunner:
         )
         self.artifacts: dict[str, Artifact] = {}
         self.previous_artifacts: dict[str, Artifact] = {}
-        self.report = ReportBuilder(plan, data, options.limit)
+        self.report = ReportBuilder(plan, data, options.limit, partial(cached_agreement, store))
 
     def add_warnings(self, found: Sequence[Message]) -> None:
         """Add warnings to the report, and print those that the plan did not have."""

@@ -189,7 +189,7 @@ class RunFolder:
 
     def write_scores(self, name: str, score: Mapping[str, Any]) -> None:
         """Write the statistics per sample and the outputs of a scored step, for `smelt compare`."""
-        kept = {key: score[key] for key in ("statistics", "predictions") if key in score}
+        kept = {key: score[key] for key in ("statistics", "predictions", "labels") if key in score}
         content = gzip.compress(json.dumps(kept, ensure_ascii=False).encode("utf-8"), mtime=0)
         write_atomically(self.path / SCORES_FOLDER / f"{name}.json.gz", content)
 

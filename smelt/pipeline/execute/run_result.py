@@ -47,7 +47,8 @@ class Report(Mapping[str, Any]):
         """Return a pandas DataFrame with one row per step.
 
         Columns: step, stage, parent, status, format, target, parameters, size_bytes; for each metric its
-        value, `_difference` from the baseline, `_p_value` and `_p_value_holm`; for each measured
+        value, `_difference` from the baseline, `_p_value` and `_p_value_holm`; `same_outputs` (percent),
+        `agreement_bleu`, `agreement_chrf`, `kl_divergence` with the baseline's outputs; for each measured
         batch size `latency_ms_N` (p50, milliseconds) and `speedup_N`.
 
         Raises:
@@ -88,6 +89,14 @@ class Report(Mapping[str, Any]):
         return len(self.data)
 
 
+_AGREEMENT_COLUMNS = {
+    "equal": "same_outputs",
+    "bleu": "agreement_bleu",
+    "chrf": "agreement_chrf",
+    "kl_divergence": "kl_divergence",
+}
+
+
 def _frame_row(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return a step of a report as a flat row."""
     same = ("stage", "parent", "status", "format", "target", "parameters", "size_bytes")
@@ -100,6 +109,9 @@ def _frame_row(step: Mapping[str, Any]) -> dict[str, Any]:
                 f"{metric}_p_value": test["p_value"],
                 f"{metric}_p_value_holm": test.get("p_value_holm"),
             }
+    for name, value in (step.get("agreement") or {}).items():
+        if name in _AGREEMENT_COLUMNS and value is not None:
+            row[_AGREEMENT_COLUMNS[name]] = value
     for timed in step["latency"] or []:
         row[f"latency_ms_{timed['batch_size']}"] = timed["p50_ms"]
         row[f"speedup_{timed['batch_size']}"] = timed["speedup"]

@@ -28,7 +28,6 @@ from smelt.data.splits import (
     CUSTOM_TASK,
     ENCODER_DECODER_TASKS,
     IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
     TEXT_GENERATION,
     TEXT_TO_TEXT_TASKS,
     Example,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 
 # Increased whenever the same artifact and data would give another score or other statistics.
-SCORE_VERSION = 9
+SCORE_VERSION = 10
 # Fraction of truncated outputs from which a warning is added.
 TRUNCATED_OUTPUT_SHARE = 0.01
 
@@ -62,7 +61,7 @@ class Scorer:
     """Scores artifacts with fixed metrics, generation settings and batch size.
 
     tokenize: BLEU's tokenizer, None to choose it by the references.
-    reference: the artifact that embeddings (`agreement`) or outputs of `custom` are compared with; None if
+    reference: the artifact that outputs are compared with (`agreement`, and all metrics of `custom`); None if
         not available yet, then `agreement` is not computed.
     reference_cache: outputs of the reference by split.
     """
@@ -82,14 +81,14 @@ class Scorer:
     @property
     def needs_reference(self) -> bool:
         """Whether a score also depends on the reference."""
-        return self.task == CUSTOM_TASK or (
-            self.task == SENTENCE_SIMILARITY and AGREEMENT_METRIC in self.metrics
-        )
+        return self.task == CUSTOM_TASK or AGREEMENT_METRIC in self.metrics
 
     def score(self, artifact: Artifact, split: Split, progress: Progress = no_progress) -> dict[str, Any]:
         """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
 
-        `statistics` are per example, for paired comparisons of artifacts.
+        `statistics` are per example, for paired comparisons of artifacts; `predictions` the outputs per
+        example. Classifiers also have `labels`, the class names, and `logits` (see
+        `smelt.evaluate.agreement.pack_logits`).
 
         Raises:
             InputError: texts are too long with truncation: error, or a label is unknown.
@@ -167,7 +166,7 @@ class Scorer:
         from smelt.generation.config import resolve_generation
         from smelt.runtimes.predict_texts import generate_texts
 
-        metrics = [metric for metric in self.metrics if metric != RESPONSE_PERPLEXITY]
+        metrics = [m for m in self.metrics if m not in (RESPONSE_PERPLEXITY, AGREEMENT_METRIC)]
         texts = [e.text for e in split.examples]
         stopped: list[tuple[int, int]] = []
         predictions = generate_texts(
@@ -175,7 +174,8 @@ class Scorer:
         )
         references = [e.references for e in split.examples]
         language = read_text_rules(runner.folder).target_language
-        scores = score_texts(metrics, predictions, references, self.tokenize, language)
+        scores = score_texts(metrics, predictions, references, self.tokenize, language) if metrics else {}
+        scores |= self._score_agreement(runner, predictions, split, progress)
         value = {
             **_split_scores(scores),
             "predictions": predictions,
@@ -194,7 +194,7 @@ class Scorer:
             value["quality"] |= found["quality"]
             value["statistics"] |= found["statistics"]
         for part in ("quality", "statistics"):  # in the recipe's order
-            value[part] = {name: value[part][name] for name in self.metrics}
+            value[part] = {name: value[part][name] for name in self.metrics if name in value[part]}
         return value
 
     def _score_windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
@@ -214,13 +214,36 @@ class Scorer:
         return _split_scores(scores)
 
     def _score_labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.agreement import pack_logits
         from smelt.runtimes.predict_texts import class_logits
 
-        # check labels before running the model
-        check_labels(split.examples, class_names(runner.config), problem_type(runner.config), split.origin)
+        names, problem = class_names(runner.config), problem_type(runner.config)
+        metrics = [metric for metric in self.metrics if metric != AGREEMENT_METRIC]
+        if metrics:  # check labels before running the model
+            check_labels(split.examples, names, problem, split.origin)
         logits = class_logits(runner, split.examples, self.batch_size, progress)
-        scores, predictions = score_classifier(self.metrics, runner.config, logits, split)
-        return {**_split_scores(scores), "predictions": predictions}
+        scores, predictions = score_classifier(metrics, runner.config, logits, split)
+        scores |= self._score_agreement(runner, predictions, split, progress)
+        value = {**_split_scores(scores), "predictions": predictions}
+        return value if problem == REGRESSION else value | {"labels": names, "logits": pack_logits(logits)}
+
+    def _score_agreement(
+        self, runner: Any, outputs: list[Any], split: Split, progress: Progress
+    ) -> dict[str, MetricScore]:
+        """Return the score `agreement` of texts or classes; empty if it is not a metric, or no reference."""
+        if AGREEMENT_METRIC not in self.metrics or self.reference is None:
+            return {}
+        from smelt.evaluate.agreement import score_agreement
+
+        key = json_hash([self.reference.key, split.fingerprint])
+        if self.reference.path == runner.folder:
+            self.reference_cache[key] = outputs
+        elif key not in self.reference_cache:
+            self.reference_cache[key] = self.score(self.reference, split, progress)["predictions"]
+        classes = self.task in CLASSIFICATION_TASKS
+        inputs = [[text, e.text_pair] for text, e in zip(split.row_contents, split.examples, strict=True)]
+        expected = self.reference_cache[key]
+        return {AGREEMENT_METRIC: score_agreement(outputs, expected, classes, self.reference.key, inputs)}
 
     def _score_vectors(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.label_quality import ReferenceVectors, paired_cosines, score_vectors
@@ -322,6 +345,26 @@ def _response_perplexity(runner: Any, split: Split, batch_size: int) -> MetricSc
     return score_responses(losses, tokens, sizes, pairs, runner.config.get("vocab_size"))
 
 
+def cached_agreement(
+    store: Store, score: Mapping[str, Any], baseline: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return `smelt.evaluate.agreement.compare_outputs` of two scores; stored by their outputs and reused."""
+    from smelt.evaluate.agreement import AGREEMENT_VERSION, compare_outputs
+
+    sides = [{part: side.get(part) for part in _OUTPUT_PARTS} for side in (score, baseline)]
+    libraries = library_versions(_METRIC_LIBRARIES)
+    key = json_hash({"agreement": AGREEMENT_VERSION, "outputs": sides, "libraries": libraries})
+    kept = store.read_score(key)
+    if kept is None:
+        kept = {"artifact": score["artifact"], "agreement": compare_outputs(score, baseline)}
+        store.write_score(key, kept)
+    found: dict[str, Any] | None = kept["agreement"]
+    return found
+
+
+_OUTPUT_PARTS = ("predictions", "labels", "logits")
+
+
 def library_versions(names: Sequence[str]) -> dict[str, str]:
     """Return the versions of those packages in `names` that are installed."""
     from importlib.metadata import PackageNotFoundError, version
@@ -410,11 +453,12 @@ def _count_too_long(
 
 def score_classifier(
     metrics: Sequence[str], config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
-) -> tuple[dict[str, Any], list[Any]]:
+) -> tuple[dict[str, MetricScore], list[Any]]:
     """Score a classifier's logits, float32 [n, C], on the samples of `split`.
 
     Returns:
-        Scores by metric, and the prediction per sample: a class name, a list of names, or a number.
+        Scores by metric, and the prediction per sample: a class name, a list of names, or a number. Without
+        metrics the labels of the samples are not read.
 
     Raises:
         InputError: a label is not a class of the model, or a metric does not fit the problem type.
@@ -423,17 +467,22 @@ def score_classifier(
     from smelt.evaluate.quality import score_labels
 
     names, problem = class_names(config), problem_type(config)
+    scores: dict[str, MetricScore] = {}
     if problem == REGRESSION:
         numbers = [float(row[0]) for row in logits]
-        return score_regression(metrics, numbers, regression_targets(split.examples, split.origin)), numbers
+        if metrics:
+            scores = score_regression(metrics, numbers, regression_targets(split.examples, split.origin))
+        return scores, numbers
     if problem == MULTI_LABEL:
         found = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
-        gold = multi_label_targets(split.examples, names, split.origin)
-        scores = score_label_sets(metrics, found, gold, len(names))
+        if metrics:
+            gold = multi_label_targets(split.examples, names, split.origin)
+            scores = score_label_sets(metrics, found, gold, len(names))
         return scores, [[names[i] for i in row] for row in found]
     predicted = [int(row.argmax()) for row in logits]
-    wanted = class_targets(split.examples, names, split.origin)
-    return score_labels(metrics, predicted, wanted), [names[i] for i in predicted]
+    if metrics:
+        scores = score_labels(metrics, predicted, class_targets(split.examples, names, split.origin))
+    return scores, [names[i] for i in predicted]
 
 
 # Escapes control characters in class names.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from smelt.core.messages import warning
-from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
 from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.pipeline.plan.plan import PlannedGate, PlanStep
@@ -82,7 +82,7 @@ def plan_gates(checker: PlanChecker, included: list[str]) -> tuple[PlannedGate, 
         limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
         if checker.recipe.baseline not in (MODEL_STEP, *included):
             limits.pop("max_drop")  # no baseline to compare with; check_baseline warns about it
-            if metric == AGREEMENT_METRIC and checker.recipe.task == SENTENCE_SIMILARITY:
+            if metric == AGREEMENT_METRIC and checker.recipe.task != CUSTOM_TASK:
                 limits = {}
         given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
         out += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]

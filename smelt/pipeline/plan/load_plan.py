@@ -27,6 +27,7 @@ from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.splits import Split, Task
+from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason
@@ -65,7 +66,12 @@ from smelt.pipeline.plan.untrained_checks import (
     config_file,
     read_untrained_config,
 )
-from smelt.pipeline.plan.warnings import data_warnings, decoding_warnings, last_checkpoint_warnings
+from smelt.pipeline.plan.warnings import (
+    agreement_warnings,
+    data_warnings,
+    decoding_warnings,
+    last_checkpoint_warnings,
+)
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.recipe import ParsedRecipe, check_recipe, find_recipe
@@ -313,15 +319,15 @@ def check_stage_metrics(
 
     quality: the scored metrics; empty if they depend on the data, then nothing is checked.
     """
+    known = [metric for metric in quality if metric != AGREEMENT_METRIC]  # it needs the baseline's outputs
     for step in steps if quality else ():
         named = getattr(step.stage_class, "required_metrics", None)
         for setting, metric in named(step.settings) if named else ():
-            if metric not in quality and setting.split(".")[0] not in step.invalid_settings:
+            if metric not in known and setting.split(".")[0] not in step.invalid_settings:
                 mistakes.add(
                     (*setting_paths[step.name], *_setting_path(setting)),
-                    f"'{metric}' is not scored, only {', '.join(quality)}."
-                    f"{did_you_mean(metric, quality)}"
-                    " Choose one of these, or add it to score: {quality: [...]}.",
+                    f"'{metric}' is not scored during a stage, only {', '.join(known) or 'nothing'}."
+                    f"{did_you_mean(metric, known)} Add other metrics to score: {{quality: [...]}}.",
                     code="metric-not-scored",
                 )
 
@@ -452,6 +458,7 @@ def make_plan(
     mistakes.raise_if_any()
     steps = tuple(step for step in every if step.name in kept)
     doubts = [
+        *agreement_warnings(read),
         *last_checkpoint_warnings(read, steps),
         *data_warnings(read, any(step.trains for step in steps), splits),
     ]

@@ -21,7 +21,7 @@ from smelt.data.examples import UNLABELLED, read_split, read_unlabelled
 from smelt.data.labels import ProblemType
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
-from smelt.evaluate.metrics import LOWER_IS_BETTER
+from smelt.evaluate.metrics import LOWER_IS_BETTER, scores_agreement_alone
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.model_folder import fetch_model
 from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
@@ -40,7 +40,15 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
     data = recipe.data
     if name == UNLABELLED:
         return {name: read_unlabelled(data.split_files()[name], recipe.task, data.columns, recipe.base)}
-    split = read_split(data.split_files()[name], recipe.task, data.columns, recipe.base, name, data.axes)
+    split = read_split(
+        data.split_files()[name],
+        recipe.task,
+        data.columns,
+        recipe.base,
+        name,
+        data.axes,
+        targets_optional=name == "test" and scores_agreement_alone(recipe.score.quality),
+    )
     shares = data.split.named_fractions() if name == "train" else {}
     parts = divide_split(split, shares, recipe.seed) if shares else {name: split}
     given = data.windows.model_dump(exclude_none=True)

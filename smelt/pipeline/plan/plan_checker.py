@@ -10,7 +10,7 @@ from smelt.core.errors import did_you_mean
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Settings, stage_needs
-from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY
+from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION
 from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, read_config
@@ -256,8 +256,7 @@ class PlanChecker:
             return
         # the default metrics of a classifier are known only after reading its labels
         known = ("loss", *(self.recipe.score.quality or METRICS_BY_TASK[self.recipe.task]))
-        if self.recipe.task == SENTENCE_SIMILARITY:  # agreement is not computed on validation
-            known = tuple(name for name in known if name != AGREEMENT_METRIC)
+        known = tuple(name for name in known if name != AGREEMENT_METRIC)  # it needs the baseline's outputs
         if metric not in known:
             self.mistakes.add(
                 path,

@@ -118,7 +118,7 @@ def _render_examples(template: PromptTemplate, split: Split) -> None:
     seen: set[tuple[str, ...]] = set()
     for at, example in enumerate(split.examples, 1):
         try:
-            turn = assistant_turns(example.text, example.references[0])[-1]
+            turn = assistant_turns(example.text, (*example.references, "-")[0])[-1]
             roles = tuple(message["role"] for message in turn)
             if roles not in seen:
                 seen.add(roles)

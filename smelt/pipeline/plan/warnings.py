@@ -23,7 +23,7 @@ from smelt.data.splits import (
     Split,
     Task,
 )
-from smelt.evaluate.metrics import WINDOW_METRICS
+from smelt.evaluate.metrics import WINDOW_METRICS, scores_agreement_alone
 from smelt.pipeline.plan.step_draft import StepDraft, lost_results, scheme_text, step_spec
 from smelt.quantization.schemes.registry import SCHEMES
 
@@ -85,6 +85,22 @@ def last_checkpoint_warnings(recipe: ParsedRecipe, steps: Iterable[PlanStep]) ->
             "no-validation-data",
             f"No validation data: {', '.join(names)} {keep} last checkpoint, which may not be the best."
             f" Set data: validation, or data: {{split: {{validation: 0.1}}}}.",
+        )
+    ]
+
+
+def agreement_warnings(recipe: ParsedRecipe) -> list[Message]:
+    """Return what scores without references cannot tell, if agreement of texts or classes is the only one."""
+    compared = recipe.task in (*TEXT_TO_TEXT_TASKS, *CLASSIFICATION_TASKS)
+    if not compared or not scores_agreement_alone(recipe.score.quality):
+        return []
+    return [
+        warning(
+            "agreement-only",
+            f"Only agreement with the outputs of '{recipe.baseline}' is scored. It shows how much a step"
+            " changes the outputs, not whether they are right: correcting a mistake lowers it too. Score"
+            " samples with references or labels before deploying.",
+            setting="score.quality",
         )
     ]
 

@@ -29,6 +29,7 @@ from smelt.data.labels import (
     split_labels,
 )
 from smelt.data.splits import Columns, Split, Windows
+from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.models.text_rules import Pooling
 
 # name of a file, a folder or a hub repository
@@ -150,9 +151,11 @@ METRICS_BY_PROBLEM: dict[ProblemType, tuple[str, ...]] = {
     MULTI_LABEL: ("f1_micro", "f1_macro", "subset_accuracy"),
     REGRESSION: ("pearson", "spearman", "mse"),
 }
-# Sentence embeddings: agreement with the baseline's vectors needs no scores, correlation does.
-# Outputs of an ONNX model compared with those of the original.
-CLASSIFIER_METRICS = tuple(metric for metrics in METRICS_BY_PROBLEM.values() for metric in metrics)
+# Those of every problem type, and agreement with the baseline's predictions.
+CLASSIFIER_METRICS = (
+    *(metric for metrics in METRICS_BY_PROBLEM.values() for metric in metrics),
+    AGREEMENT_METRIC,
+)
 
 
 def has_classifier(config: Mapping[str, Any]) -> bool:
@@ -181,7 +184,8 @@ def new_class_names(data: Mapping[str, Split], problem: ProblemType) -> list[str
     Without training samples, the labels of all splits.
     """
     learned = {"train": data["train"]} if "train" in data else _labelled_splits(data)
-    return infer_label_names((e.label for split in learned.values() for e in split.examples), problem)
+    labels = (e.label for split in learned.values() for e in split.examples)
+    return infer_label_names((label for label in labels if label is not None), problem)
 
 
 def _unseen_labels_text(split: Split, name: str, names: Sequence[str], problem: ProblemType) -> str:
@@ -228,8 +232,9 @@ def label_mistakes(
         text = "all samples have the same label. A classifier needs at least two labels."
         return [("train" if "train" in data else "test", error_message("one-label", text))]
     for name, split in _labelled_splits(data).items():
+        rows = [example for example in split.examples if example.label is not None]  # see `read_split`
         try:
-            check_labels(split.examples, names, problem, split.origin)
+            check_labels(rows, names, problem, split.origin)
         except InputError as error:
             found.append((name, error.as_message()))
     return found
@@ -237,8 +242,13 @@ def label_mistakes(
 
 def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
     """Return (index, mistake) for the metrics that do not fit the problem type."""
-    fitting = METRICS_BY_PROBLEM[problem]
+    fitting = _fitting_metrics(problem)
     return [(at, unfit_metric(metric, problem)) for at, metric in enumerate(metrics) if metric not in fitting]
+
+
+def _fitting_metrics(problem: ProblemType) -> tuple[str, ...]:
+    """Return the metrics of a problem type; numbers are hardly ever equal, so they have no agreement."""
+    return METRICS_BY_PROBLEM[problem] + (() if problem == REGRESSION else (AGREEMENT_METRIC,))
 
 
 def gate_mistakes(
@@ -249,10 +259,14 @@ def gate_mistakes(
 
 
 def unfit_metric(metric: str, problem: ProblemType) -> Message:
-    """Return the mistake that `metric` does not fit `problem`."""
-    owner = next((p for p, metrics in METRICS_BY_PROBLEM.items() if metric in metrics), None)
+    """Return the mistake that `metric` does not fit `problem`, or is not one of its default metrics."""
+    if metric == AGREEMENT_METRIC and problem != REGRESSION:
+        text = f"'{metric}' is not measured. Add it to score.quality."
+        return error_message("metric-not-scored", text)
+    owners = [*METRICS_BY_PROBLEM.items(), ("classes", (AGREEMENT_METRIC,))]
+    owner = next((name for name, metrics in owners if metric in metrics), None)
     what = f"'{metric[:60]}' is a metric for {owner}" if owner else f"'{metric[:60]}' is not a metric"
-    fitting = METRICS_BY_PROBLEM[problem]
+    fitting = _fitting_metrics(problem)
     return error_message(
         "does-not-fit-labels" if owner else "unknown-metric",
         f"{what}; the model and data are {problem}. Available metrics: {', '.join(fitting)}."

@@ -20,7 +20,13 @@ from smelt.data.splits import (
     Windows,
 )
 from smelt.evaluate.latency import LatencySettings
-from smelt.evaluate.metrics import EMBEDDING_METRICS, LOWER_IS_BETTER, OUTPUT_METRICS, RESPONSE_PERPLEXITY
+from smelt.evaluate.metrics import (
+    AGREEMENT_METRIC,
+    EMBEDDING_METRICS,
+    LOWER_IS_BETTER,
+    OUTPUT_METRICS,
+    RESPONSE_PERPLEXITY,
+)
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.mistakes import (
     Mistakes,
@@ -41,12 +47,12 @@ from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
 from smelt.runtimes.device import Device
 
 METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
-    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
-    "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf"),
+    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL", AGREEMENT_METRIC),
+    "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf", AGREEMENT_METRIC),
     "language-modeling": ("perplexity", "bits_per_byte"),
     TEXT_GENERATION: (
         *("rougeL", "token_f1", "exact_match", RESPONSE_PERPLEXITY),
-        *("bleu", "chrf", "rouge1", "rouge2", "rougeLsum"),
+        *("bleu", "chrf", "rouge1", "rouge2", "rougeLsum", AGREEMENT_METRIC),
     ),
     IMAGE_CLASSIFICATION: CLASSIFIER_METRICS,
     "text-classification": CLASSIFIER_METRICS,
@@ -57,6 +63,7 @@ METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
 # the problem type, for sentence embedders on whether the samples have scores; both are known after reading
 # model and data (smelt.pipeline.plan.untrained_checks, smelt.pipeline.plan.task_checks).
 DEFAULT_METRICS = METRICS_BY_TASK | {
+    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
     "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
     TEXT_GENERATION: ("rougeL", "token_f1", "exact_match", RESPONSE_PERPLEXITY),
     "text-classification": (),
@@ -85,6 +92,12 @@ class ScoreSettings(Settings):
         default=LatencySettings(), description="false: not measured"
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="samples per call when scoring")
+    examples: int = Field(
+        default=10,
+        ge=0,
+        le=50,
+        description="changed samples that the report shows per step, with their texts",
+    )
 
     @field_validator("latency")
     @classmethod

@@ -14,7 +14,12 @@ from sample_report import ten_step_report
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
 from smelt.evaluate.report.schema import (
+    Agreement,
+    ChangedExample,
     ClassifierTimings,
+    Confusion,
+    ConfusionCount,
+    Examples,
     GateReport,
     GenerationTimings,
     LatencyReport,
@@ -105,6 +110,7 @@ def test_docs_name_every_key_of_the_schema():
     for part in (
         *(ReportData, StepReport, Quality, LatencyReport, ScoreDifference, GateReport, Verdict),
         *(GenerationTimings, ClassifierTimings, RoundReport),
+        *(Agreement, Confusion, ConfusionCount, Examples, ChangedExample),
     ):
         for name, field in part.model_fields.items():
             assert f"`{field.alias or name}`" in text

@@ -262,6 +262,7 @@ def scored_by(translator: Path, metric: str, score: str) -> Plan:
     [
         ("chrf", "score: {quality: [bleu]}\n", ("'chrf'", "only bleu.")),
         ("blue", "", ("'blue'", "only bleu, chrf, ", "'bleu'?")),
+        ("agreement", "score: {quality: [bleu, agreement]}\n", ("'agreement'", "only bleu.")),
     ],
 )
 def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(

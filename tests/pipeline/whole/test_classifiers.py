@@ -239,7 +239,12 @@ def test_a_new_classifier_needs_two_labels(tmp_path):
             "quality: [f1_micro]",
             "does-not-fit-labels",
             "score.quality[0]",
-            ("'f1_micro'", "multi_label_classification", "single_label_classification", ": accuracy, f1."),
+            (
+                "'f1_micro'",
+                "multi_label_classification",
+                "single_label_classification",
+                ": accuracy, f1, agreement.",
+            ),
         ),
         (['["calm"]'], {}, "quality: [accuracy]", "does-not-fit-labels", "score.quality[0]", ("'accuracy'",)),
         (["0", "1"], {}, "gate: mse", "does-not-fit-labels", "gates.mse", ("'mse'", "regression")),
@@ -292,3 +297,40 @@ def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
     assert result.exit_code == 2
     assert command_error(result).code == ("non-finite-label" if problem == REGRESSION else "unknown-label")
     assert all(value in str(command_error(result)) for value in ("x.jsonl:1: ", "'nobody'"))
+
+
+UNLABELLED = SHORT.replace("{latency: false}", "{latency: false, quality: [agreement]}").replace(
+    "quantize: {}", "prune: {targets: [ffn], keep_ratio: 0.7, importance: magnitude}"
+)
+
+
+@pytest.mark.parametrize(("family", "problem"), [("distilbert", SINGLE_LABEL), ("bert", MULTI_LABEL)])
+def test_samples_without_labels_are_scored_by_agreement_with_the_baseline(tmp_path, family, problem):
+    folder = home(tmp_path, family, problem, UNLABELLED, problem_type=problem)
+    rows = [{"text": text} for text in tiny.SENTENCES]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(folder).exit_code == 0
+    report, steps = json.loads((folder / "run" / "report.json").read_text()), steps_of(folder)
+    assert "agreement-only" in [found["code"] for found in report["warnings"]]
+    artifacts = folder / "run" / "artifacts"
+    lines = [
+        harness.smelt("predict", artifacts / name, *tiny.SENTENCES).output.splitlines()
+        for name in ("model", "prune")
+    ]
+    printed = [[line.split("\t")[0] for line in each] for each in lines]
+    equal = 100 * sum(map(str.__eq__, *printed)) / len(rows)
+    assert 0 < equal < 100
+    found = steps["prune"]["quality"]["agreement"]
+    assert found["value"] == steps["prune"]["agreement"]["equal"] == pytest.approx(equal)
+    assert (found["unit"], steps["model"]["quality"]["agreement"]["value"]) == ("%", 100)
+    assert steps["prune"]["agreement"]["kl_divergence"] > 0
+    assert steps["prune"]["examples"]["num_worse"] == round(len(rows) * (1 - equal / 100))
+    arguments = ("eval", artifacts / "prune", "--data", folder / "data.jsonl", "--metric", "agreement")
+    scored = harness.smelt(*arguments, "--baseline", artifacts / "model", "--json")
+    assert json.loads(scored.output)["agreement"] == found
+    assert command_error(harness.smelt(*arguments)).code == "missing-baseline"
+
+
+def test_numbers_have_no_agreement(tmp_path):
+    folder = home(tmp_path, "bert", REGRESSION, UNLABELLED)
+    assert command_error(harness.smelt("plan", folder / "recipe.yaml")).code == "does-not-fit-labels"

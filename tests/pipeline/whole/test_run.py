@@ -1,11 +1,13 @@
 """A whole run on a tiny model: resume, gates, exit codes, interruption, killing."""
 
+import gzip
 import json
 import sys
 
 import harness
 import pytest
 import tiny
+from sacrebleu.metrics.bleu import BLEU
 
 from smelt.evaluate.report.schema import validate_report
 
@@ -17,7 +19,7 @@ stages:
   - prune: {targets: [ffn], keep_ratio: 0.5}
   - finetune: {max_steps: 2, batch_size: 4, num_evals: 1}
   - quantize: {scheme: int8-dynamic}
-score: {quality: [bleu, chrf], generation: {max_new_tokens: 6}, latency: false}
+score: {quality: [chrf, bleu], generation: {max_new_tokens: 6}, latency: false}
 """
 
 
@@ -32,6 +34,11 @@ def home(tmp_path_factory):
 
 def _run(home, *arguments):
     return harness.smelt("run", home / "recipe.yaml", "--quiet", *arguments)
+
+
+def _outputs(folder, step):
+    content = gzip.decompress((folder / "scores" / f"{step}.json.gz").read_bytes())
+    return json.loads(content)["predictions"]
 
 
 def _report(folder):
@@ -60,7 +67,20 @@ def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_st
     assert second.exit_code == 0
     again = _report(tmp_path / "two")
     assert [s["status"] for s in again["steps"]] == ["cached"] * 4
-    assert [s["quality"] for s in again["steps"]] == [s["quality"] for s in report["steps"]]
+    for part in ("quality", "agreement", "examples"):
+        assert [s[part] for s in again["steps"]] == [s[part] for s in report["steps"]]
+    kept = [_outputs(tmp_path / name, "quantize") for name in ("one", "two")]
+    assert kept[0] == kept[1]
+    base, found = _outputs(tmp_path / "two", "model"), again["steps"][3]["agreement"]
+    assert found["bleu"] == pytest.approx(BLEU().corpus_score(kept[0], [base]).score)
+    assert found["equal"] == 100 * sum(map(str.__eq__, kept[0], base)) / 8
+    changed = again["steps"][1]["examples"]["worse"] + again["steps"][1]["examples"]["better"]
+    assert changed
+    for row in changed:
+        at = row["row"] - 1
+        assert row["output"] == _outputs(tmp_path / "two", "prune")[at]
+        assert row["baseline_output"] == base[at]
+        assert row["source"] == tiny.SENTENCES[at % len(tiny.SENTENCES)]
 
 
 def test_until_set_and_limit_change_what_is_done(home, tmp_path):
@@ -96,6 +116,8 @@ def test_until_may_stop_before_the_baseline(home, tmp_path):
     assert _run(home, *places).exit_code == 0
     report = _report(tmp_path / "r")
     assert report["baseline"] == "quantize"
+    compared = [step["agreement"] is not None for step in report["steps"]]  # three were scored before it
+    assert compared == [True, True, True, False]
     tests = [test for step in report["steps"] for test in step["against_baseline"].values()]
     assert tests
     for test in tests:  # Holm's largest factor is the number of comparisons, his smallest 1

@@ -107,3 +107,24 @@ def test_missing_columns_name_those_that_often_hold_them(home):
     result = harness.smelt("plan", home / "plain.yaml")
     assert result.exit_code == 2
     assert "{source: dialogue, target: summary}" in result.output
+
+
+def test_texts_without_summaries_are_scored_by_agreement_with_the_baseline(home):
+    from sacrebleu.metrics.chrf import CHRF
+
+    rows = "".join(json.dumps({"dialogue": text}) + "\n" for text in tiny.SENTENCES)
+    (home / "unlabelled.jsonl").write_text(rows)
+    artifacts = home / "run" / "artifacts"
+    printed = [
+        harness.smelt("predict", artifacts / name, *tiny.SENTENCES, "--max-new-tokens", 6).output.splitlines()
+        for name in ("factorize", "model")
+    ]
+    result = harness.smelt(
+        *("eval", artifacts / "factorize", "--data", home / "unlabelled.jsonl", "--metric", "agreement"),
+        *("--baseline", artifacts / "model", "--column", "source=dialogue", "--max-new-tokens", 6, "--json"),
+    )
+    assert result.exit_code == 0, result.output
+    each = [100 if a == b else CHRF().sentence_score(a, [b]).score for a, b in zip(*printed, strict=True)]
+    printed_json = result.output[result.output.index("{") :]  # after a warning
+    assert json.loads(printed_json)["agreement"]["value"] == pytest.approx(sum(each) / len(each))
+    assert min(each) < 100

@@ -202,7 +202,7 @@ def report_with_unscored_step():
 class HtmlOutline(HTMLParser):
     """Collects tags, attributes and text, and checks that tags close in order."""
 
-    VOID = frozenset({"meta", "br", "rect", "circle", "path", "line", "wbr"})
+    VOID = frozenset({"meta", "br", "rect", "circle", "path", "line", "wbr", "input"})
 
     def __init__(self, text):
         super().__init__()

@@ -1,0 +1,134 @@
+"""Agreement of a step's outputs with the baseline's: how much they changed, without references.
+
+It does not tell whether a change is for the better or the worse: a step that corrects a mistake of the
+baseline agrees less with it.
+
+Shapes: n = examples, C = classes.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.files import json_hash
+from smelt.data.bleu_tokenizer import bleu_tokenizer
+from smelt.evaluate.metrics import AGREEMENT_METRIC
+from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _check_inputs, _score
+from smelt.evaluate.significance import Statistics
+
+# Raised whenever equal outputs would give another result of `compare_outputs`.
+AGREEMENT_VERSION = 1
+# Logits are stored with a score up to this number (16 MB), those of the first examples.
+_MAX_STORED_LOGITS = 4_000_000
+Logits = NDArray[np.float32]
+Output = str | Sequence[str]  # a generated text, a class name, or the names of a set of classes
+
+
+def score_agreement(
+    outputs: Sequence[Output], expected: Sequence[Output], classes: bool, key: str, examples: object
+) -> MetricScore:
+    """Score outputs against the baseline's as the metric `agreement`, 0 to 100; 100 for equal outputs.
+
+    Texts: the mean of sacrebleu's sentence-level chrF. Classes: the percentage of equal predictions.
+
+    Args:
+        outputs: n generated texts, class names or lists of class names.
+        expected: likewise, of the baseline.
+        classes: whether the outputs are classes.
+        key: of the baseline's artifact, for the signature.
+        examples: the inputs (JSON-able); only scores on equal ones can be compared in pairs.
+
+    Raises:
+        InputError: no examples, or lengths that differ.
+    """
+    _check_inputs((), (), len(outputs), len(expected))
+    if classes:
+        values, how = [float(a == b) for a, b in zip(outputs, expected, strict=True)], "equal predictions"
+    else:
+        from sacrebleu.metrics.chrf import CHRF
+
+        scorer = CHRF()
+        pairs = [(str(a), str(b)) for a, b in zip(outputs, expected, strict=True)]
+        scores = [scorer.sentence_score(a, [b]).score / 100 for a, b in pairs]
+        # sacrebleu's score of two empty texts is 0
+        values = [1.0 if a == b else score for (a, b), score in zip(pairs, scores, strict=True)]
+        how = f"mean sentence chrF|{scorer.get_signature()}"
+    statistics = Statistics(
+        metric=AGREEMENT_METRIC,
+        signature=f"{how}|x100|reference:{key[:12]}|{_BOOTSTRAP_SIGNATURE}",
+        examples=json_hash(examples),
+        rows=[[value] for value in values],
+    )
+    return _score(statistics).model_copy(update={"unit": "%" if classes else "chrF"})
+
+
+def pack_logits(logits: Logits) -> dict[str, Any]:
+    """Return logits, float32 [n, C], as JSON values; only the first examples if there are too many."""
+    kept = logits[: max(1, _MAX_STORED_LOGITS // logits.shape[1])].astype("<f4")
+    return {"shape": list(kept.shape), "float32": base64.b64encode(kept.tobytes()).decode("ascii")}
+
+
+def unpack_logits(packed: Mapping[str, Any]) -> Logits:
+    """Return the logits of `pack_logits`, float32 [n, C]."""
+    values = np.frombuffer(base64.b64decode(packed["float32"]), dtype="<f4")
+    return values.reshape(packed["shape"]).astype(np.float32)
+
+
+def kl_divergence(logits: Logits, expected: Logits, multi_label: bool = False) -> float:
+    """Return the mean KL divergence KL(baseline || step) of the class probabilities, in nats per example.
+
+    Args:
+        logits: of the step, float32 [n, C].
+        expected: of the baseline, float32 [n, C].
+        multi_label: whether each label has a probability of its own; the divergences of the labels are added.
+    """
+    from scipy.special import log_expit, log_softmax
+
+    own, base = logits.astype(np.float64), expected.astype(np.float64)
+    if multi_label:
+        pairs = [(log_expit(sign * base), log_expit(sign * own)) for sign in (1, -1)]
+    else:
+        pairs = [(log_softmax(base, axis=1), log_softmax(own, axis=1))]
+    total = sum(float((np.exp(p) * (p - q)).sum()) for p, q in pairs)
+    return max(0.0, total / len(own))  # rounding errors may be negative
+
+
+def compare_outputs(score: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the agreement of a step with the baseline, as `agreement` of a step in report.json.
+
+    None if the outputs are neither texts nor classes (numbers, vectors, arrays), or if there are none.
+
+    Args:
+        score: a result of scoring a step: `predictions`; for classifiers also `labels`, the class names, and
+            `logits` (see `pack_logits`).
+        baseline: likewise, of the baseline on the same examples.
+    """
+    own, base = score.get("predictions") or [], baseline.get("predictions") or []
+    if not own or len(own) != len(base) or not isinstance(own[0], str | list):
+        return None
+    equal = 100 * sum(a == b for a, b in zip(own, base, strict=True)) / len(own)
+    found: dict[str, Any] = {"n": len(own), "equal": equal}
+    if "labels" not in score:
+        return found | _text_agreement(own, base)
+    if "logits" in score and "logits" in baseline and score["labels"] == baseline["labels"]:
+        pair = [unpack_logits(each["logits"]) for each in (score, baseline)]
+        found["kl_divergence"] = kl_divergence(pair[0], pair[1], multi_label=isinstance(own[0], list))
+        found["kl_n"] = len(pair[0])
+    return found
+
+
+def _text_agreement(own: Sequence[str], base: Sequence[str]) -> dict[str, Any]:
+    """Return corpus BLEU and chrF of sacrebleu, with the baseline's outputs as the references."""
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    found: dict[str, Any] = {"signatures": {}}
+    for name, scorer in (("bleu", BLEU(tokenize=bleu_tokenizer(base))), ("chrf", CHRF())):
+        found[name] = float(scorer.corpus_score(own, [base]).score)
+        found["signatures"][name] = str(scorer.get_signature())
+    return found

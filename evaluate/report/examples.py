@@ -1,0 +1,374 @@
+"""The examples that a step changed: the rows whose score differs most from the baseline's, and confusions.
+
+`compare_examples` selects them when a step is scored; the pages mark the words that differ.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
+from smelt.data.labels import multi_label_targets
+from smelt.data.prompt_rows import parse_conversation
+from smelt.data.splits import Example, Split
+from smelt.evaluate.metrics import METRICS, RESPONSE_PERPLEXITY
+from smelt.evaluate.report import view
+from smelt.evaluate.report.schema import ChangedExample, Confusion, ReportData, StepReport
+
+# Characters of a text in the report; longer ones are cut.
+MAX_CHARACTERS = 400
+_CONTEXT = 80  # characters before the first difference of cut outputs
+_MAX_REFERENCES = 3
+# Classes of a confusion matrix; with more only the largest confusions are kept.
+MAX_MATRIX_LABELS = 15
+_MAX_CONFUSIONS = 15
+_ONE_LABEL_METRICS = ("accuracy", "f1")
+
+
+def compare_examples(
+    score: Mapping[str, Any], baseline: Mapping[str, Any] | None, split: Split, limit: int
+) -> dict[str, Any]:
+    """Return `examples` and `confusion` of a step in report.json.
+
+    The examples are ordered by the difference of the first metric that has a value on a single example; equal
+    differences by row. Half of `limit` are for the worse, unless there are fewer.
+
+    Args:
+        score: a result of scoring a step: `statistics` and `predictions`; for classifiers `labels`.
+        baseline: likewise of the baseline; None for the baseline itself, or if it is not scored yet.
+        split: the scored examples.
+        limit: how many examples; 0 for none.
+    """
+    labels = score.get("labels")
+    confusion = None if labels is None else _confusion(score, baseline, labels)
+    return {"confusion": confusion, "examples": baseline and _changed_examples(score, baseline, split, limit)}
+
+
+def _changed_examples(
+    score: Mapping[str, Any], baseline: Mapping[str, Any], split: Split, limit: int
+) -> dict[str, Any] | None:
+    own, base = score.get("predictions") or [], baseline.get("predictions") or []
+    if not limit or len(own) != len(base) or len(own) != len(split):
+        return None
+    found = _value_pairs(score["statistics"], baseline["statistics"], len(own))
+    if found is None:
+        return None
+    metric, values = found
+    sign = 1 if METRICS[metric].higher_is_better else -1
+    gains = sign * (values[0] - values[1])
+    order = sorted(range(len(gains)), key=lambda at: float(gains[at]))
+    worse = [at for at in order if gains[at] < 0]
+    better = sorted((at for at in order if gains[at] > 0), key=lambda at: -float(gains[at]))
+    shown = max(limit - limit // 2, limit - len(better))
+    chosen = {"worse": worse[:shown], "better": better[: limit - len(worse[:shown])]}
+    labels = score.get("labels")
+
+    def describe(at: int) -> dict[str, Any]:
+        return {
+            **_example_texts(split.examples[at], labels, split.images),
+            "output": _output_text(own[at]),
+            "baseline_output": _output_text(base[at]),
+            "value": float(values[0][at]),
+            "baseline_value": float(values[1][at]),
+        }
+
+    entries = {
+        kind: [
+            ChangedExample(row=split.examples[at].row or at + 1, **_cut_texts(describe(at))).model_dump()
+            for at in rows
+        ]
+        for kind, rows in chosen.items()
+    }
+    return {
+        "metric": "accuracy" if metric == "f1" else metric,  # of one example it is right or wrong
+        "n": len(own),
+        "num_worse": len(worse),
+        "num_better": len(better),
+        **entries,
+    }
+
+
+def _value_pairs(
+    own: Mapping[str, Any], base: Mapping[str, Any], n: int
+) -> tuple[str, tuple[Any, Any]] | None:
+    """Return the first metric with a value on single examples, and its values of step and baseline, [n]."""
+    from smelt.evaluate.significance import Statistics, example_values
+
+    for metric in own:
+        pair = [Statistics.model_validate(side[metric]) for side in (own, base) if metric in side]
+        if len(pair) < 2 or metric == RESPONSE_PERPLEXITY or any(len(each.rows) != n for each in pair):
+            continue
+        first, second = map(example_values, pair)
+        if first is not None and second is not None:
+            return metric, (first, second)
+    return None
+
+
+def _example_texts(example: Example, labels: Sequence[str] | None, images: bool) -> dict[str, Any]:
+    """Return source, second text and references of an example, whole."""
+    turns = parse_conversation(example.text)
+    source = example.text
+    if images:
+        source = Path(example.text).name
+    elif turns is not None:
+        source = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    references = list(example.references[:_MAX_REFERENCES])
+    if example.label is not None:
+        references = [_label_text(example, labels or ())]
+    return {"source": source, "text_pair": example.text_pair, "references": references}
+
+
+def _label_text(example: Example, labels: Sequence[str]) -> str:
+    """Return the names of an example's labels; the label as written where it is not a class."""
+    try:
+        [found] = multi_label_targets([example], labels)
+    except InputError:
+        return str(example.label)
+    return ", ".join(labels[at] for at in found)
+
+
+def _output_text(output: Any) -> str:
+    """Return a text, the name of a class, names of classes, or a number as text."""
+    if isinstance(output, float):
+        return f"{output:.4g}"
+    return output if isinstance(output, str) else ", ".join(output)
+
+
+def _cut_texts(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an example with long texts cut; outputs from shortly before their first difference."""
+    own, base = str(entry["output"]), str(entry["baseline_output"])
+    start = 0
+    if max(len(own), len(base)) > MAX_CHARACTERS:
+        shorter = min(len(own), len(base))
+        same = next((at for at in range(shorter) if own[at] != base[at]), shorter)
+        start = max(0, min(same - _CONTEXT, max(len(own), len(base)) - MAX_CHARACTERS))
+        start = (own.find(" ", start, same) + 1 or start) if start else 0  # a whole word, if spaces part them
+    whole = {
+        "source": entry["source"],
+        "text_pair": entry["text_pair"],
+        "references": entry["references"],
+        "output": own,
+        "baseline_output": base,
+    }
+    cut = {
+        "source": _cut(entry["source"]),
+        "text_pair": entry["text_pair"] and _cut(entry["text_pair"]),
+        "references": [_cut(text) for text in entry["references"]],
+        "output": _cut(own, start),
+        "baseline_output": _cut(base, start),
+    }
+    return {**entry, **cut, "cut": cut != whole}
+
+
+def _cut(text: str, start: int = 0) -> str:
+    part = text[start : start + MAX_CHARACTERS]
+    return ("…" if start else "") + part + ("…" if start + MAX_CHARACTERS < len(text) else "")
+
+
+def _confusion(
+    score: Mapping[str, Any], baseline: Mapping[str, Any] | None, labels: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return `confusion` of a step; None unless each example has one label."""
+    counts = _count_predictions(score, len(labels))
+    if counts is None:
+        return None
+    base = None if baseline is None else _count_predictions(baseline, len(labels))
+    if len(labels) <= MAX_MATRIX_LABELS:
+        return Confusion(labels=list(labels), counts=counts.tolist()).model_dump()
+    wrong = counts.copy()
+    wrong[range(len(labels)), range(len(labels))] = 0
+    largest = sorted(zip(*wrong.nonzero(), strict=True), key=lambda at: -wrong[at])[:_MAX_CONFUSIONS]
+    return {
+        "labels": [],
+        "counts": [],
+        "largest": [
+            {
+                "label": labels[gold],
+                "predicted": labels[predicted],
+                "count": int(counts[gold, predicted]),
+                "baseline_count": None if base is None else int(base[gold, predicted]),
+            }
+            for gold, predicted in largest
+        ],
+    }
+
+
+def _count_predictions(score: Mapping[str, Any], labels: int) -> Any:
+    """Return int64 [label, predicted class], the number of examples; None unless each has one label."""
+    import numpy as np
+
+    statistics = score["statistics"]
+    rows = next((statistics[name]["rows"] for name in _ONE_LABEL_METRICS if name in statistics), None)
+    if rows is None:
+        return None
+    counts = np.zeros((labels, labels), dtype=np.int64)
+    for predicted, gold in rows:
+        counts[int(gold), int(predicted)] += 1
+    return counts
+
+
+_PUNCTUATION = re.escape("""!"#$%&()*+,./:;<=>?@[\\]^`{|}~…–—„“”«»‹›¡¿。、，！？；：（）「」『』【】،؛؟।""")
+_UNSPACED = UNSPACED_PATTERN.pattern.strip("()")
+_TOKEN = re.compile(rf"\s+|{_UNSPACED}|[{_PUNCTUATION}]|(?:(?!{_UNSPACED})[^\s{_PUNCTUATION}])+")
+Marked = Sequence[tuple[bool, str]]  # whether a part differs, and its text
+
+
+@lru_cache(maxsize=1024)  # a run renders its report after every step
+def mark_differences(one: str, other: str) -> tuple[Marked, Marked]:
+    """Return the parts of two texts in their order, each with whether the other text lacks it.
+
+    Texts are compared by word (difflib), in scripts without spaces between words by character. The parts of
+    each side joined are the text.
+    """
+    a, b = _TOKEN.findall(one), _TOKEN.findall(other)
+    first: list[tuple[bool, str]] = []
+    second: list[tuple[bool, str]] = []
+    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        for parts, tokens in ((first, a[a0:a1]), (second, b[b0:b1])):
+            if tokens:
+                parts.append((kind != "equal", "".join(tokens)))
+    return _join_marks(first), _join_marks(second)
+
+
+def _join_marks(parts: Marked) -> Marked:
+    """Return the parts, with a space or one letter between two differences as a part of them."""
+    joined: list[tuple[bool, str]] = []
+    for at, (changed, text) in enumerate(parts):
+        differs = changed or (0 < at < len(parts) - 1 and len(text) == 1)
+        if joined and joined[-1][0] == differs:
+            joined[-1] = (differs, joined[-1][1] + text)
+        else:
+            joined.append((differs, text))
+    return joined
+
+
+AGREEMENT_NOTE = (
+    "How much the outputs changed, not whether they are right: a corrected mistake lowers the agreement too."
+)
+# Hides the examples that lack a word of the search field; without scripts the field is not shown.
+SEARCH_SCRIPT = """
+const field = document.getElementById("example-search"), count = document.getElementById("example-count");
+const cards = [...document.querySelectorAll("article.example")];
+const plain = text => text.normalize("NFC").toLocaleLowerCase();
+field.parentElement.hidden = false;
+field.addEventListener("input", () => {
+  const words = plain(field.value).split(/\\s+/).filter(Boolean);
+  let shown = 0;
+  for (const card of cards) {
+    const text = plain(card.textContent);
+    card.hidden = !words.every(word => text.includes(word));
+    shown += !card.hidden;
+  }
+  for (const step of document.querySelectorAll("details.examples")) {
+    const found = step.querySelector("article.example:not([hidden])") !== null;
+    step.hidden = words.length > 0 && !found;
+    if (words.length && found) step.open = true;
+  }
+  count.textContent = words.length ? `${shown} of ${cards.length} examples` : "";
+});
+"""
+
+
+def script_source_hash() -> str:
+    """Return the hash of the page's only script, as a Content-Security-Policy allows it."""
+    digest = hashlib.sha256(SEARCH_SCRIPT.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def steps_with_examples(report: ReportData) -> list[StepReport]:
+    """Return the steps with examples that changed, or with a confusion matrix."""
+    return [
+        row.step
+        for row in view.tree_rows(report)
+        if row.step.confusion
+        or (row.step.examples and (row.step.examples.num_worse or row.step.examples.num_better))
+    ]
+
+
+def agreement_columns(report: ReportData) -> list[tuple[str, str]]:
+    """Return (field, title) of the values of `Agreement` that a step of the report has."""
+    titles = {
+        "equal": "Same output, %",
+        "bleu": "BLEU",
+        "chrf": "chrF",
+        "kl_divergence": "KL divergence, nats",
+    }
+    found = [step.agreement for step in report.steps if step.agreement]
+    return [
+        (name, title)
+        for name, title in titles.items()
+        if any(getattr(each, name) is not None for each in found)
+    ]
+
+
+def agreement_text(step: StepReport, name: str) -> str:
+    """Return a value of a step's agreement as text."""
+    value = None if step.agreement is None else getattr(step.agreement, name)
+    if name == "kl_divergence" and value is not None:
+        return f"{value:.2e}" if 0 < value < 0.001 else view.number_text(value, 4)
+    return view.number_text(value)
+
+
+def same_outputs_text(step: StepReport) -> str:
+    """Return the percentage of outputs that equal the baseline's, as a short text."""
+    return view.MISSING_TEXT if step.agreement is None else view.number_text(step.agreement.equal, 1)
+
+
+def counts_text(step: StepReport) -> str:
+    """Return `12 worse, 5 better of 1,000 examples`."""
+    found = step.examples
+    if found is None:
+        return ""
+    return f"{found.num_worse:,} worse, {found.num_better:,} better of {view.count_text(found.n, 'example')}"
+
+
+def change_text(metric: str, example: ChangedExample) -> str:
+    """Return the metric before and after, `BLEU 61.20 → 23.10`; of a single class `right → wrong`."""
+    pair = example.baseline_value, example.value
+    if metric in ("accuracy", "exact_match", "subset_accuracy"):
+        return " → ".join("right" if value else "wrong" for value in pair)
+    return f"{view.metric_label(metric)} {' → '.join(view.number_text(value) for value in pair)}"
+
+
+def confusion_rows(
+    step: StepReport, baseline: StepReport | None
+) -> list[tuple[str, list[tuple[int, int | None]]]]:
+    """Return the rows of a confusion matrix: the label, then (count, difference from the baseline's)."""
+    own = step.confusion
+    if own is None:
+        return []
+    base = baseline.confusion if baseline and baseline is not step else None
+    same = base is not None and base.labels == own.labels
+    return [
+        (
+            label,
+            [
+                (count, count - base.counts[at][to] if base and same else None)
+                for to, count in enumerate(own.counts[at])
+            ],
+        )
+        for at, label in enumerate(own.labels)
+    ]
+
+
+def largest_confusions(step: StepReport, limit: int) -> list[tuple[str, str, int]]:
+    """Return the most frequent wrong predictions of a step: label, predicted class, count."""
+    found = step.confusion
+    if found is None:
+        return []
+    pairs = [(each.label, each.predicted, each.count) for each in found.largest]
+    pairs += [
+        (label, found.labels[to], count)
+        for at, label in enumerate(found.labels)
+        for to, count in enumerate(found.counts[at])
+        if to != at and count
+    ]
+    return sorted(pairs, key=lambda pair: -pair[2])[:limit]

@@ -1,0 +1,225 @@
+"""The examples that changed most: which they are, what is marked in them, and how pages show them."""
+
+import base64
+import copy
+import hashlib
+import re
+
+import numpy as np
+import pytest
+from sacrebleu.metrics.bleu import BLEU
+from sample_report import HtmlOutline, ten_step_report
+from sklearn.metrics import confusion_matrix
+
+from smelt.data.splits import Example, Split
+from smelt.evaluate.quality import score_labels, score_texts
+from smelt.evaluate.report import examples
+from smelt.evaluate.report.examples import MAX_CHARACTERS, compare_examples, mark_differences
+from smelt.evaluate.report.render import render_html, render_markdown, render_table
+from smelt.evaluate.report.schema import validate_report
+
+pytestmark = pytest.mark.quick
+
+WORDS = ["the", "cat", "dog", "sat", "ran", "on", "under", "a", "mat", "tree", "house", "fast"]
+
+
+def texts(seed, n=40):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, size=6)) for _ in range(n)]
+
+
+REFERENCES = texts(0)
+SPLIT = Split("rows.jsonl", tuple(Example(f"source {at}", (text,)) for at, text in enumerate(REFERENCES)))
+
+
+def scored(outputs):
+    score = score_texts(["bleu"], outputs, [[text] for text in REFERENCES])["bleu"]
+    return {"predictions": outputs, "statistics": {"bleu": score.statistics.dump()}}
+
+
+def blend(seed):
+    """Outputs that share between none and all words with the references."""
+    rng = np.random.default_rng(seed)
+    pairs = zip(REFERENCES, texts(seed), strict=True)
+    return [
+        " ".join(a if rng.random() < 0.7 else b for a, b in zip(x.split(), y.split(), strict=True))
+        for x, y in pairs
+    ]
+
+
+def test_the_examples_are_those_that_a_hand_sort_finds():
+    own, base = blend(1), blend(2)
+    found = compare_examples(scored(own), scored(base), SPLIT, 10)["examples"]
+    bleu = BLEU(effective_order=True)
+    values = [
+        [bleu.sentence_score(text, [wanted]).score for text, wanted in zip(side, REFERENCES, strict=True)]
+        for side in (own, base)
+    ]
+    gains = np.round(np.subtract(*values), 9)
+    order = np.argsort(gains, kind="stable")
+    assert [each["row"] - 1 for each in found["worse"]] == order[:5].tolist()
+    assert [each["row"] - 1 for each in found["better"]] == np.argsort(-gains, kind="stable")[:5].tolist()
+    assert (found["num_worse"], found["num_better"]) == ((gains < 0).sum(), (gains > 0).sum())
+    first, at = found["worse"][0], int(order[0])
+    assert (first["source"], first["references"]) == (f"source {at}", [REFERENCES[at]])
+    assert (first["output"], first["baseline_output"]) == (own[at], base[at])
+    assert (first["value"], first["baseline_value"]) == (values[0][at], values[1][at])
+    same = compare_examples(scored(base), scored(base), SPLIT, 10)["examples"]
+    assert (same["num_worse"], same["num_better"], same["worse"], same["better"]) == (0, 0, [], [])
+    best = compare_examples(scored(REFERENCES), scored(base), SPLIT, 10)["examples"]  # none is worse
+    assert (len(best["worse"]), len(best["better"])) == (0, 10)
+    worst = compare_examples(scored(base), scored(REFERENCES), SPLIT, 10)["examples"]  # none is better
+    assert (len(worst["worse"]), len(worst["better"])) == (10, 0)
+    assert compare_examples(scored(own), scored(base), SPLIT, 0)["examples"] is None
+    assert compare_examples(scored(own), None, SPLIT, 10) == {"examples": None, "confusion": None}
+
+
+def classified(predicted, gold, names):
+    scores = score_labels(["accuracy", "f1"], predicted, gold)
+    statistics = {name: score.statistics.dump() for name, score in scores.items()}
+    return {"predictions": [names[at] for at in predicted], "statistics": statistics, "labels": names}
+
+
+@pytest.mark.parametrize("classes", [3, 77])
+def test_classifiers_have_confusions_and_the_examples_that_flipped(classes):
+    rng = np.random.default_rng(0)
+    gold = rng.integers(0, classes, 300)
+    base, own = (np.where(rng.random(300) < 0.6, gold, rng.integers(0, classes, 300)) for _ in range(2))
+    names = [f"класс {at}" for at in range(classes)]
+    split = Split("x", tuple(Example(f"text {at}", label=int(label)) for at, label in enumerate(gold)))
+    sides = [classified(each.tolist(), gold.tolist(), names) for each in (own, base)]
+    found = compare_examples(*sides, split, 10)
+    matrix, before = (confusion_matrix(gold, each, labels=range(classes)) for each in (own, base))
+    if classes == 3:
+        assert found["confusion"]["counts"] == matrix.tolist()
+        assert (found["confusion"]["labels"], found["confusion"]["largest"]) == (names, [])
+    else:
+        np.fill_diagonal(matrix, 0)
+        largest = found["confusion"]["largest"]
+        assert [each["count"] for each in largest] == sorted(matrix.ravel().tolist())[::-1][: len(largest)]
+        for each in largest:
+            at = names.index(each["label"]), names.index(each["predicted"])
+            assert (each["count"], each["baseline_count"]) == (matrix[at], before[at])
+        assert found["confusion"]["counts"] == []
+    flipped = np.flatnonzero((base == gold) & (own != gold)).tolist()
+    assert [each["row"] - 1 for each in found["examples"]["worse"]] == flipped[:5]
+    assert found["examples"]["num_worse"] == len(flipped)
+    assert found["examples"]["num_better"] == ((base != gold) & (own == gold)).sum()
+    first = found["examples"]["better"][0]
+    assert first["references"] == [first["output"]] == [names[gold[first["row"] - 1]]]
+
+
+def test_long_texts_are_cut_from_shortly_before_the_difference():
+    same, base = "word " * 300, list(REFERENCES)
+    base[3], own = f"{same}was here", list(base)
+    own[3] = f"{same}is gone"
+    references = [[text] for text in base]
+    sides = []
+    for outputs in (own, base):
+        score = score_texts(["chrf"], outputs, references)["chrf"]
+        sides.append({"predictions": outputs, "statistics": {"chrf": score.statistics.dump()}})
+    rows = [Example("long " * 200 if at == 3 else "s", tuple(texts)) for at, texts in enumerate(references)]
+    [found] = compare_examples(*sides, Split("x", tuple(rows)), 10)["examples"]["worse"]
+    assert found["cut"]
+    assert found["output"].startswith("…word")
+    assert (found["output"][-7:], found["baseline_output"][-8:]) == ("is gone", "was here")
+    assert len(found["source"]) == MAX_CHARACTERS + 1
+    own[3] = f"{same}was here and much more {same}"  # the other output is its beginning
+    score = score_texts(["chrf"], own, references)["chrf"]
+    longer = {"predictions": own, "statistics": {"chrf": score.statistics.dump()}}
+    [more] = compare_examples(longer, sides[1], Split("x", tuple(rows)), 10)["examples"]["worse"]
+    assert more["baseline_output"].endswith("was here")
+    assert "was here and much more" in more["output"]
+    assert max(len(found["output"]), len(found["baseline_output"])) <= MAX_CHARACTERS + 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "lost", "new"),
+    [
+        ("The cat sat.", "The dog sat.", ["cat"], ["dog"]),
+        ("a b c d", "a x y d", ["b c"], ["x y"]),  # the space between two changes belongs to them
+        ("猫坐在垫子上", "猫坐在椅子上", ["垫"], ["椅"]),
+        ("लड़का तेज़ दौड़ा", "लड़का धीरे दौड़ा", ["तेज़"], ["धीरे"]),
+        ("", "new text", [], ["new text"]),
+    ],
+)
+def test_words_that_differ_are_marked(one, other, lost, new):
+    pair = mark_differences(one, other)
+    assert ["".join(text for _, text in side) for side in pair] == [one, other]
+    assert [[text for differs, text in side if differs] for side in pair] == [lost, new]
+
+
+def changed(row, output="out", baseline="out put", source="in", value=1.0):
+    entry = {"row": row, "source": source, "references": ["wanted"], "output": output}
+    return entry | {"baseline_output": baseline, "baseline_value": 50.0, "value": value}
+
+
+def report_with(worse, better=(), confusion=None, task="translation"):
+    report = ten_step_report()
+    report["recipe"]["task"] = task
+    counts = {"n": 1000, "num_worse": len(worse), "num_better": len(better)}
+    for step in report["steps"][1:8]:
+        step["examples"] = {"metric": "bleu", "worse": list(worse), "better": list(better), **counts}
+        step["agreement"] = {"n": 1000, "equal": 61.25, "bleu": 71.5, "chrf": 82.25}
+        step["confusion"] = confusion
+    return report
+
+
+def test_pages_show_texts_as_texts():
+    evil = "<script>alert(1)</script><em>x</em>"
+    report = report_with([changed(7, evil, "plain text", evil)], [changed(8, "سلام دنیا", "שלום")])
+    page = render_html(report)
+    outline = HtmlOutline(page)
+    assert outline.open == []
+    assert outline.tags.count("script") == 1  # the page's own
+    assert "em" not in outline.tags
+    assert ("dir", "auto") in outline.values
+    assert "سلام دنیا" in page
+    # the only script that the page may run is its own
+    [script] = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
+    assert not re.search(r"https?:|//\w|url\(|\bsrc=", page)
+    for word in ("71.50", "82.25", "61.25", "Row 7"):
+        assert word in page
+    markdown = render_markdown(report)
+    assert "<script" not in markdown
+    assert "&lt;script&gt;" in markdown
+    assert "71.50" in markdown
+    assert "61.2" in render_table(report, width=120)
+    assert "same %" not in render_table(report, width=60)
+
+
+def test_a_page_without_examples_has_no_script():
+    report = ten_step_report()
+    assert "<script" not in render_html(report)
+    assert "script-src" not in render_html(report)
+    assert "## Examples" not in render_markdown(report)
+
+
+def test_confusions_are_shown_with_the_change_from_the_baseline():
+    report = report_with([], confusion={"labels": ["愉快", "<i>"], "counts": [[30, 2], [5, 3]]})
+    report["recipe"]["task"] = "text-classification"
+    report["steps"][0]["confusion"] = {"labels": ["愉快", "<i>"], "counts": [[31, 1], [5, 3]]}
+    page = " ".join(" ".join(HtmlOutline(render_html(report)).texts).split())
+    assert "愉快 30 −1 2 +1 <i> 5 3" in page
+    assert "&lt;i&gt; → 愉快 5" in render_markdown(report)
+    found = examples.largest_confusions(validate_report(report).steps[1], 3)
+    assert found == [("<i>", "愉快", 5), ("愉快", "<i>", 2)]
+
+
+@pytest.mark.parametrize("letters", ["abcdefgh ", "的一是不了人我在有他"])
+def test_a_page_of_many_steps_with_long_texts_stays_below_a_megabyte(letters):
+    rng = np.random.default_rng(0)
+
+    def text():
+        return "".join(rng.choice(list(letters), size=MAX_CHARACTERS))
+
+    cards = [changed(at, text(), text(), text()) | {"references": [text()]} for at in range(1, 11)]
+    report = report_with(cards[:5], cards[5:])
+    for at in range(2):
+        step = copy.deepcopy(report["steps"][7])
+        report["steps"].append(step | {"name": f"more-{at}"})
+    for step in report["steps"]:
+        step["examples"] = report["steps"][1]["examples"]
+    assert len(render_html(report).encode()) < 1_000_000

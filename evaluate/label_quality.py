@@ -93,6 +93,20 @@ def score_regression(
     return scores
 
 
+def confusion_matrix(predicted: Sequence[int], labels: Sequence[int], num_labels: int) -> NDArray[np.int64]:
+    """Return how often each label was predicted as each: int64 [K, K], row: label, column: prediction.
+
+    Args:
+        predicted: n label indices, 0 to K - 1.
+        labels: n label indices, the correct ones.
+        num_labels: K.
+    """
+    from sklearn.metrics import confusion_matrix
+
+    counts = confusion_matrix(labels, predicted, labels=range(num_labels))
+    return np.asarray(counts, dtype=np.int64)
+
+
 def _multi_hot(sets: Sequence[Sequence[int]], labels: int) -> np.ndarray:
     """Return int64 [n, K], 1 where the label is in the set."""
     out = np.zeros((len(sets), labels), dtype=np.int64)

@@ -13,6 +13,7 @@ from smelt.evaluate import significance
 from smelt.evaluate.label_quality import (
     LABEL_SET_METRICS,
     REGRESSION_METRICS,
+    confusion_matrix,
     score_label_sets,
     score_regression,
 )
@@ -127,3 +128,9 @@ def test_other_examples_and_wrong_words_are_refused():
     with raises_code("count-mismatch", InputError) as caught:
         score_label_sets(["f1_micro"], [[0]], [[0], [1]], 2)
     assert re.findall(r"\d+", str(caught.value)) == ["1", "2"]
+
+
+def test_a_confusion_matrix_counts_predictions_by_label():
+    found = confusion_matrix(predicted=[1, 1, 0, 2, 1], labels=[0, 1, 0, 0, 0], num_labels=4)
+    assert found.tolist() == [[1, 2, 1, 0], [0, 1, 0, 0], [0] * 4, [0] * 4]
+    assert found.dtype == np.int64

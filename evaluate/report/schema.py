@@ -301,6 +301,30 @@ _Error = Annotated[Message | None, PlainSerializer(_message_as_json)]
 _Messages = Annotated[list[Message], BeforeValidator(_none_is_empty_list), PlainSerializer(messages_to_json)]
 
 
+class ClassReport(_ReportModel):
+    """One class of a classifier; precision, recall and f1 in percent, 0 where they are undefined."""
+
+    index: int = Field(ge=0)
+    label: str
+    n: int = Field(ge=0)
+    correct: int = Field(ge=0)
+    precision: float
+    recall: float
+    f1: float
+
+
+class ConfusionMatrix(_ReportModel):
+    """Predictions of a classifier with one label, by class.
+
+    classes: the most frequent ones. confusions: (class, predicted class, count) of the most frequent
+    mistakes, classes by their index in the model. other_confusions: the number of further mistakes.
+    """
+
+    classes: list[ClassReport]
+    confusions: list[tuple[int, int, int]]
+    other_confusions: int = Field(ge=0)
+
+
 class StepReport(_ReportModel):
     """One step of the run, in any status. reason: why it has no artifact or no scores; cause: its code."""
 
@@ -334,6 +358,7 @@ class StepReport(_ReportModel):
     against_parent: Differences = Field(default_factory=dict)
     gates: Annotated[list[GateReport], BeforeValidator(_none_is_empty_list)] = Field(default_factory=list)
     test: ScoresOnTest | None = None
+    confusion_matrix: ConfusionMatrix | None = None
     details: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
 
     @model_validator(mode="after")

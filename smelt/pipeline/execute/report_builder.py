@@ -281,6 +281,7 @@ class ReportBuilder:
             device=score.get("device"),
             warnings=[*messages_to_json(artifact.manifest.warnings), *score["warnings"]],
             quality=dict(score["quality"]),
+            confusion_matrix=score.get("confusion_matrix"),
         )
         self.statistics[name] = score["statistics"]
         step["against_parent"] = _paired_differences(self.statistics, name, step["parent"])
@@ -483,6 +484,7 @@ def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, A
         "against_parent": {},
         "gates": [],
         "test": None,
+        "confusion_matrix": None,
         "details": {},
     }
 

@@ -16,19 +16,20 @@ from smelt.core.stage import Settings
 from smelt.data.examples import UNLABELLED
 from smelt.data.labels import (
     CLASSIFIER_SUFFIXES,
-    MULTI_LABEL,
     REGRESSION,
     SINGLE_LABEL,
     ProblemType,
     check_labels,
     class_names,
+    class_targets,
     infer_label_names,
     infer_problem_type,
     is_blank_label,
     label_as_int,
     split_labels,
 )
-from smelt.data.splits import Columns, Split, Windows
+from smelt.data.splits import Columns, Example, Split, Windows
+from smelt.evaluate.metrics import CLASSIFIER_METRICS, METRICS_BY_PROBLEM, MetricSettingValues
 from smelt.models.text_rules import Pooling
 
 # name of a file, a folder or a hub repository
@@ -144,15 +145,6 @@ class DataSettings(Settings):
 
 
 _MAX_SHOWN = 5  # labels that a message names
-# Metrics of each problem type; the first one is the main metric.
-METRICS_BY_PROBLEM: dict[ProblemType, tuple[str, ...]] = {
-    SINGLE_LABEL: ("accuracy", "f1"),
-    MULTI_LABEL: ("f1_micro", "f1_macro", "subset_accuracy"),
-    REGRESSION: ("pearson", "spearman", "mse"),
-}
-# Sentence embeddings: agreement with the baseline's vectors needs no scores, correlation does.
-# Outputs of an ONNX model compared with those of the original.
-CLASSIFIER_METRICS = tuple(metric for metrics in METRICS_BY_PROBLEM.values() for metric in metrics)
 
 
 def has_classifier(config: Mapping[str, Any]) -> bool:
@@ -239,6 +231,22 @@ def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[
     """Return (index, mistake) for the metrics that do not fit the problem type."""
     fitting = METRICS_BY_PROBLEM[problem]
     return [(at, unfit_metric(metric, problem)) for at, metric in enumerate(metrics) if metric not in fitting]
+
+
+def metric_class_mistakes(
+    metrics: Sequence[str], settings: MetricSettingValues, names: Sequence[str]
+) -> list[tuple[int, Message]]:
+    """Return (index, mistake) for the metrics of one class whose `label` is none of the classes `names`."""
+    found = []
+    for at, metric in enumerate(metrics):
+        label = settings.get(metric, {}).get("label")
+        try:
+            class_targets([Example("", label=label)] if label is not None else [], names)
+        except InputError:
+            known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+            text = f"'{metric}': no class {label!r}. Classes: {known}.{did_you_mean(str(label), names)}"
+            found.append((at, error_message("unknown-label", text)))
+    return found
 
 
 def gate_mistakes(

@@ -54,7 +54,7 @@ def mistakes(text: str, *overrides: str) -> list[Message]:
 
 def test_defaults() -> None:
     recipe = read(GOOD)
-    assert recipe.score.quality == METRICS_BY_TASK["translation"]
+    assert recipe.score.quality == ("bleu", "chrf", "rouge1", "rouge2", "rougeL")
     generation = recipe.score.generation.model_dump()
     assert {name for name, value in generation.items() if value is not None} == {"num_beams", "do_sample"}
     assert (generation["num_beams"], generation["do_sample"]) == (1, False)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Rows = list[list[int | float]]
 _BATCH_SIZE = 32  # pairs
+_MAX_TOKENS = 512  # of a text, for a model without a position table
 
 
 def require_wordnet() -> None:
@@ -157,9 +158,11 @@ EncodedTokens = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
 
 
 def _encode(model: Any, words: Any, layer: int, texts: Sequence[str]) -> EncodedTokens:
-    limit = min(words.model_max_length, getattr(model.config, "max_position_embeddings", 512))
-    if model.config.model_type in _OFFSET_POSITIONS:
-        limit = min(limit, model.config.max_position_embeddings - 2)
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    positions = getattr(model.config, "max_position_embeddings", None) or _MAX_TOKENS
+    if getattr(table, "padding_idx", None) is not None:  # positions start after that of the padding
+        positions -= table.padding_idx + 1
+    limit = min(words.model_max_length, positions)
     batch = words(
         [text.strip() for text in texts],
         padding=True,
@@ -172,9 +175,6 @@ def _encode(model: Any, words: Any, layer: int, texts: Sequence[str]) -> Encoded
     states = model(**batch, output_hidden_states=True).hidden_states[layer].float()
     present = batch["attention_mask"].bool()
     return states / states.norm(dim=-1, keepdim=True), present, present & ~special
-
-
-_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # positions start after that of the padding
 
 
 def _greedy_f1(prediction: EncodedTokens, reference: EncodedTokens) -> torch.Tensor:

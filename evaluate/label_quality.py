@@ -11,34 +11,53 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash
-from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
-from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _check_inputs, _score
+from smelt.data.labels import MULTI_LABEL, REGRESSION
+from smelt.evaluate.metrics import (
+    AGREEMENT_METRIC,
+    CORRELATION_METRICS,
+    EMBEDDING_METRICS,
+    METRICS_BY_PROBLEM,
+)
+from smelt.evaluate.quality import (
+    _BOOTSTRAP_SIGNATURE,
+    CROSS_ENTROPY,
+    MetricScore,
+    _check_inputs,
+    _score,
+)
 from smelt.evaluate.significance import Statistics, wilson_interval
 
-LABEL_SET_METRICS = ("f1_micro", "f1_macro", "subset_accuracy")
-REGRESSION_METRICS = ("pearson", "spearman", "mse")
+LABEL_SET_METRICS = METRICS_BY_PROBLEM[MULTI_LABEL]
+REGRESSION_METRICS = METRICS_BY_PROBLEM[REGRESSION]
 
 
 def score_label_sets(
-    metrics: Sequence[str], predicted: Sequence[Sequence[int]], gold: Sequence[Sequence[int]], labels: int
+    metrics: Sequence[str],
+    predicted: Sequence[Sequence[int]],
+    gold: Sequence[Sequence[int]],
+    labels: int,
+    logits: NDArray[np.float32] | None = None,
 ) -> dict[str, MetricScore]:
     """Score predicted sets of labels against the gold ones.
 
     f1_micro counts all labels of all examples together, f1_macro is the mean F1 of the labels (0 for a label
-    that is neither predicted nor present, as scikit-learn's zero_division=0), subset_accuracy is the
-    share of examples whose whole set is correct.
+    that is neither predicted nor present, as scikit-learn's zero_division=0); precision and recall likewise.
+    subset_accuracy is the share of examples whose whole set is correct; cross_entropy is the mean of the
+    binary cross-entropies of an example's labels, nats.
 
     Args:
         metrics: names from LABEL_SET_METRICS; the result has their order.
         predicted: for each example the indices of its labels, 0 to K - 1; may be empty.
         gold: likewise.
         labels: K.
+        logits: float32 [n, K]; for cross_entropy.
 
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
@@ -58,10 +77,30 @@ def score_label_sets(
             [(_, most)] = Counter(map(tuple, truth.tolist())).most_common(1)
             scores[metric] = found.model_copy(update={"chance": 100 * most / len(rows)})
             continue
-        average = metric.removeprefix("f1_")
+        if metric == CROSS_ENTROPY:
+            assert logits is not None
+            scores[metric] = _score_binary_cross_entropy(logits, truth, examples)
+            continue
+        average = metric.rpartition("_")[2]
         signature = f"average:{average}|threshold:0.5|empty:0|{_BOOTSTRAP_SIGNATURE}|formula:{library}"
         scores[metric] = _score(Statistics(metric=metric, signature=signature, examples=examples, rows=both))
     return scores
+
+
+def _score_binary_cross_entropy(
+    logits: NDArray[np.float32], truth: NDArray[np.int64], examples: str
+) -> MetricScore:
+    """Return the mean binary cross-entropy of all labels; chance: of the labels' frequencies."""
+    from scipy.special import log_expit, xlogy
+
+    values = logits.astype(np.float64)
+    losses = -np.where(truth == 1, log_expit(values), log_expit(-values)).mean(axis=1)
+    signature = f"logits:float32|labels:mean|average:mean|{_BOOTSTRAP_SIGNATURE}"
+    rows: list[list[int | float]] = [[float(loss)] for loss in losses]
+    score = _score(Statistics(metric=CROSS_ENTROPY, signature=signature, examples=examples, rows=rows))
+    share = truth.mean(axis=0)
+    chance = float(-(xlogy(share, share) + xlogy(1 - share, 1 - share)).mean())
+    return score.model_copy(update={"chance": chance})
 
 
 def score_regression(
@@ -91,6 +130,44 @@ def score_regression(
         statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=rows)
         scores[metric] = _score(statistics)
     return scores
+
+
+def confusion_matrix(predicted: Sequence[int], labels: Sequence[int], num_labels: int) -> NDArray[np.int64]:
+    """Return how often each label was predicted as each: int64 [K, K], row: label, column: prediction.
+
+    Args:
+        predicted: n label indices, 0 to K - 1.
+        labels: n label indices, the correct ones.
+        num_labels: K.
+    """
+    from sklearn.metrics import confusion_matrix
+
+    counts = confusion_matrix(labels, predicted, labels=range(num_labels))
+    return np.asarray(counts, dtype=np.int64)
+
+
+MAX_CLASSES = 200  # classes with their own scores in a report
+
+
+def class_scores(counts: NDArray[np.int64], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the scores of the most frequent classes, from a confusion matrix, int64 [K, K].
+
+    Each has label, n, correct, precision, recall and f1 (percent; 0 where nothing is predicted, or occurs).
+    """
+    hits, predicted, present = counts.diagonal(), counts.sum(axis=0), counts.sum(axis=1)
+    precision, recall = (100 * hits / np.maximum(1, below) for below in (predicted, present))
+    f1 = 100 * 2 * hits / np.maximum(1, predicted + present)
+    return [
+        {
+            "label": names[i],
+            "n": int(present[i]),
+            "correct": int(hits[i]),
+            "precision": float(precision[i]),
+            "recall": float(recall[i]),
+            "f1": float(f1[i]),
+        }
+        for i in np.argsort(-present, kind="stable")[:MAX_CLASSES]
+    ]
 
 
 def _multi_hot(sets: Sequence[Sequence[int]], labels: int) -> np.ndarray:

@@ -13,16 +13,28 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash
 from smelt.data.bleu_tokenizer import UNSPACED_PATTERN, bleu_tokenizer
-from smelt.evaluate.metrics import METRICS, RESPONSE_PERPLEXITY, WINDOW_METRICS
+from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
+from smelt.evaluate.metrics import (
+    CHOICE_METRICS,
+    METRICS_BY_PROBLEM,
+    RESPONSE_PERPLEXITY,
+    TEXT_METRICS,
+    WINDOW_METRICS,
+    MetricSettingValues,
+    find_metric,
+)
 from smelt.evaluate.significance import (
     BOOTSTRAP_SEED,
     RESAMPLES,
@@ -32,10 +44,11 @@ from smelt.evaluate.significance import (
     metric_value,
     wilson_interval,
 )
+from smelt.evaluate.text_similarity import bertscore_rows, encoder_hash, meteor_rows
 
-TEXT_METRICS = ("bleu", "chrf", "rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match", "token_f1")
 _ANSWER_METRICS = ("exact_match", "token_f1")
-CLASS_METRICS = ("accuracy", "f1")
+CLASS_METRICS = METRICS_BY_PROBLEM[SINGLE_LABEL]
+CROSS_ENTROPY = "cross_entropy"
 _BOOTSTRAP_SIGNATURE = f"ci:bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
 
 
@@ -68,8 +81,10 @@ def score_texts(
     metrics: Sequence[str],
     predictions: Sequence[str],
     references: Sequence[Sequence[str]],
-    tokenize: str | None = None,
+    settings: MetricSettingValues | None = None,
     language: str | None = None,
+    base: Path = Path(),
+    device: str = "cpu",
 ) -> dict[str, MetricScore]:
     """Score generated texts.
 
@@ -77,13 +92,16 @@ def score_texts(
         metrics: names from TEXT_METRICS; the result has their order.
         predictions: n texts.
         references: for each prediction one or more references; their number may differ.
-        tokenize: sacrebleu's tokenizer for BLEU; None selects the tokenizer for the language or else the
-            script of the references, see `bleu_tokenizer`. The signature contains it.
+        settings: by metric. `tokenize` of BLEU is sacrebleu's tokenizer; without it the language or else the
+            script of the references decides, see `bleu_tokenizer`. The signature contains it.
         language: of the references, an ISO 639 code, where it is known.
+        base: the folder that paths in `settings` are relative to.
+        device: cpu or cuda, for the model of BERTScore.
 
     Raises:
-        InputError: an unknown metric, no examples, an example without a reference, or a tokenizer that
-            cannot split the references.
+        InputError: an unknown metric, no examples, an example without a reference, a tokenizer that cannot
+            split the references, or as `bertscore_rows`.
+        MissingDependencyError: METEOR's data are not installed.
     """
     _check_inputs(metrics, TEXT_METRICS, len(predictions), len(references))
     for index, texts in enumerate(references, start=1):
@@ -101,21 +119,41 @@ def score_texts(
             signature, rows = _rouge_signature(metric, references), rouge_rows[metric]
         elif metric in _ANSWER_METRICS:
             signature, rows = _answer_statistics(metric, predictions, references)
+        elif metric == "meteor":
+            rows = meteor_rows(predictions, references)
+            signature = f"alpha:0.9|beta:3|gamma:0.5|tok:nltk|refs:best|{_BOOTSTRAP_SIGNATURE}"
+            signature += f"|version:nltk {version('nltk')}"
+        elif metric == "bertscore":
+            own = (settings or {})[metric]
+            rows = bertscore_rows(predictions, references, own, base, device)
+            model = f"model:{Path(own['model']).name}|weights:{encoder_hash(own, base)[:12]}"
+            signature = f"{model}|layer:{own['layer']}|idf:no|rescaled:no|refs:best|{_BOOTSTRAP_SIGNATURE}"
         else:
+            tokenize = (settings or {}).get(metric, {}).get("tokenize")
             signature, rows = _sacrebleu_statistics(metric, predictions, references, tokenize, language)
         scores[metric] = _score(Statistics(metric=metric, signature=signature, examples=examples, rows=rows))
     return scores
 
 
 def score_labels(
-    metrics: Sequence[str], predicted: Sequence[int], gold: Sequence[int]
+    metrics: Sequence[str],
+    predicted: Sequence[int],
+    gold: Sequence[int],
+    logits: NDArray[np.float32] | None = None,
+    only: Mapping[str, int] | None = None,
 ) -> dict[str, MetricScore]:
     """Score predicted classes against the gold ones.
 
+    f1, precision and recall are the means over the classes that occur or are predicted (macro average), or
+    those of one class. matthews is Matthews' correlation times 100; cross_entropy is the mean negative
+    log-probability of the gold class, nats.
+
     Args:
-        metrics: names from CLASS_METRICS; f1 is the macro average over the classes that occur.
+        metrics: names from CLASS_METRICS.
         predicted: n class numbers.
         gold: n class numbers.
+        logits: float32 [n, C]; for cross_entropy.
+        only: by metric the class that it scores; other metrics score all.
 
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
@@ -123,24 +161,46 @@ def score_labels(
     _check_inputs(metrics, CLASS_METRICS, len(predicted), len(gold))
     from sklearn.metrics import accuracy_score, f1_score
 
+    only = only or {}
     examples = json_hash([int(label) for label in gold])
     rows: list[list[int | float]] = [[int(p), int(g)] for p, g in zip(predicted, gold, strict=True)]
     library = f"version:scikit-learn {version('scikit-learn')}"
     scores = {}
     for metric in metrics:
-        signature = (
-            f"ci:wilson|{library}"
-            if metric == "accuracy"
-            else f"average:macro|{_BOOTSTRAP_SIGNATURE}|{library}"
-        )
-        statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=rows)
+        if metric == CROSS_ENTROPY:
+            assert logits is not None
+            scores[metric] = _score_cross_entropy(logits, gold, examples)
+            continue
+        average = f"class:{only[metric]}" if metric in only else "average:macro"
+        signature = f"{average}|{_BOOTSTRAP_SIGNATURE}|{library}"
+        if metric == "accuracy":
+            signature = f"ci:wilson|{library}"
+        elif metric == "matthews":
+            signature = f"x100|constant:0|{_BOOTSTRAP_SIGNATURE}|formula:{library}"
+        own = [[*row, only[metric]] for row in rows] if metric in only else rows
+        statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=own)
         if metric == "accuracy":
             value = 100 * float(accuracy_score(gold, predicted))
             hits = int(accuracy_score(gold, predicted, normalize=False))
             scores[metric] = _score(statistics, value, wilson_interval(hits, len(rows)))
-        else:
+        elif metric == "f1" and metric not in only:
             scores[metric] = _score(statistics, 100 * float(f1_score(gold, predicted, average="macro")))
+        else:
+            scores[metric] = _score(statistics)
     return scores
+
+
+def _score_cross_entropy(logits: NDArray[np.float32], gold: Sequence[int], examples: str) -> MetricScore:
+    """Return the mean negative log-probability of the gold class; chance: of the classes' frequencies."""
+    from scipy.special import log_softmax
+    from scipy.stats import entropy
+
+    losses = -log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(gold)), list(gold)]
+    signature = f"logits:float32|average:mean|{_BOOTSTRAP_SIGNATURE}"
+    rows: list[list[int | float]] = [[float(loss)] for loss in losses]
+    score = _score(Statistics(metric=CROSS_ENTROPY, signature=signature, examples=examples, rows=rows))
+    frequency = float(entropy(list(Counter(map(int, gold)).values())))
+    return score.model_copy(update={"chance": frequency})
 
 
 def _score(
@@ -148,7 +208,7 @@ def _score(
     value: float | None = None,
     interval: tuple[float, float] | None = None,
 ) -> MetricScore:
-    known = METRICS[statistics.metric]
+    known = find_metric(statistics.metric)
     return MetricScore(
         metric=statistics.metric,
         value=metric_value(statistics) if value is None else value,
@@ -175,9 +235,9 @@ def chance_level(statistics: Statistics) -> float | None:
     if metric == "mse":
         mean = sum(gold for _, gold in rows) / len(rows)
         constant = [[mean, gold] for _, gold in rows]
-    elif metric in (*CLASS_METRICS, "f1_micro", "f1_macro"):
-        width = len(rows[0]) // 2
-        [(frequent, _)] = Counter(tuple(row[width:]) for row in rows).most_common(1)
+    elif metric in (*CLASS_METRICS, *METRICS_BY_PROBLEM[MULTI_LABEL]) and len(rows[0]) > 1:
+        width = len(rows[0]) // 2  # 1 also where the class that is scored follows
+        [(frequent, _)] = Counter(tuple(row[width : 2 * width]) for row in rows).most_common(1)
         constant = [[*frequent, *row[width:]] for row in rows]
     else:
         return None
@@ -348,6 +408,47 @@ def score_responses(
     return score.model_copy(update={"chance": float(vocabulary) if vocabulary else None})
 
 
+def score_choices(
+    metrics: Sequence[str],
+    losses: Sequence[Sequence[float]],
+    choices: Sequence[Sequence[str]],
+    answers: Sequence[int],
+    examples: object,
+) -> dict[str, MetricScore]:
+    """Score choices by their likelihood, as lm-evaluation-harness scores multiple choice.
+
+    acc is the percentage of examples whose right choice has the highest log-likelihood, acc_norm the same for
+    the log-likelihood divided by the number of characters of the choice, without space around it.
+
+    Args:
+        metrics: names from CHOICE_METRICS; the result has their order.
+        losses: for each example the negative log-likelihood of each choice, nats.
+        choices: for each example the choices.
+        answers: for each example the index of the right choice.
+        examples: prompts, choices and answers (JSON-able); only scores on equal examples can be compared.
+
+    Raises:
+        InputError: an unknown metric, no examples, or lengths that differ.
+    """
+    _check_inputs(metrics, CHOICE_METRICS, len(losses), len(choices))
+    scores = {}
+    random = 100 * float(np.mean([1 / len(each) for each in choices]))
+    for metric in metrics:
+        rows: list[list[int | float]] = []
+        for loss, texts, answer in zip(losses, choices, answers, strict=True):
+            sizes = [len(text.strip()) if metric == "acc_norm" else 1 for text in texts]
+            rows.append([int(np.argmin(np.divide(loss, sizes))), int(answer)])
+        per = "characters" if metric == "acc_norm" else "no"
+        statistics = Statistics(
+            metric=metric,
+            signature=f"choices:log-likelihood|normalized:{per}|ci:wilson",
+            examples=json_hash(examples),
+            rows=rows,
+        )
+        scores[metric] = _score(statistics).model_copy(update={"chance": random})
+    return scores
+
+
 def score_windows(
     metrics: Sequence[str],
     losses: Sequence[float],
@@ -399,8 +500,8 @@ def score_windows(
         scores[metric] = MetricScore(
             metric=metric,
             value=metric_value(statistics),
-            unit=METRICS[metric].unit,
-            higher_is_better=METRICS[metric].higher_is_better,
+            unit=find_metric(metric).unit,
+            higher_is_better=find_metric(metric).higher_is_better,
             n=sum(tokens),
             ci95=bootstrap_interval(statistics),
             signature=signature,

@@ -13,14 +13,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
-from smelt.evaluate.metrics import METRICS, RESPONSE_PERPLEXITY, WINDOW_METRICS
+from smelt.evaluate.metrics import RESPONSE_PERPLEXITY, WINDOW_METRICS, find_metric
 
 Array = NDArray[np.float64]
 
@@ -31,40 +31,83 @@ def accuracy(rows: Array, weights: Array) -> Array:
     return np.asarray(100 * (weights @ hits) / weights.sum(1))
 
 
+ClassCounts = tuple[Array, Array, Array]
+"""By resample and class, [R, C]: how often it was predicted rightly, was predicted, and occurs."""
+
+
+def _class_counts(rows: Array, weights: Array) -> ClassCounts:
+    """Count the classes of rows with a predicted and a gold class, [n, 2].
+
+    Where rows have a third column, a class that is the same in all of them, only that class is counted.
+    """
+    classes, codes = np.unique(rows[:, :2].astype(np.int64), return_inverse=True)
+    predicted, gold = codes.reshape(len(rows), 2).T
+    hit = predicted == gold
+    found = np.empty((3, len(weights), len(classes)))
+    for index, weight in enumerate(weights):
+        found[0, index] = np.bincount(gold[hit], weights=weight[hit], minlength=len(classes))
+        found[1, index] = np.bincount(predicted, weights=weight, minlength=len(classes))
+        found[2, index] = np.bincount(gold, weights=weight, minlength=len(classes))
+    if rows.shape[1] == 3:
+        found = found[:, :, classes == rows[0, 2]]
+    matched, guessed, present = found
+    return matched, guessed, present
+
+
+def _mean_of_seen(values: Array, counts: ClassCounts) -> Array:
+    """Return the mean over the classes that a resample predicts or contains: [R, C] -> [R], 0 for none."""
+    seen = counts[1] + counts[2] > 0
+    return np.asarray(np.where(seen, values, 0).sum(1) / np.maximum(1, seen.sum(1)))
+
+
 def macro_f1(rows: Array, weights: Array) -> Array:
     """Return the mean F1 over the classes that a resample predicts or contains, as sklearn's macro F1."""
-    classes, codes = np.unique(rows.astype(np.int64), return_inverse=True)
-    predicted, gold = codes.reshape(rows.shape).T
-    hit = predicted == gold
-    values = np.empty(len(weights))
-    for index, weight in enumerate(weights):
-        matched = np.bincount(gold[hit], weights=weight[hit], minlength=len(classes))
-        either = np.bincount(gold, weights=weight, minlength=len(classes))
-        either += np.bincount(predicted, weights=weight, minlength=len(classes))
-        seen = either > 0
-        values[index] = 100 * np.mean(2 * matched[seen] / either[seen])
-    return values
+    matched, predicted, gold = counts = _class_counts(rows, weights)
+    return _mean_of_seen(_safe_ratio(2 * matched, predicted + gold), counts)
 
 
-def micro_f1(rows: Array, weights: Array) -> Array:
-    """Return F1 over all labels of all examples; rows hold K predictions, then K gold: [n, 2K] -> [R]."""
-    matched, either = _label_counts(rows, weights)
-    return _safe_ratio(2 * matched.sum(1), either.sum(1))
+def macro_precision(rows: Array, weights: Array) -> Array:
+    """Return the mean precision over the same classes; 0 for a class that is not predicted: [R]."""
+    matched, predicted, _ = counts = _class_counts(rows, weights)
+    return _mean_of_seen(_safe_ratio(matched, predicted), counts)
 
 
-def mean_f1(rows: Array, weights: Array) -> Array:
-    """Return the mean F1 of the labels; 0 for a label neither predicted nor present in a resample: [R]."""
-    matched, either = _label_counts(rows, weights)
-    return np.asarray(_safe_ratio(2 * matched, either).mean(axis=1))
+def macro_recall(rows: Array, weights: Array) -> Array:
+    """Return the mean recall over the same classes; 0 for a class that a resample does not contain: [R]."""
+    matched, _, gold = counts = _class_counts(rows, weights)
+    return _mean_of_seen(_safe_ratio(matched, gold), counts)
 
 
-def _label_counts(rows: Array, weights: Array) -> tuple[Array, Array]:
-    """Return, by resample and label, the number of true positives and of predicted plus gold: [R, K]."""
-    predicted, gold = np.split(rows, 2, axis=1)
-    return weights @ (predicted * gold), weights @ (predicted + gold)
+def matthews(rows: Array, weights: Array) -> Array:
+    """Return 100 times Matthews' correlation of predicted and gold classes; 0 where one is constant: [R].
+
+    Gorodkin 2004, Computational Biology and Chemistry 28(5), for any number of classes.
+    """
+    matched, predicted, gold = _class_counts(rows, weights)
+    total = weights.sum(1)
+    together = matched.sum(1) * total - (predicted * gold).sum(1)
+    spread = (total**2 - (predicted**2).sum(1)) * (total**2 - (gold**2).sum(1))
+    return _safe_ratio(together, np.sqrt(np.maximum(0, spread)))
+
+
+def _label_sets_metric(over_all: bool, of: Literal["f1", "precision", "recall"]) -> Callable[..., Array]:
+    """Return F1, precision or recall of label sets: of all labels together (micro), or their mean (macro).
+
+    Rows hold K predictions, then K gold: [n, 2K] -> [R]. 0 for a label without denominator in a resample.
+    """
+
+    def value(rows: Array, weights: Array) -> Array:
+        predicted, gold = np.split(rows, 2, axis=1)
+        counts = [weights @ (predicted * gold), weights @ predicted, weights @ gold]
+        matched, guessed, present = (each.sum(1, keepdims=True) for each in counts) if over_all else counts
+        below = {"f1": (guessed + present) / 2, "precision": guessed, "recall": present}[of]
+        return np.asarray(_safe_ratio(matched, below).mean(axis=1))
+
+    return value
 
 
 def _safe_ratio(above: Array, below: Array) -> Array:
+    """Return 100 times the ratio, 0 where `below` is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(below > 0, 100 * above / below, 0.0)
 
@@ -112,13 +155,16 @@ def _correlation(x: Array, y: Array, weights: Array) -> Array:
 
 
 LABEL_METRIC_FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
-    "accuracy": accuracy,
     "f1": macro_f1,
-    "f1_micro": micro_f1,
-    "f1_macro": mean_f1,
-    "subset_accuracy": accuracy,
-    "top1": accuracy,
-    "exact_match": accuracy,
+    "precision": macro_precision,
+    "recall": macro_recall,
+    "matthews": matthews,
+    "f1_micro": _label_sets_metric(True, "f1"),
+    "f1_macro": _label_sets_metric(False, "f1"),
+    "precision_micro": _label_sets_metric(True, "precision"),
+    "precision_macro": _label_sets_metric(False, "precision"),
+    "recall_micro": _label_sets_metric(True, "recall"),
+    "recall_macro": _label_sets_metric(False, "recall"),
     "pearson": pearson,
     "spearman": spearman,
     "mse": mean_squared_error,
@@ -130,21 +176,6 @@ BOOTSTRAP_SEED = 12345  # sacrebleu's default, so that both draw the same exampl
 _MAX_CELLS = 4_000_000  # weights in memory at a time: 32 MB
 
 Interval = tuple[float, float]
-# metrics whose rows are a prediction and its gold value, right or wrong
-_BINARY_METRICS = frozenset({"accuracy", "subset_accuracy", "top1", "exact_match"})
-# metrics whose value is 100 times the mean of the examples' values
-_MEAN_METRICS = frozenset(
-    {"rouge1", "rouge2", "rougeL", "rougeLsum", "token_f1", "agreement", "relative_error"}
-)
-
-# metrics to which an example contributes a part
-_SUM_METRICS = frozenset({"bleu", "chrf", *_MEAN_METRICS})
-
-# The minimum and the maximum; those of `_UNBOUNDED_METRICS` have no limit.
-_VALUE_RANGES = dict.fromkeys(METRICS, (0.0, 100.0)) | dict.fromkeys(
-    ("agreement", "pearson", "spearman"), (-100.0, 100.0)
-)
-_UNBOUNDED_METRICS = frozenset({*WINDOW_METRICS, RESPONSE_PERPLEXITY, "mse", "relative_error"})
 _POINT_TOLERANCE = 1e-9  # points; a bootstrap interval up to this width is a point
 
 
@@ -154,8 +185,9 @@ class Statistics(BaseModel):
     rows: [n, K]. bleu: length of the prediction, length of the nearest reference, 4 counts of matching
     n-grams, 4 counts of n-grams (sacrebleu's segment statistics); chrf: 6 times the counts of n-grams
     in prediction, reference and both; rouge and token_f1: F1 in 0..1; exact_match: 1 where the response
-    equals a reference, then 1; accuracy and f1: predicted label, gold label;
-    f1_micro and f1_macro: K times 0 or 1 as predicted, then as in the gold set; subset_accuracy: 1 where
+    equals a reference, then 1; accuracy, f1, precision, recall, matthews: predicted class,
+    gold class, and where only one class is scored that class; metrics of label sets: K times 0 or 1 as
+    predicted, then as in the gold set; cross_entropy: nats; subset_accuracy: 1 where
     the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; agreement,
     where a row is a text: the cosine with the baseline's vector (of a graph's outputs: with the source
     graph's); relative_error: a share; top1: 1 where the row's choices are the same, then 1; perplexity and
@@ -202,9 +234,10 @@ def example_values(statistics: Statistics) -> Array | None:
         return _bleu(rows, effective_order=True)
     if metric == "chrf":
         return _chrf(rows)
-    if metric in _MEAN_METRICS:
-        return np.asarray(100 * rows[:, 0])
-    if metric in _BINARY_METRICS or metric == "f1":
+    known = find_metric(metric)
+    if known.kind == "mean":
+        return np.asarray(known.scale * rows[:, 0])
+    if known.kind == "proportion" or metric == "f1":
         return np.asarray(100.0 * (rows[:, 0] == rows[:, 1]))
     if metric in ("f1_micro", "f1_macro"):
         predicted, gold = np.split(rows, 2, axis=1)
@@ -215,7 +248,7 @@ def example_values(statistics: Statistics) -> Array | None:
 
 def metric_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of a score, in the metric's unit: Wilson's for hits, else a bootstrap."""
-    if statistics.metric in _BINARY_METRICS:
+    if find_metric(statistics.metric).kind == "proportion":
         hits = sum(predicted == gold for predicted, gold in statistics.rows)
         return wilson_interval(hits, len(statistics.rows), confidence)
     return bootstrap_interval(statistics, confidence)
@@ -236,11 +269,12 @@ def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Inte
     low, high = _central_interval(_resampled_values(statistics), confidence)
     point = high - low <= _POINT_TOLERANCE
     [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
-    if not point and (metric in _UNBOUNDED_METRICS or n - equal >= min_examples(metric, confidence)):
+    limits = find_metric(metric).limits
+    if not point and (limits is None or n - equal >= min_examples(metric, confidence)):
         return low, high
-    return _widen_for_unseen(
-        (low, high), n, metric, metric_value(statistics), confidence, _VALUE_RANGES[metric]
-    )
+    if limits is None:
+        return None
+    return _widen_for_unseen((low, high), n, metric, metric_value(statistics), confidence, limits)
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
@@ -252,7 +286,7 @@ def difference_interval(step: Statistics, other: Statistics, confidence: float =
     None for too few examples, as in `bootstrap_interval`, or where so few differ and the metric has no range.
     """
     _check_pair(step, other)
-    if step.metric in _BINARY_METRICS:
+    if find_metric(step.metric).kind == "proportion":
         return tango_interval(*_discordant(step, other), len(step.rows), confidence)
     n, changed, least = (
         _common_example_count(step, other),
@@ -273,7 +307,7 @@ def min_examples(metric: str, confidence: float = 0.95) -> int:
     For a bootstrap: as many differences of one sign as a randomization test needs for significance,
     2 / 2^n <= 1 - confidence: 6 at 0.95, 8 at 0.99. The score intervals of shares need one.
     """
-    return 1 if metric in _BINARY_METRICS else 1 + math.ceil(-math.log2(1 - confidence))
+    return 1 if find_metric(metric).kind == "proportion" else 1 + math.ceil(-math.log2(1 - confidence))
 
 
 def _common_example_count(step: Statistics, other: Statistics) -> int:
@@ -306,11 +340,12 @@ def _widen_for_unseen(
     precision by that share) a changed example loses at most its contribution. value: the score that may
     change.
     """
-    if metric in _UNBOUNDED_METRICS:
+    known = find_metric(metric)
+    if known.limits is None:
         return None
-    least, greatest = _VALUE_RANGES[metric]
+    least, greatest = known.limits
     share = wilson_interval(0, n, confidence)[1] / 100
-    lost, gained = (value - least, greatest - value) if metric in _SUM_METRICS else (greatest - least,) * 2
+    lost, gained = (greatest - least,) * 2 if known.kind == "corpus" else (value - least, greatest - value)
     return max(ends[0] - share * lost, limits[0]), min(ends[1] + share * gained, limits[1])
 
 
@@ -383,7 +418,7 @@ def compare_steps(step: Statistics, other: Statistics) -> PairedComparison:
     """
     interval = difference_interval(step, other)
     difference = metric_value(step) - metric_value(other)
-    if step.metric in _BINARY_METRICS:
+    if find_metric(step.metric).kind == "proportion":
         p_value = _mcnemar(*_discordant(step, other))
     else:
         least = min(1.0, 2.0 ** (1 - changed_examples(step, other)))
@@ -480,8 +515,10 @@ def _resample_weights(n: int) -> Iterator[Array]:
 
 def _metric_values(metric: str, rows: Array, weights: Array) -> Array:
     """Return the metric for each row of weights: [n, K], [R, n] -> [R]."""
-    if metric in LABEL_METRIC_FUNCTIONS:
-        return LABEL_METRIC_FUNCTIONS[metric](rows, weights)
+    known = find_metric(metric)
+    function = accuracy if known.kind == "proportion" else LABEL_METRIC_FUNCTIONS.get(metric)
+    if function is not None:
+        return function(rows, weights)
     sums = weights @ rows
     if metric == "bleu":
         return _bleu(sums)
@@ -492,8 +529,8 @@ def _metric_values(metric: str, rows: Array, weights: Array) -> Array:
         return np.asarray(np.exp(np.minimum(700.0, sums[:, 0] / sums[:, 1])))
     if metric == "bits_per_byte":
         return np.asarray(sums[:, 0] / np.log(2) / np.maximum(1, sums[:, 2]))
-    if metric in _MEAN_METRICS:
-        return np.asarray(100 * sums[:, 0] / weights.sum(1))
+    if known.kind == "mean":
+        return np.asarray(known.scale * sums[:, 0] / weights.sum(1))
     raise KeyError(f"'{metric}' has no value on resamples")
 
 

@@ -18,23 +18,35 @@ from functools import cache
 from os.path import relpath
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, create_model
 
 from smelt.cli.stage_help import Setting, settings_of
 from smelt.core.stage import Settings
 from smelt.evaluate.latency import LatencySettings
+from smelt.evaluate.metrics import METRICS, OwnMetricSettings
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.model_and_data import DataSettings
 from smelt.pipeline.recipe.recipe import GateSettings, RecipeKeys, ScoreSettings
 from smelt.pipeline.recipe.stages import all_stages
 
 Model = type[BaseModel]
+# A row for each metric that has settings.
+MetricTable: Model = create_model(
+    "MetricTable",
+    **{
+        name: (metric.settings | None, Field(default=None, description=metric.title))
+        for name, metric in METRICS.items()
+        if metric.settings
+    },
+    **{"module:function": (OwnMetricSettings | None, Field(default=None, description="your own metric"))},
+)
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECIPE_TABLES: dict[str, Model] = {
     "recipe": RecipeKeys,
     "data": DataSettings,
     "score": ScoreSettings,
+    "score.quality": MetricTable,
     "score.latency": LatencySettings,
     "generation": GenerationSettings,
     "gates": GateSettings,

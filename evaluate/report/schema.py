@@ -366,6 +366,17 @@ _Error = Annotated[Message | None, PlainSerializer(_message_as_json)]
 _Messages = Annotated[list[Message], BeforeValidator(_none_is_empty_list), PlainSerializer(messages_to_json)]
 
 
+class ClassReport(_ReportModel):
+    """One class of a classifier; precision, recall and f1 in percent, 0 where they are undefined."""
+
+    label: str
+    n: int = Field(ge=0)
+    correct: int = Field(ge=0)
+    precision: float
+    recall: float
+    f1: float
+
+
 class StepReport(_ReportModel):
     """One step of the run, in any status. reason: why it has no artifact or no scores; cause: its code."""
 
@@ -402,6 +413,7 @@ class StepReport(_ReportModel):
     agreement: Agreement | None = None
     confusion: Confusion | None = None
     examples: Examples | None = None
+    classes: list[ClassReport] | None = None
     details: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
 
     @model_validator(mode="after")

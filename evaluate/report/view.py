@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.data.splits import CUSTOM_TASK, DECODER_ONLY_TASKS, IMAGE_CLASSIFICATION
-from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
+from smelt.evaluate.metrics import METRICS, WINDOW_METRICS, find_metric, is_own_metric
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
     GenerationTimings,
@@ -24,9 +24,6 @@ SIGNIFICANCE_LEVEL = 0.05
 MAX_DIGITS = 6  # smaller differences are float noise
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
 _TITLES |= {"size_bytes": "size", "speedup": "speed-up", "cpu_speedup": "speed-up by CPU time"}
-
-# decimal places, where two would hide differences
-_DIGITS = {"bits_per_byte": 4}
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,8 @@ def metric_label(metric: str) -> str:
 
 def metric_digits(metric: str | None) -> int:
     """Return the number of decimal places of a value of `metric`."""
-    return _DIGITS.get(metric or "", 2)
+    known = metric is not None and (metric in METRICS or is_own_metric(metric))
+    return find_metric(metric).digits if metric is not None and known else 2
 
 
 def report_title(report: ReportData) -> str:

@@ -16,11 +16,18 @@ from smelt.data.examples import read_split
 from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Split
-from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS, scores_agreement_alone
+from smelt.evaluate.metrics import (
+    AGREEMENT_METRIC,
+    CORRELATION_METRICS,
+    DEFAULT_METRICS,
+    DEFAULTS_BY_PROBLEM,
+    METRICS,
+    METRICS_BY_TASK,
+    scores_agreement_alone,
+)
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
-from smelt.pipeline.recipe.model_and_data import METRICS_BY_PROBLEM, metric_mistakes
-from smelt.pipeline.recipe.recipe import DEFAULT_METRICS, METRICS_BY_TASK
+from smelt.pipeline.recipe.model_and_data import metric_mistakes
 from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
 
@@ -81,6 +88,15 @@ def evaluate_artifact(
                 f"--metric {metric}: not a metric for {task}. Available metrics: {known}.{hint}",
                 code="unknown-metric",
             )
+    for metric in metrics:
+        needed = METRICS[metric].settings
+        if needed and any(setting.is_required() for setting in needed.model_fields.values()):
+            names = ", ".join(name for name, s in needed.model_fields.items() if s.is_required())
+            raise InputError(
+                f"--metric {metric}: needs the setting {names}, which only a recipe can give. Score it with"
+                f" score: {{quality: [{{{metric}: {{{names}: ...}}}}]}}.",
+                code="missing-setting",
+            )
     metrics = _classifier_metrics(artifact, metrics) if task in CLASSIFICATION_TASKS else metrics
     if tokenize is not None and "bleu" not in (metrics or DEFAULT_METRICS[task]):
         raise InputError(
@@ -122,7 +138,7 @@ def evaluate_artifact(
             batch_size,
             threads,
             device=device,
-            tokenize=tokenize,
+            metric_settings={} if tokenize is None else {"bleu": {"tokenize": tokenize}},
             reference=None if baseline is None else _open_artifact(baseline),
         )
         score = scorer.score(artifact, split)
@@ -174,7 +190,7 @@ def _classifier_metrics(artifact: Artifact, metrics: Sequence[str]) -> tuple[str
     wrong = metric_mistakes(metrics, problem)
     if wrong:
         raise combined_error(found.with_prefix(f"--metric {metrics[at]}: ") for at, found in wrong)
-    return tuple(metrics) or METRICS_BY_PROBLEM[problem]
+    return tuple(metrics) or DEFAULTS_BY_PROBLEM[problem]
 
 
 def _embedder_metrics(metrics: Sequence[str], split: Split, baseline: Path | None) -> tuple[str, ...]:

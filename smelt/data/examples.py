@@ -24,8 +24,10 @@ from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_npz
 from smelt.data.prompt_rows import (
     LAYOUT_COLUMNS,
     conversation_text,
+    parse_choices,
     parse_conversation,
     parse_messages,
+    right_choice,
     row_layout,
 )
 from smelt.data.splits import (
@@ -174,6 +176,9 @@ def _parse_examples(
         mistakes.append(error)
     if mistakes:
         raise _combined_mistakes(mistakes)
+    if task == TEXT_GENERATION:
+        lines = [example.line or number for number, example in enumerate(found, start=1)]
+        require_all_or_none((bool(e.choices) for e in found), lines, columns.choices, "list of choices")
     if task == SENTENCE_SIMILARITY:
         lines = [example.line or number for number, example in enumerate(found, start=1)]
         require_all_or_none((e.text_pair is not None for e in found), lines, columns.text_pair, "second text")
@@ -348,10 +353,33 @@ def _parse_prompted(row: Mapping[str, Any], location: str, columns: Columns) -> 
     if example.layout == "messages":
         _, answer = parse_messages(row[columns.messages], location, columns.messages)
         _reject_surrogates(answer, location, columns.messages)
-        return replace(example, references=(answer,))
+        return _with_choices(replace(example, references=(answer,)), row, location, columns)
     single = "output" if example.layout == "instruction" else "response"
+    has_response = row.get(columns.responses) is not None or row.get(getattr(columns, single)) is not None
+    if row.get(columns.choices) is not None and not has_response:
+        return _with_choices(example, row, location, columns)
     answers = _parse_references(row, location, columns.responses, getattr(columns, single), single)
-    return replace(example, references=answers)
+    return _with_choices(replace(example, references=answers), row, location, columns)
+
+
+def _with_choices(example: Example, row: Mapping[str, Any], location: str, columns: Columns) -> Example:
+    """Return `example` with the choices of `row`, if it has some; the right one is its default reference.
+
+    Raises:
+        InputError: as `parse_choices` and `right_choice`, or a column is missing.
+    """
+    named = bool({"choices", "answer"} & columns.model_fields_set)
+    if row.get(columns.choices) is None or not (named or columns.answer in row or not example.references):
+        if named:
+            raise _missing_column(row, columns.choices, location, "choices")
+        return example  # another column of this name
+    choices = parse_choices(row[columns.choices], location, columns.choices)
+    for choice in choices:
+        _reject_surrogates(choice, location, columns.choices)
+    if columns.answer not in row:
+        raise _missing_column(row, columns.answer, location, "answer")
+    at = right_choice(_integral_as_int(row[columns.answer]), choices, location, columns.answer)
+    return replace(example, choices=choices, answer=at, references=example.references or (choices[at],))
 
 
 def parse_prompt(row: Mapping[str, Any], location: str, columns: Columns) -> Example:

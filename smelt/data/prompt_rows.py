@@ -1,9 +1,10 @@
 """Prompts and responses for text generation: rows of three layouts, and conversations as text.
 
 A row is a prompt with its response, an instruction with an optional input, or a list of messages that ends
-with a turn of the assistant. The prompt of an example is plain text; a conversation of several turns, or with
-a system message, is a JSON list of messages, `[{"role": ..., "content": ...}, ...]`, without the final turn
-of the assistant, which is the reference. The same form is a prompt for `smelt predict`.
+with a turn of the assistant. It may have choices, texts of which one is right. The prompt of an example is
+plain text; a conversation of several turns, or with a system message, is a JSON list of messages,
+`[{"role": ..., "content": ...}, ...]`, without the final turn of the assistant, which is the reference. The
+same form is a prompt for `smelt predict`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from smelt.core.errors import InputError
+from smelt.core.messages import with_count
 from smelt.data.splits import Columns, PromptLayout
 
 ChatMessage: TypeAlias = dict[str, str]
@@ -122,6 +124,58 @@ def parse_messages(value: Any, location: str, column: str) -> tuple[list[ChatMes
             code="empty-text",
         )
     return messages[:-1], messages[-1]["content"]
+
+
+def parse_choices(value: Any, location: str, column: str) -> tuple[str, ...]:
+    """Return the choices of a row: a list of texts, or the same as JSON.
+
+    Raises:
+        InputError: `wrong-column-type`, `empty-text`, `too-few-choices`, `duplicate-choice`.
+    """
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
+        raise InputError(
+            f"{location}: column '{column}' must be a list of texts, got {repr(value)[:80]}.",
+            code="wrong-column-type",
+        )
+    blank = next((at for at, choice in enumerate(value) if not choice.strip()), None)
+    if blank is not None:
+        raise InputError(
+            f"{location}: column '{column}': choice {blank} (counted from 0) is empty. Fill or remove it.",
+            code="empty-text",
+        )
+    if len(value) < 2:
+        raise InputError(
+            f"{location}: column '{column}' has {with_count(len(value), 'choice')}. Give at least two.",
+            code="too-few-choices",
+        )
+    if repeated := next((choice for choice in value if value.count(choice) > 1), None):
+        raise InputError(
+            f"{location}: column '{column}' has {repeated[:60]!r} twice. Remove one of them.",
+            code="duplicate-choice",
+        )
+    return tuple(value)
+
+
+def right_choice(value: Any, choices: Sequence[str], location: str, column: str) -> int:
+    """Return the index of the right choice: `value` is its text, or its index from 0, also as text.
+
+    Raises:
+        InputError: `no-right-choice`.
+    """
+    if value in choices:
+        return choices.index(value)
+    at = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(at, int) and not isinstance(at, bool) and 0 <= at < len(choices):
+        return at
+    shown = ", ".join(repr(choice)[:60] for choice in choices[:5]) + (", ..." if len(choices) > 5 else "")
+    raise InputError(
+        f"{location}: column '{column}' must be one of the choices ({shown}), or an index from 0 to"
+        f" {len(choices) - 1}, got {repr(value)[:80]}. Correct it, or remove the row.",
+        code="no-right-choice",
+    )
 
 
 def _is_message(value: Any) -> bool:

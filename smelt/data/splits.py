@@ -105,6 +105,8 @@ class Columns(BaseModel):
     instruction: str = Field(default="instruction", description="instruction")
     input: str = Field(default="input", description="input of an instruction")
     output: str = Field(default="output", description="response to an instruction")
+    choices: str = Field(default="choices", description="list of texts of which one is the right response")
+    answer: str = Field(default="answer", description="the right choice: its text, or its index from 0")
     messages: str = Field(default="messages", description="list of messages with role and content")
 
 
@@ -116,6 +118,8 @@ class Example:
     `text_pair`; sentence similarity: optionally `text_pair`, and with it optionally the score as a float
     `label`; image classification: `label`, and an image reference as the text.
 
+    choices: of a sample of text generation, texts of which `references[0]` is the right one; `answer`: its
+    index. Empty for a sample without choices.
     line: its line in the file, None if the file has no lines or several samples in this one; row: its
     number in the file, from 1; None without a file. layout: of a row of text generation. None of these is
     part of the content.
@@ -125,6 +129,8 @@ class Example:
     references: tuple[str, ...] = ()
     text_pair: str | None = None
     label: Label | None = None
+    choices: tuple[str, ...] = ()
+    answer: int | None = None
     line: int | None = field(default=None, compare=False)
     row: int | None = field(default=None, compare=False)
     layout: PromptLayout | None = field(default=None, compare=False)
@@ -160,6 +166,7 @@ class Split:
         rows = json_hash(
             [
                 [text, list(e.references), e.text_pair, e.label]
+                + ([list(e.choices), e.answer] if e.choices else [])
                 for text, e in zip(self.row_contents, self.examples, strict=True)
             ]
         )
@@ -181,6 +188,11 @@ class Split:
     def take(self, rows: int) -> Split:
         """Return the first `rows` samples."""
         return self.select(range(min(rows, len(self))))
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether the samples have choices; all of a split have, or none."""
+        return bool(self.examples) and bool(self.examples[0].choices)
 
     @property
     def has_labels(self) -> bool:

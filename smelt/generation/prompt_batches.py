@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ class EncodedResponse:
 
 
 def encode_responses(
-    pairs: Sequence[tuple[str, str]], tokenizer: Any, *, every_turn: bool
+    pairs: Sequence[tuple[str, str]], tokenizer: Any, *, every_turn: bool, with_end: bool = True
 ) -> list[list[EncodedResponse]]:
     """Return prompts with their responses as tokens, without truncation.
 
@@ -90,6 +90,7 @@ def encode_responses(
         tokenizer: with a prompt template.
         every_turn: whether earlier turns of the assistant are targets too. A conversation is then one
             sample, or several where the template renders an earlier turn differently once others follow.
+        with_end: whether the end of the response is a target.
 
     Raises:
         InputError: a prompt does not fit the template (see `PromptTemplate.render`).
@@ -102,11 +103,12 @@ def encode_responses(
         turns = assistant_turns(prompt, response)
         for turn in turns if every_turn else turns[-1:]:
             owners.append(at)
-            parts.append(template.render_response(turn))
+            part = template.render_response(turn)
+            parts.append(part if with_end else _without_end(part, turn[-1]["content"].strip()))
     prompts = _encode_rendered([part.prompt for part in parts], words)
     alone = words.encode_plain([part.response for part in parts])
     joint = words.encode_plain([part.prompt + part.response for part in parts]) if template.is_chat else alone
-    end = [] if words.eos_token_id is None else [words.eos_token_id]
+    end = [words.eos_token_id] if with_end and words.eos_token_id is not None else []
     found: list[list[EncodedResponse]] = [[] for _ in pairs]
     for owner, part, ids, separate, together in zip(owners, parts, prompts, alone, joint, strict=True):
         natural = template.is_chat and together[: len(ids)] == ids
@@ -118,6 +120,11 @@ def encode_responses(
             mask[: len(before)] = before
         rows.append(EncodedResponse(ids + targets, mask + [True] * len(targets)))
     return found
+
+
+def _without_end(part: ResponseParts, content: str) -> ResponseParts:
+    """Return `part` without what a chat template writes after the content of the assistant's turn."""
+    return replace(part, response=part.response[: part.response.rfind(content) + len(content)])
 
 
 def fit_response(sample: EncodedResponse, limit: int, bos_token_id: int | None) -> EncodedResponse:

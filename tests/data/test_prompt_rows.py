@@ -126,3 +126,47 @@ def test_a_message_that_reads_as_a_conversation_is_kept_as_one():
 def test_prompts_that_cannot_be_answered_are_refused(messages, code):
     with raises_code(code, InputError):
         prompt_messages(json.dumps(messages))
+
+
+CHOICES = {"prompt": "p", "choices": [" a", " b"]}
+
+
+def test_choices_have_the_right_one_as_their_response(tmp_path):
+    rows = [
+        CHOICES | {"answer": 1},
+        CHOICES | {"answer": " a", "response": "r"},
+        {"messages": [USER, ASSISTANT], "choices": '["0", "2"]', "answer": "0"},  # the text comes first
+        {"instruction": "i", "input": "", "choices": [" a", " b"], "answer": 1.0},
+    ]
+    found = _read(tmp_path, *rows)
+    assert [(e.choices, e.answer, e.references) for e in found] == [
+        ((" a", " b"), 1, (" b",)), ((" a", " b"), 0, ("r",)), (("0", "2"), 0, ("a",)),
+        ((" a", " b"), 1, (" b",)),
+    ]  # fmt: skip
+    [named] = _read(
+        tmp_path, {"prompt": "p", "options": ["a", "b"], "key": 0}, choices="options", answer="key"
+    )
+    assert named.references == ("a",)
+    [other] = _read(tmp_path, {"prompt": "p", "response": "r", "choices": {"text": ["unread"]}})
+    assert other.choices == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"choices": [" a", " b"], "answer": 2}, "no-right-choice"),
+        ({"choices": [" a", " b"], "answer": "c"}, "no-right-choice"),
+        ({"choices": [" a", " b"], "answer": True}, "no-right-choice"),
+        ({"choices": [" a"], "answer": 0}, "too-few-choices"),
+        ({"choices": [" a", " "], "answer": 0}, "empty-text"),
+        ({"choices": [" a", " a"], "answer": 0}, "duplicate-choice"),
+        ({"choices": "a, b", "answer": 0}, "wrong-column-type"),
+        ({"choices": ["a", "b"]}, "missing-column"),
+        ({"response": "r"}, "partly-missing-column"),
+    ],
+)
+def test_a_wrong_choice_is_named_with_its_line(tmp_path, row, code):
+    with raises_code(code, InputError) as caught:
+        _read(tmp_path, CHOICES | {"answer": 0}, {"prompt": "p"} | row)
+    assert "2" in str(caught.value).replace(str(tmp_path), "")
+    assert caught.value.line in (2, None)

@@ -6,13 +6,23 @@ import numpy as np
 import pytest
 from expected_errors import raises_code
 from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, mean_squared_error
+from sklearn.metrics import (
+    accuracy_score,
+    classification_report,
+    f1_score,
+    log_loss,
+    mean_squared_error,
+    precision_score,
+    recall_score,
+)
 
 from smelt.core.errors import InputError
-from smelt.evaluate import significance
+from smelt.evaluate import label_quality, significance
 from smelt.evaluate.label_quality import (
     LABEL_SET_METRICS,
     REGRESSION_METRICS,
+    class_scores,
+    confusion_matrix,
     score_label_sets,
     score_regression,
 )
@@ -28,6 +38,8 @@ POOR = GOLD ^ (rng.random((60, 5)) < 0.5)
 NUMBERS = np.round(rng.normal(2, 1, 60), 1)  # rounded, so that there are ties
 NEAR = np.round(NUMBERS + rng.normal(0, 0.7, 60), 1)
 FAR = np.round(NUMBERS + rng.normal(0.5, 2, 60), 1)
+LOGITS = rng.normal(0, 2, (60, 5)) + 3 * GOLD
+POOR_LOGITS = -LOGITS
 
 
 def sets(indicators):
@@ -41,7 +53,9 @@ def draws(n, count):
 def sklearn_sets(metric, gold, guess):
     if metric == "subset_accuracy":
         return 100 * accuracy_score(gold, guess)
-    return 100 * f1_score(gold, guess, average=metric.removeprefix("f1_"), zero_division=0)
+    of, average = metric.rsplit("_", 1)
+    function = {"f1": f1_score, "precision": precision_score, "recall": recall_score}[of]
+    return 100 * function(gold, guess, average=average, zero_division=0)
 
 
 def reference_number(metric, gold, guess):
@@ -50,7 +64,7 @@ def reference_number(metric, gold, guess):
     return 100 * (pearsonr if metric == "pearson" else spearmanr)(gold, guess).statistic
 
 
-@pytest.mark.parametrize("metric", LABEL_SET_METRICS)
+@pytest.mark.parametrize("metric", [m for m in LABEL_SET_METRICS if m != "cross_entropy"])
 def test_sets_equal_sklearn_on_all_rows_and_on_resamples(metric):
     score = score_label_sets([metric], sets(GUESS), sets(GOLD), 5)[metric]
     assert score.value == pytest.approx(sklearn_sets(metric, GOLD, GUESS))
@@ -90,7 +104,7 @@ def test_a_nearer_prediction_is_better_with_a_small_p(metric):
     assert (same["ci95"] is None) == (metric == "mse")  # which has no range
 
 
-@pytest.mark.parametrize("metric", LABEL_SET_METRICS)
+@pytest.mark.parametrize("metric", [m for m in LABEL_SET_METRICS if m != "cross_entropy"])
 def test_sets_are_compared_in_pairs(metric):
     better = score_label_sets([metric], sets(GUESS), sets(GOLD), 5)[metric].statistics
     worse = score_label_sets([metric], sets(POOR), sets(GOLD), 5)[metric].statistics
@@ -98,6 +112,26 @@ def test_sets_are_compared_in_pairs(metric):
     expected = sklearn_sets(metric, GOLD, GUESS) - sklearn_sets(metric, GOLD, POOR)
     assert result["difference"] == pytest.approx(expected)
     assert result["p_value"] < 0.05
+
+
+def test_cross_entropy_of_label_sets_is_the_mean_log_loss_of_the_labels():
+    better, worse = (
+        score_label_sets(["cross_entropy"], sets(GUESS), sets(GOLD), 5, logits.astype(np.float32))[
+            "cross_entropy"
+        ]
+        for logits in (LOGITS, POOR_LOGITS)
+    )
+    chances = 1 / (1 + np.exp(-LOGITS))
+    each = [log_loss(GOLD[:, k], chances[:, k], labels=[False, True]) for k in range(5)]
+    assert better.value == pytest.approx(np.mean(each), rel=1e-5)
+    frequencies = GOLD.mean(axis=0)
+    constant = [log_loss(GOLD[:, k], np.full(60, frequencies[k]), labels=[False, True]) for k in range(4)]
+    assert better.chance == pytest.approx(sum(constant) / 5)  # nothing to guess for the fifth
+    assert (better.unit, better.higher_is_better) == ("nats", False)
+    found = compare_steps(better.statistics, worse.statistics)
+    assert found["difference"] == pytest.approx(better.value - worse.value)
+    assert found["difference"] < 0
+    assert found["p_value"] < 0.05
 
 
 def test_subset_accuracy_uses_mcnemar_exact():
@@ -127,3 +161,26 @@ def test_other_examples_and_wrong_words_are_refused():
     with raises_code("count-mismatch", InputError) as caught:
         score_label_sets(["f1_micro"], [[0]], [[0], [1]], 2)
     assert re.findall(r"\d+", str(caught.value)) == ["1", "2"]
+
+
+def test_a_confusion_matrix_counts_predictions_by_label():
+    found = confusion_matrix(predicted=[1, 1, 0, 2, 1], labels=[0, 1, 0, 0, 0], num_labels=4)
+    assert found.tolist() == [[1, 2, 1, 0], [0, 1, 0, 0], [0] * 4, [0] * 4]
+    assert found.dtype == np.int64
+
+
+def test_a_report_has_scores_of_the_most_frequent_classes(monkeypatch):
+    gold, guess = (rng.integers(0, 5, 90).tolist() for _ in range(2))
+    names = list("abcdef")
+    counts = confusion_matrix(guess, gold, 6)
+    found = class_scores(counts, names)
+    theirs = classification_report(gold, guess, labels=range(6), zero_division=0, output_dict=True)
+    for entry in found:
+        expected = theirs[str(names.index(entry["label"]))]
+        assert [entry[k] for k in ("precision", "recall", "f1")] == pytest.approx(
+            [100 * expected[k] for k in ("precision", "recall", "f1-score")]
+        )
+        assert entry["n"] == expected["support"]
+    assert len(found) == 6
+    monkeypatch.setattr(label_quality, "MAX_CLASSES", 2)
+    assert [entry["n"] for entry in class_scores(counts, names)] == sorted(map(gold.count, range(6)))[:3:-1]

@@ -7,7 +7,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
-from sklearn.metrics import f1_score
+from sklearn.metrics import f1_score, log_loss, matthews_corrcoef, precision_score, recall_score
 
 from smelt.core.errors import InputError
 from smelt.evaluate import significance
@@ -92,7 +92,8 @@ def test_corner_cases_equal_sacrebleu(predictions):
 def test_references_of_differing_number_are_all_used():
     predictions = ["the cat sat on the mat", "a dog ran home today"]
     references = [["a cat sat on a mat", "the cat sat on the mat"], ["a dog ran home now"]]
-    scores = score_texts(TEXT_METRICS, predictions, references)
+    metrics = [name for name in TEXT_METRICS if name not in ("meteor", "bertscore")]  # which need files
+    scores = score_texts(metrics, predictions, references)
     columns = [["a cat sat on a mat", "a dog ran home now"], ["the cat sat on the mat", None]]
     assert scores["bleu"].value == pytest.approx(BLEU().corpus_score(predictions, columns).score, abs=1e-9)
     assert scores["chrf"].value == pytest.approx(CHRF().corpus_score(predictions, columns).score, abs=1e-9)
@@ -100,7 +101,7 @@ def test_references_of_differing_number_are_all_used():
     assert "nrefs:var" in scores["rouge1"].signature
     # first example matches its second reference, the second shares 4 of 5 words
     assert scores["rouge1"].value == pytest.approx(100 * (1 + 0.8) / 2)
-    assert list(scores) == list(TEXT_METRICS)
+    assert list(scores) == metrics
 
 
 def test_rouge_equals_rouge_score_on_english():
@@ -128,6 +129,68 @@ def test_tokenizer_keeps_letters_of_all_scripts():
 def test_wrong_umlaut_lowers_rouge():
     score = score_texts(["rouge1"], ["schon"], [["schön"]])["rouge1"]
     assert score.value == 0
+
+
+SKLEARN_METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
+LABELLED = np.random.default_rng(7)
+GOLD = LABELLED.integers(0, 4, 80)
+LOGITS = LABELLED.normal(0, 1, (80, 6)).astype(np.float32)
+LOGITS[np.arange(80), GOLD] += 1
+LOGITS[:, 5] = -9  # a class that is neither predicted nor present
+GUESS = LOGITS.argmax(axis=1)
+
+
+def sklearn_value(metric, rows, only=None):
+    if metric == "matthews":
+        return 100 * matthews_corrcoef(GOLD[rows], GUESS[rows])
+    if metric == "cross_entropy":
+        chances = np.exp(LOGITS[rows]) / np.exp(LOGITS[rows]).sum(axis=1, keepdims=True)
+        return log_loss(GOLD[rows], chances, labels=range(6))
+    average = {"average": "macro"} if only is None else {"labels": [only], "average": "macro"}
+    return 100 * SKLEARN_METRICS[metric](GOLD[rows], GUESS[rows], zero_division=0, **average)
+
+
+@pytest.mark.parametrize(
+    ("metric", "only"),
+    [
+        ("precision", None),
+        ("recall", None),
+        ("matthews", None),
+        ("cross_entropy", None),
+        ("f1", 2),
+        ("precision", 3),
+        ("recall", 1),
+    ],
+)
+def test_class_metrics_equal_sklearn_on_all_rows_and_on_resamples(metric, only):
+    chosen = {} if only is None else {metric: only}
+    score = score_labels([metric], GUESS.tolist(), GOLD.tolist(), LOGITS, chosen)[metric]
+    assert score.value == pytest.approx(sklearn_value(metric, np.arange(80), only), rel=1e-5)
+    drawn = np.random.default_rng(significance.BOOTSTRAP_SEED).integers(0, 80, size=(1000, 80))[:30]
+    ours = significance._resampled_values(score.statistics)
+    assert ours[:30] == pytest.approx([sklearn_value(metric, rows, only) for rows in drawn], rel=1e-5)
+    assert score.ci95 == pytest.approx(tuple(np.quantile(ours, (0.025, 0.975))))
+    sure = LOGITS + 9 * np.eye(6, dtype=np.float32)[GOLD]
+    better = score_labels([metric], GOLD.tolist(), GOLD.tolist(), sure, chosen)[metric]
+    found = significance.compare_steps(better.statistics, score.statistics)
+    assert (found["difference"] > 0) == score.higher_is_better
+    assert found["difference"] == pytest.approx(better.value - score.value)
+
+
+def test_chance_of_class_metrics_is_the_most_frequent_class_or_the_frequencies():
+    found = score_labels(
+        ["recall", "precision", "matthews", "cross_entropy", "f1"],
+        [0, 1, 1, 2],
+        [0, 0, 0, 1],
+        np.zeros((4, 3), np.float32),
+        {"f1": 0},
+    )
+    constant, gold = [0, 0, 0, 0], [0, 0, 0, 1]
+    assert found["recall"].chance == pytest.approx(100 * recall_score(gold, constant, average="macro"))
+    assert found["precision"].chance == pytest.approx(100 * 0.75 / 2)
+    assert found["matthews"].chance == matthews_corrcoef(gold, constant) == 0
+    assert found["cross_entropy"].chance == pytest.approx(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))
+    assert found["f1"].chance == pytest.approx(100 * f1_score(gold, constant, pos_label=0))
 
 
 def test_labels_equal_sklearn_and_published_wilson_interval():
@@ -192,7 +255,7 @@ def test_chinese_is_scored_by_characters():
     assert "|tok:zh|" in score.signature
     same = score_texts(["bleu", "rougeL"], CHINESE, [[text] for text in CHINESE])
     assert [same[name].value for name in same] == pytest.approx([100, 100])
-    named = score_texts(["bleu"], NEAR, [[text] for text in CHINESE], tokenize="char")["bleu"]
+    named = score_texts(["bleu"], NEAR, [[text] for text in CHINESE], {"bleu": {"tokenize": "char"}})["bleu"]
     theirs = BLEU(tokenize="char").corpus_score(NEAR, [CHINESE])
     assert named.value == pytest.approx(theirs.score, abs=1e-9)
 

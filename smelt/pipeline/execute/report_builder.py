@@ -289,6 +289,7 @@ class ReportBuilder:
             device=score.get("device"),
             warnings=[*messages_to_json(artifact.manifest.warnings), *score["warnings"]],
             quality=dict(score["quality"]),
+            classes=score.get("classes"),
         )
         self.statistics[name], self._scores[name] = score["statistics"], score
         step["against_parent"] = _paired_differences(self.statistics, name, step["parent"])
@@ -519,6 +520,7 @@ def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, A
         "agreement": None,
         "confusion": None,
         "examples": None,
+        "classes": None,
         "details": {},
     }
 

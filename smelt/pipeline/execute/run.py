@@ -168,7 +168,8 @@ class _PlanRunner:
             recipe.threads,
             recipe.truncation,
             recipe.device,
-            recipe.tokenize,
+            recipe.metric_settings,
+            recipe.base,
         )
         self.step_runner = StepRunner(
             store,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from smelt.core.artifact import Artifact
@@ -16,6 +18,7 @@ from smelt.data.labels import (
     LABEL_SEPARATOR,
     MULTI_LABEL,
     REGRESSION,
+    SINGLE_LABEL,
     check_labels,
     class_names,
     class_targets,
@@ -35,11 +38,20 @@ from smelt.data.splits import (
     Task,
     input_texts,
 )
-from smelt.evaluate.metrics import AGREEMENT_METRIC, RESPONSE_PERPLEXITY
+from smelt.evaluate.metrics import (
+    AGREEMENT_METRIC,
+    CHOICE_METRICS,
+    RESPONSE_PERPLEXITY,
+    TEXT_METRICS,
+    MetricSettingValues,
+    find_metric,
+    is_lower_better,
+    is_own_metric,
+)
 from smelt.generation.config import GenerationSettings
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.machine import artifact_device
-from smelt.runtimes.device import NO_PROVIDER, cuda_device_count
+from smelt.runtimes.device import NO_PROVIDER, cuda_device_count, torch_device
 from smelt.runtimes.registry import find_runtime
 
 if TYPE_CHECKING:
@@ -60,7 +72,8 @@ TRUNCATED_OUTPUT_SHARE = 0.01
 class Scorer:
     """Scores artifacts with fixed metrics, generation settings and batch size.
 
-    tokenize: BLEU's tokenizer, None to choose it by the references.
+    metric_settings: settings of metrics by metric, as in the recipe.
+    base: the folder that paths in them are relative to, and where a user's own metrics are found.
     reference: the artifact that outputs are compared with (`agreement`, and all metrics of `custom`); None if
         not available yet, then `agreement` is not computed.
     reference_cache: outputs of the reference by split.
@@ -74,7 +87,8 @@ class Scorer:
     threads: int | None
     truncation: Literal["warn", "error"] = "warn"
     device: str = "auto"
-    tokenize: str | None = None
+    metric_settings: MetricSettingValues = field(default_factory=dict)
+    base: Path = Path()
     reference: Artifact | None = None
     reference_cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -82,6 +96,11 @@ class Scorer:
     def needs_reference(self) -> bool:
         """Whether a score also depends on the reference."""
         return self.task == CUSTOM_TASK or AGREEMENT_METRIC in self.metrics
+
+    @property
+    def negated_metrics(self) -> frozenset[str]:
+        """The scored metrics whose lower values are better."""
+        return frozenset(name for name in self.metrics if is_lower_better(name, self.metric_settings))
 
     def score(self, artifact: Artifact, split: Split, progress: Progress = no_progress) -> dict[str, Any]:
         """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
@@ -139,14 +158,33 @@ class Scorer:
             "version": SCORE_VERSION,
             "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT_TASKS else None,
             "batch_size": self.batch_size,
-            "tokenize": self.tokenize,
+            "metric_settings": {name: dict(given) for name, given in self.metric_settings.items()},
+            "metric_files": self._metric_files,
             "truncation": self.truncation,
-            "libraries": library_versions(_METRIC_LIBRARIES),
+            "libraries": library_versions(self._metric_libraries),
         }
+
+    @property
+    def _metric_libraries(self) -> tuple[str, ...]:
+        found = {library for name in self.metrics for library in find_metric(name).libraries}
+        return tuple(sorted(found))
+
+    @cached_property
+    def _metric_files(self) -> dict[str, str]:
+        """Hashes of the files that metrics consist of: a user's module, the model of BERTScore."""
+        from smelt.evaluate.own_metric import load_own_metric
+        from smelt.evaluate.text_similarity import encoder_hash
+
+        own = {
+            name: load_own_metric(name, self.base).source_hash for name in self.metrics if is_own_metric(name)
+        }
+        if "bertscore" in self.metrics:
+            own["bertscore"] = encoder_hash(self.metric_settings["bertscore"], self.base)
+        return own
 
     def _key(self, artifact: Artifact, split: Split) -> str:
         runtime = find_runtime(artifact.format, artifact.manifest.details.get("target"))
-        libraries = library_versions((*runtime.libraries, *_METRIC_LIBRARIES))
+        libraries = library_versions((*runtime.libraries, *self._metric_libraries))
         reference_part = {"reference": self.reference and self.reference.key} if self.needs_reference else {}
         return json_hash(
             self.key_conditions()
@@ -166,7 +204,6 @@ class Scorer:
         from smelt.generation.config import resolve_generation
         from smelt.runtimes.predict_texts import generate_texts
 
-        metrics = [m for m in self.metrics if m not in (RESPONSE_PERPLEXITY, AGREEMENT_METRIC)]
         texts = [e.text for e in split.examples]
         stopped: list[tuple[int, int]] = []
         predictions = generate_texts(
@@ -174,10 +211,19 @@ class Scorer:
         )
         references = [e.references for e in split.examples]
         language = read_text_rules(runner.folder).target_language
-        scores = score_texts(metrics, predictions, references, self.tokenize, language) if metrics else {}
+        scores = score_texts(
+            [name for name in self.metrics if name in TEXT_METRICS],
+            predictions,
+            references,
+            self.metric_settings,
+            language,
+            self.base,
+            torch_device(self.device) if "bertscore" in self.metrics else "cpu",
+        )
+        scores |= self._own_scores(predictions, references, split)
         scores |= self._score_agreement(runner, predictions, split, progress)
         value = {
-            **_split_scores(scores),
+            **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
             "predictions": predictions,
             "warnings": _truncated_output_warnings(stopped, len(texts)),
         }
@@ -185,12 +231,38 @@ class Scorer:
             scored["signature"] += f"|{resolve_generation(self.generation, runner).describe()}"
         return value
 
+    def _own_scores(
+        self, predictions: Sequence[str], references: Sequence[Sequence[str]], split: Split
+    ) -> dict[str, MetricScore]:
+        """Return the scores by the user's own metrics."""
+        from smelt.evaluate.own_metric import load_own_metric, score_own_metric
+
+        places = [f"{split.origin}:{e.line or e.row or at}" for at, e in enumerate(split.examples, 1)]
+        sources = [example.text for example in split.examples]
+        return {
+            name: score_own_metric(
+                load_own_metric(name, self.base),
+                predictions,
+                references,
+                sources,
+                places,
+                not is_lower_better(name, self.metric_settings),
+            )
+            for name in self.metrics
+            if is_own_metric(name)
+        }
+
     def _score_responses(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        generated = len(self.metrics) > (RESPONSE_PERPLEXITY in self.metrics)
+        generated = any(name in TEXT_METRICS or is_own_metric(name) for name in self.metrics)
         value = self._score_texts(runner, split, progress) if generated else None
         value = value or {"quality": {}, "statistics": {}, "predictions": []}
         if RESPONSE_PERPLEXITY in self.metrics:
             found = _split_scores({RESPONSE_PERPLEXITY: _response_perplexity(runner, split, self.batch_size)})
+            value["quality"] |= found["quality"]
+            value["statistics"] |= found["statistics"]
+        chosen = [name for name in self.metrics if name in CHOICE_METRICS]
+        if chosen and split.has_choices:
+            found = _split_scores(_choice_scores(chosen, runner, split, self.batch_size, progress))
             value["quality"] |= found["quality"]
             value["statistics"] |= found["statistics"]
         for part in ("quality", "statistics"):  # in the recipe's order
@@ -222,9 +294,10 @@ class Scorer:
         if metrics:  # check labels before running the model
             check_labels(split.examples, names, problem, split.origin)
         logits = class_logits(runner, split.examples, self.batch_size, progress)
-        scores, predictions = score_classifier(metrics, runner.config, logits, split)
+        scores, predictions = score_classifier(metrics, runner.config, logits, split, self.metric_settings)
         scores |= self._score_agreement(runner, predictions, split, progress)
-        value = {**_split_scores(scores), "predictions": predictions}
+        counts = class_counts(runner.config, logits, split) if metrics else None
+        value = {**_split_scores(scores), "predictions": predictions, "classes": counts}
         return value if problem == REGRESSION else value | {"labels": names, "logits": pack_logits(logits)}
 
     def _score_agreement(
@@ -326,7 +399,6 @@ _SCORE_METHODS: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, An
     "sentence-similarity": Scorer._score_vectors,
     "custom": Scorer._score_arrays,
 }
-_METRIC_LIBRARIES = ("sacrebleu", "mecab-python3", "mecab-ko", "rouge-score", "scikit-learn")
 
 
 def _response_perplexity(runner: Any, split: Split, batch_size: int) -> MetricScore:
@@ -352,7 +424,7 @@ def cached_agreement(
     from smelt.evaluate.agreement import AGREEMENT_VERSION, compare_outputs
 
     sides = [{part: side.get(part) for part in _OUTPUT_PARTS} for side in (score, baseline)]
-    libraries = library_versions(_METRIC_LIBRARIES)
+    libraries = library_versions(("sacrebleu",))
     key = json_hash({"agreement": AGREEMENT_VERSION, "outputs": sides, "libraries": libraries})
     kept = store.read_score(key)
     if kept is None:
@@ -363,6 +435,30 @@ def cached_agreement(
 
 
 _OUTPUT_PARTS = ("predictions", "labels", "logits")
+
+
+def _choice_scores(
+    metrics: Sequence[str], runner: Any, split: Split, batch_size: int, progress: Progress
+) -> dict[str, MetricScore]:
+    """Return the scores of the choices of each example, by their likelihood after the prompt."""
+    from smelt.evaluate.quality import score_choices
+    from smelt.generation.prompt_batches import encode_responses, fit_response
+    from smelt.generation.runners import last_tokens_nll
+
+    tools = runner.text
+    pairs = [(example.text, choice) for example in split.examples for choice in example.choices]
+    encoded = encode_responses(pairs, tools.tokenizer, every_turn=False, with_end=False)
+    rows = [fit_response(row, tools.max_input_length, tools.tokenizer.bos_token_id) for (row,) in encoded]
+    found = iter(
+        last_tokens_nll(
+            runner, [row.ids for row in rows], [row.num_last_targets for row in rows], batch_size, progress
+        )
+    )
+    choices = [example.choices for example in split.examples]
+    answers = [example.answer or 0 for example in split.examples]
+    losses = [[next(found) for _ in texts] for texts in choices]
+    examples = [[e.text, list(e.choices), e.answer] for e in split.examples]
+    return score_choices(metrics, losses, choices, answers, examples)
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
@@ -452,9 +548,15 @@ def _count_too_long(
 
 
 def score_classifier(
-    metrics: Sequence[str], config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
+    metrics: Sequence[str],
+    config: Mapping[str, Any],
+    logits: NDArray[np.float32],
+    split: Split,
+    settings: MetricSettingValues | None = None,
 ) -> tuple[dict[str, MetricScore], list[Any]]:
     """Score a classifier's logits, float32 [n, C], on the samples of `split`.
+
+    settings: of metrics, as in the recipe: the class that F1, precision or recall is of.
 
     Returns:
         Scores by metric, and the prediction per sample: a class name, a list of names, or a number. Without
@@ -477,12 +579,30 @@ def score_classifier(
         found = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
         if metrics:
             gold = multi_label_targets(split.examples, names, split.origin)
-            scores = score_label_sets(metrics, found, gold, len(names))
+            scores = score_label_sets(metrics, found, gold, len(names), logits)
         return scores, [[names[i] for i in row] for row in found]
     predicted = [int(row.argmax()) for row in logits]
     if metrics:
-        scores = score_labels(metrics, predicted, class_targets(split.examples, names, split.origin))
+        wanted = class_targets(split.examples, names, split.origin)
+        labels = {name: given["label"] for name, given in (settings or {}).items() if "label" in given}
+        chosen = class_targets([Example("", label=x) for x in labels.values()], names, "")
+        scores = score_labels(metrics, predicted, wanted, logits, dict(zip(labels, chosen, strict=True)))
     return scores, [names[i] for i in predicted]
+
+
+def class_counts(
+    config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
+) -> list[dict[str, Any]] | None:
+    """Return the scores by class of a classifier with one label, as in report.json; None for others."""
+    from smelt.evaluate.label_quality import class_scores, confusion_matrix
+
+    names = class_names(config)
+    if problem_type(config) != SINGLE_LABEL:
+        return None
+    counts = confusion_matrix(
+        logits.argmax(axis=1).tolist(), class_targets(split.examples, names, split.origin), len(names)
+    )
+    return class_scores(counts, names)
 
 
 # Escapes control characters in class names.

@@ -23,7 +23,6 @@ from smelt.core.store import StageCache, StepCheckpoints, Store
 from smelt.data.labels import ProblemType
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
 from smelt.evaluate.environment import machine_id
-from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.models.text_rules import SentenceRules, TextRules
 from smelt.pipeline.execute.failures import explain_step_error
 from smelt.pipeline.execute.scoring import Scorer, library_versions
@@ -200,7 +199,7 @@ class StepRunner:
             seed=self.seed,
             ancestors=ancestors,
             score=self._validation_scores,
-            negated_metrics=LOWER_IS_BETTER,
+            negated_metrics=self.validation_scorer.negated_metrics,
             progress=self.display.progress,
             threads=self.threads,
             device=self.device,
@@ -243,7 +242,7 @@ class StepRunner:
     def _validation_scores(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
         scores = self.validation_scorer.score(artifact, rows or self.data["validation"])["quality"]
         # stages select the highest value, so metrics where lower is better are negated
-        return {n: -s["value"] if n in LOWER_IS_BETTER else s["value"] for n, s in scores.items()}
+        return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
 
 
 def _master_weights_key(step: PlanStep, parent: Artifact) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from smelt.data.splits import (
     SplitName,
     Task,
 )
+from smelt.evaluate.metrics import METRICS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
@@ -45,7 +46,6 @@ from smelt.pipeline.inspect.init_stages import (
 )
 from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model
 from smelt.pipeline.inspect.onnx_files import is_onnx
-from smelt.pipeline.recipe.model_and_data import METRICS_BY_PROBLEM
 from smelt.pipeline.recipe.yaml_file import parse_yaml
 
 _PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}

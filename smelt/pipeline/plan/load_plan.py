@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.compress.quantize.scheme_options import two_bit_warnings
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.splits import Split, Task
-from smelt.evaluate.metrics import AGREEMENT_METRIC
+from smelt.evaluate.metrics import AGREEMENT_METRIC, CHOICE_METRICS, is_own_metric
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason
@@ -191,7 +191,40 @@ def check_data(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> dict[
     return splits if readable else {}
 
 
-def check_bleu_tokenizer(recipe: ParsedRecipe, splits: Mapping[str, Split], mistakes: Mistakes) -> None:
+def check_metrics(recipe: ParsedRecipe, splits: Mapping[str, Split], mistakes: Mistakes) -> None:
+    """Check what the recipe's metrics need: a tokenizer that fits, choices, data, a model, a function."""
+    from smelt.evaluate.own_metric import load_own_metric
+    from smelt.evaluate.text_similarity import check_encoder, require_wordnet
+
+    for at, metric in enumerate(recipe.score.quality):
+        path: KeyPath = ("score", "quality", at)
+        try:
+            if is_own_metric(metric):
+                load_own_metric(metric, recipe.base)
+            elif metric == "meteor":
+                require_wordnet()
+            elif metric == "bertscore" and metric in recipe.metric_settings:
+                check_encoder(recipe.metric_settings[metric], recipe.base)
+            elif metric in CHOICE_METRICS and "test" in splits:
+                _require_choices(metric, splits["test"])
+        except (InputError, MissingDependencyError) as error:
+            mistakes.add(path, str(error), code=error.code)
+        if metric == "bleu":
+            _check_bleu_tokenizer(recipe, splits, (*path, "bleu", "tokenize"), mistakes)
+
+
+def _require_choices(metric: str, split: Split) -> None:
+    if not split.has_choices:
+        raise InputError(
+            f"'{metric}' scores choices, and the samples of {split.origin} have none. Add a list of texts"
+            " 'choices' and the right one as 'answer', or remove the metric.",
+            code="missing-choices",
+        )
+
+
+def _check_bleu_tokenizer(
+    recipe: ParsedRecipe, splits: Mapping[str, Split], path: KeyPath, mistakes: Mistakes
+) -> None:
     """Check that the tokenizer set for BLEU can split the references."""
     for name in ("test", "validation"):
         if recipe.tokenize is None or name not in splits:
@@ -199,9 +232,7 @@ def check_bleu_tokenizer(recipe: ParsedRecipe, splits: Mapping[str, Split], mist
         try:
             bleu_tokenizer((t for e in splits[name].examples for t in e.references), recipe.tokenize)
         except InputError as error:
-            at = next((n for n, metric in enumerate(recipe.score.quality) if metric == "bleu"), 0)
-            place = ("score", "quality", at, "bleu", "tokenize")
-            mistakes.add(place, f"data.{name}: {error}", code=error.code)
+            mistakes.add(path, f"data.{name}: {error}", code=error.code)
             return
 
 
@@ -447,7 +478,8 @@ def make_plan(
     check_float_weights(foreign, every, checker.setting_paths, mistakes)
     check_window_length(read, folder, mistakes)
     splits = check_data(read, mistakes, bad)
-    check_bleu_tokenizer(read, splits, mistakes)
+    if not has_mistake(bad, "score.quality", "task"):
+        check_metrics(read, splits, mistakes)
     _check_prompts(read, folder, splits, mistakes, bad)
     check_device(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)

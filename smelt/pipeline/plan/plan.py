@@ -21,7 +21,7 @@ from smelt.data.examples import UNLABELLED, read_split, read_unlabelled
 from smelt.data.labels import ProblemType
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
-from smelt.evaluate.metrics import LOWER_IS_BETTER, scores_agreement_alone
+from smelt.evaluate.metrics import is_lower_better, scores_agreement_alone
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.model_folder import fetch_model
 from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
@@ -265,7 +265,7 @@ def _format_plan(plan: Plan) -> str:
         text = "judged on   test: choosing the best of several branches on test overestimates its score"
         lines += _wrap_lines(text, 12)
     for gate in plan.gates:
-        way = "rise" if gate.metric in LOWER_IS_BETTER else "drop"
+        way = "rise" if is_lower_better(gate.metric, recipe.metric_settings) else "drop"
         sign = {"max_drop": f"{way} at most", "min": "at least", "max": "at most"}[gate.kind]
         sure = f", with confidence {gate.confidence:g}" if gate.confidence is not None else ""
         limit = f"{sign} {gate.limit:,.10g}{sure}"

@@ -11,7 +11,7 @@ from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Settings, stage_needs
 from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION
-from smelt.evaluate.metrics import AGREEMENT_METRIC
+from smelt.evaluate.metrics import AGREEMENT_METRIC, METRICS_BY_TASK
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, read_config
 from smelt.pipeline.plan.plan import PlanStep
@@ -26,7 +26,7 @@ from smelt.pipeline.plan.warnings import lost_work_warnings, poor_order_warnings
 from smelt.pipeline.recipe import stages
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake, validate_settings
 from smelt.pipeline.recipe.model_and_data import has_classifier
-from smelt.pipeline.recipe.recipe import METRICS_BY_TASK, ParsedRecipe
+from smelt.pipeline.recipe.recipe import ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry, step_names
 from smelt.pipeline.recipe.yaml_file import KeyPath
 

@@ -13,8 +13,9 @@ from typing import Any
 from smelt.core.errors import InputError, combined_error
 from smelt.core.files import read_json_object, resolve_path
 from smelt.core.messages import Message, error_message
-from smelt.data.labels import ProblemType
+from smelt.data.labels import ProblemType, class_names
 from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, Split
+from smelt.evaluate.metrics import DEFAULTS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES_BY_TASK
 from smelt.models.image_processor import PROCESSOR_FILE, default_processor_config, parse_processor
 from smelt.pipeline.inspect.model_folder import (
@@ -28,12 +29,12 @@ from smelt.pipeline.inspect.model_folder import (
 from smelt.pipeline.plan.plan import PlanStep
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.model_and_data import (
-    METRICS_BY_PROBLEM,
     NewTokenizer,
     UntrainedModel,
     gate_mistakes,
     has_classifier,
     label_mistakes,
+    metric_class_mistakes,
     metric_mistakes,
     new_class_names,
     resolve_problem_type,
@@ -250,7 +251,10 @@ def check_classifier(
         return recipe, problem if whole else None
     for at, found in metric_mistakes(recipe.score.quality, problem):
         mistakes.add_message(("score", "quality", at), found)
-    metrics = recipe.score.quality or METRICS_BY_PROBLEM[problem]
+    names = class_names(config) if has_classifier(config) else new_class_names(splits, problem)
+    for at, found in metric_class_mistakes(recipe.score.quality, recipe.metric_settings, names):
+        mistakes.add_message(("score", "quality", at), found)
+    metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
     if not recipe.score.quality:
         for gate, found in gate_mistakes(recipe.gates, metrics, problem):
             mistakes.add_message(("gates", gate), found)
@@ -279,8 +283,10 @@ def resolve_labels(
     problem = problem or resolve_problem_type(config, data)
     found = [mistake for _, mistake in label_mistakes(config, data, problem)]
     quality = metric_mistakes(recipe.score.quality, problem)
+    names = class_names(config) if has_classifier(config) else new_class_names(data, problem)
+    quality += metric_class_mistakes(recipe.score.quality, recipe.metric_settings, names)
     found += [mistake.with_prefix("score.quality: ") for _, mistake in quality]
-    metrics = recipe.score.quality or METRICS_BY_PROBLEM[problem]
+    metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
     found += [mistake.with_prefix("gates: ") for _, mistake in gate_mistakes(recipe.gates, metrics, problem)]
     if found:
         raise combined_error(found)

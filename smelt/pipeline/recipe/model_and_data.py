@@ -16,20 +16,20 @@ from smelt.core.stage import Settings
 from smelt.data.examples import UNLABELLED
 from smelt.data.labels import (
     CLASSIFIER_SUFFIXES,
-    MULTI_LABEL,
     REGRESSION,
     SINGLE_LABEL,
     ProblemType,
     check_labels,
     class_names,
+    class_targets,
     infer_label_names,
     infer_problem_type,
     is_blank_label,
     label_as_int,
     split_labels,
 )
-from smelt.data.splits import Columns, Split, Windows
-from smelt.evaluate.metrics import AGREEMENT_METRIC
+from smelt.data.splits import Columns, Example, Split, Windows
+from smelt.evaluate.metrics import CLASSIFIER_METRICS, METRICS_BY_PROBLEM, MetricSettingValues
 from smelt.models.text_rules import Pooling
 
 # name of a file, a folder or a hub repository
@@ -145,17 +145,6 @@ class DataSettings(Settings):
 
 
 _MAX_SHOWN = 5  # labels that a message names
-# Metrics of each problem type; the first one is the main metric.
-METRICS_BY_PROBLEM: dict[ProblemType, tuple[str, ...]] = {
-    SINGLE_LABEL: ("accuracy", "f1"),
-    MULTI_LABEL: ("f1_micro", "f1_macro", "subset_accuracy"),
-    REGRESSION: ("pearson", "spearman", "mse"),
-}
-# Those of every problem type, and agreement with the baseline's predictions.
-CLASSIFIER_METRICS = (
-    *(metric for metrics in METRICS_BY_PROBLEM.values() for metric in metrics),
-    AGREEMENT_METRIC,
-)
 
 
 def has_classifier(config: Mapping[str, Any]) -> bool:
@@ -242,13 +231,24 @@ def label_mistakes(
 
 def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
     """Return (index, mistake) for the metrics that do not fit the problem type."""
-    fitting = _fitting_metrics(problem)
+    fitting = METRICS_BY_PROBLEM[problem]
     return [(at, unfit_metric(metric, problem)) for at, metric in enumerate(metrics) if metric not in fitting]
 
 
-def _fitting_metrics(problem: ProblemType) -> tuple[str, ...]:
-    """Return the metrics of a problem type; numbers are hardly ever equal, so they have no agreement."""
-    return METRICS_BY_PROBLEM[problem] + (() if problem == REGRESSION else (AGREEMENT_METRIC,))
+def metric_class_mistakes(
+    metrics: Sequence[str], settings: MetricSettingValues, names: Sequence[str]
+) -> list[tuple[int, Message]]:
+    """Return (index, mistake) for the metrics of one class whose `label` is none of the classes `names`."""
+    found = []
+    for at, metric in enumerate(metrics):
+        label = settings.get(metric, {}).get("label")
+        try:
+            class_targets([Example("", label=label)] if label is not None else [], names)
+        except InputError:
+            known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+            text = f"'{metric}': no class {label!r}. Classes: {known}.{did_you_mean(str(label), names)}"
+            found.append((at, error_message("unknown-label", text)))
+    return found
 
 
 def gate_mistakes(
@@ -260,13 +260,12 @@ def gate_mistakes(
 
 def unfit_metric(metric: str, problem: ProblemType) -> Message:
     """Return the mistake that `metric` does not fit `problem`, or is not one of its default metrics."""
-    if metric == AGREEMENT_METRIC and problem != REGRESSION:
+    fitting = METRICS_BY_PROBLEM[problem]
+    if metric in fitting:
         text = f"'{metric}' is not measured. Add it to score.quality."
         return error_message("metric-not-scored", text)
-    owners = [*METRICS_BY_PROBLEM.items(), ("classes", (AGREEMENT_METRIC,))]
-    owner = next((name for name, metrics in owners if metric in metrics), None)
+    owner = next((name for name, metrics in METRICS_BY_PROBLEM.items() if metric in metrics), None)
     what = f"'{metric[:60]}' is a metric for {owner}" if owner else f"'{metric[:60]}' is not a metric"
-    fitting = _fitting_metrics(problem)
     return error_message(
         "does-not-fit-labels" if owner else "unknown-metric",
         f"{what}; the model and data are {problem}. Available metrics: {', '.join(fitting)}."

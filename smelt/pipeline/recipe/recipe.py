@@ -10,22 +10,22 @@ from pydantic import ConfigDict, Field, field_validator
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.stage import Settings
-from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
 from smelt.data.splits import (
     ALL_TASKS,
-    IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
-    TEXT_GENERATION,
     Task,
     Windows,
 )
 from smelt.evaluate.latency import LatencySettings
 from smelt.evaluate.metrics import (
-    AGREEMENT_METRIC,
-    EMBEDDING_METRICS,
-    LOWER_IS_BETTER,
-    OUTPUT_METRICS,
-    RESPONSE_PERPLEXITY,
+    DEFAULT_METRICS,
+    METRICS,
+    METRICS_BY_TASK,
+    MetricSettingValues,
+    is_lower_better,
+    is_own_metric,
+    metric_settings_type,
+    takes_own_metrics,
 )
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.mistakes import (
@@ -37,7 +37,6 @@ from smelt.pipeline.recipe.mistakes import (
     value_text,
 )
 from smelt.pipeline.recipe.model_and_data import (
-    CLASSIFIER_METRICS,
     DataSettings,
     EmbeddingSettings,
     UntrainedModel,
@@ -45,31 +44,6 @@ from smelt.pipeline.recipe.model_and_data import (
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
 from smelt.runtimes.device import Device
-
-METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
-    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL", AGREEMENT_METRIC),
-    "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf", AGREEMENT_METRIC),
-    "language-modeling": ("perplexity", "bits_per_byte"),
-    TEXT_GENERATION: (
-        *("rougeL", "token_f1", "exact_match", RESPONSE_PERPLEXITY),
-        *("bleu", "chrf", "rouge1", "rouge2", "rougeLsum", AGREEMENT_METRIC),
-    ),
-    IMAGE_CLASSIFICATION: CLASSIFIER_METRICS,
-    "text-classification": CLASSIFIER_METRICS,
-    "sentence-similarity": EMBEDDING_METRICS,
-    "custom": OUTPUT_METRICS,
-}
-# Metrics of a recipe that names none: all that fit the task, except here. For a classifier they depend on
-# the problem type, for sentence embedders on whether the samples have scores; both are known after reading
-# model and data (smelt.pipeline.plan.untrained_checks, smelt.pipeline.plan.task_checks).
-DEFAULT_METRICS = METRICS_BY_TASK | {
-    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
-    "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
-    TEXT_GENERATION: ("rougeL", "token_f1", "exact_match", RESPONSE_PERPLEXITY),
-    "text-classification": (),
-    IMAGE_CLASSIFICATION: (),
-    "sentence-similarity": (),
-}
 
 # Gates on latency: by wall-clock time, by CPU time.
 SPEED_METRICS = ("speedup", "cpu_speedup")
@@ -153,18 +127,22 @@ class RecipeKeys(Settings):
 class ParsedRecipe(RecipeKeys):
     """A parsed recipe.
 
-    stages: the steps as written. path: the file. tokenize: BLEU's tokenizer as set in score.quality; None to
-    choose it by the references. judged_on: the split for gates and the recommendation, as set by `gates.on`;
-    None to let the plan choose. document: the file's content as plain values with `--set` applied, as in
-    report.json.
+    stages: the steps as written. path: the file. metric_settings: the settings of metrics in score.quality,
+    by metric. judged_on: the split for gates and the recommendation, as set by `gates.on`; None to let the
+    plan choose. document: the file's content as plain values with `--set` applied, as in report.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     stages: tuple[StageEntry, ...] = ()
     path: Path
-    tokenize: str | None = None
+    metric_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
     judged_on: JudgedOn | None = None
     document: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def tokenize(self) -> str | None:
+        """BLEU's tokenizer; None to choose it by the references."""
+        return self.metric_settings.get("bleu", {}).get("tokenize")
 
     @property
     def base(self) -> Path:
@@ -235,14 +213,15 @@ def check_recipe(
                 f"unknown key. Known keys: {', '.join(_RECIPE_KEYS)}.{hint}",
                 code="unknown-setting",
             )
-    tokenize, judged_on = _extract_metric_options(head, mistakes), _extract_judged_on(head, mistakes)
+    metric_settings = _extract_metric_settings(head, mistakes)
+    judged_on = _extract_judged_on(head, mistakes)
     task_bad = _check_task(head, mistakes)
     keys, places = validate_settings(RecipeKeys, head | task_bad, (), mistakes, _PLACEHOLDERS)
     assert keys is not None  # each key has a default or a placeholder
     bad = {dotted_path(place) for place in places} | set(task_bad)
     _check_data(keys, bad, mistakes)
     keys = _check_quality(keys, bad, mistakes)
-    _check_gates(keys, bad, mistakes)
+    _check_gates(keys, metric_settings, bad, mistakes)
     entries, stages_bad = read_stages(value.get("stages"), mistakes)
     if stages_bad:
         bad.add("stages")
@@ -261,52 +240,32 @@ def check_recipe(
             "the recipe has no validation samples. Set data: validation.",
             code="missing-data",
         )
-    parts |= {"tokenize": tokenize, "judged_on": judged_on, "document": value}
+    parts |= {"metric_settings": metric_settings, "judged_on": judged_on, "document": value}
     recipe = ParsedRecipe(**parts, stages=tuple(entries), path=path)
     return recipe, mistakes, bad
 
 
-def _extract_metric_options(values: dict[str, Any], mistakes: Mistakes) -> str | None:
-    """Replace each metric with options by its name; return BLEU's `tokenize` option, None if not set."""
+def _extract_metric_settings(values: dict[str, Any], mistakes: Mistakes) -> dict[str, dict[str, Any]]:
+    """Replace each metric with settings by its name; return the settings by metric, without defaults."""
     score = values.get("score")
     if not isinstance(score, dict) or not isinstance(score.get("quality"), list):
-        return None
+        return {}
     names: list[Any] = []
-    tokenize = None
+    found: dict[str, dict[str, Any]] = {}
     for number, entry in enumerate(score["quality"]):
-        if not (isinstance(entry, dict) and len(entry) == 1 and isinstance(next(iter(entry)), str)):
-            names.append(entry)
-            continue
-        [(name, options)] = entry.items()
+        path: KeyPath = ("score", "quality", number)
+        name, given = entry, dict[str, Any]()
+        if isinstance(entry, dict) and len(entry) == 1 and isinstance(next(iter(entry)), str):
+            [(name, given)] = entry.items()
+            path = (*path, name)
         names.append(name)
-        path: KeyPath = ("score", "quality", number, name)
-        if not isinstance(options, dict):
-            mistakes.add(
-                path,
-                f"expected settings such as {{tokenize: zh}}, got {value_text(options)}.",
-                code="wrong-value",
-            )
+        if not isinstance(name, str) or (name not in METRICS and not is_own_metric(name)):
             continue
-        for key, value in options.items():
-            if key != "tokenize" or name != "bleu":
-                known = "tokenize" if name == "bleu" else "none"
-                mistakes.add(
-                    (*path, key),
-                    f"'{name[:60]}' has no such setting. Known settings: {known}.",
-                    code="unknown-setting",
-                )
-            elif value not in BLEU_TOKENIZERS:
-                hint = did_you_mean(str(value), BLEU_TOKENIZERS)
-                known = ", ".join(BLEU_TOKENIZERS)
-                mistakes.add(
-                    (*path, key),
-                    f"expected one of {known}, got {value_text(value)}.{hint}",
-                    code="wrong-value",
-                )
-            else:
-                tokenize = str(value)
+        settings, _ = validate_settings(metric_settings_type(name), given, path, mistakes)
+        if settings is not None:
+            found[name] = settings.model_dump(exclude_defaults=True)
     values["score"] = score | {"quality": names}
-    return tokenize
+    return {name: settings for name, settings in found.items() if settings}
 
 
 def _extract_judged_on(values: dict[str, Any], mistakes: Mistakes) -> JudgedOn | None:
@@ -392,6 +351,8 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
         known = f"Known for {keys.task}: {', '.join(fitting)}."
         if metric in keys.score.quality[:number]:
             mistakes.add(path, f"'{metric}' is listed twice. Remove one.", code="duplicate-metric")
+        elif is_own_metric(metric) and takes_own_metrics(keys.task):
+            continue  # a function, which the plan imports
         elif metric not in fitting:
             bad.add("score.quality")
             elsewhere = metric in everything
@@ -404,7 +365,7 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
     return keys
 
 
-def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
+def _check_gates(keys: RecipeKeys, settings: MetricSettingValues, bad: set[str], mistakes: Mistakes) -> None:
     """Check that each gate is on a measured quantity and has limits that fit it."""
     if has_mistake(bad, "task"):
         return
@@ -412,7 +373,7 @@ def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     measured = every if has_mistake(bad, "score.quality") else keys.score.quality or every
     limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
     # lower is better for these, so `max_drop` limits an increase
-    limits |= {metric: ("max_drop", "max") for metric in limits if metric in LOWER_IS_BETTER}
+    limits |= {metric: ("max_drop", "max") for metric in limits if is_lower_better(metric, settings)}
     limits |= {**dict.fromkeys(SPEED_METRICS, ("min",)), "size_bytes": ("max",)}
     for metric, gate in keys.gates.items():
         path: KeyPath = ("gates", metric)

@@ -10,7 +10,7 @@ from expected_errors import command_error
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from smelt.pipeline.recipe.model_and_data import METRICS_BY_PROBLEM
+from smelt.evaluate.metrics import DEFAULTS_BY_PROBLEM, METRICS_BY_PROBLEM
 
 CHAIN = """
 model: m
@@ -61,7 +61,9 @@ def steps_of(folder):
 def chain(request, tmp_path_factory):
     """A finished run of all stages on pairs of texts."""
     family, problem = request.param
-    folder = home(tmp_path_factory.mktemp(family), family, problem)
+    every = ", ".join(METRICS_BY_PROBLEM[problem]).replace("recall,", "{recall: {label: glad}},")
+    chain = CHAIN.replace("latency: false", f"latency: false, quality: [{every}]")
+    folder = home(tmp_path_factory.mktemp(family), family, problem, chain)
     result = run(folder)
     assert result.exit_code == 0, result.output
     return folder, problem
@@ -76,11 +78,25 @@ def test_a_classifier_goes_all_the_way_with_the_metrics_of_its_problem(chain):
         assert all(score["n"] == 8 for score in step["quality"].values())
     assert steps["onnx"]["against_baseline"].keys() == set(METRICS_BY_PROBLEM[problem])
     assert [m for m, s in steps["onnx"]["quality"].items() if not s["higher_is_better"]] == (
-        ["mse"] if problem == REGRESSION else []
+        ["mse" if problem == REGRESSION else "cross_entropy"]
     )
     config = json.loads((folder / "run" / "artifacts" / "onnx" / "config.json").read_text())
     # where the model did not say what it is, the data did, and the artifacts say it from then on
     assert config.get("problem_type") in ((problem,) if problem != SINGLE_LABEL else (SINGLE_LABEL, None))
+
+
+def test_a_classifier_has_the_scores_of_each_class_in_the_report(chain):
+    folder, problem = chain
+    for step in steps_of(folder).values():
+        found = step["classes"]
+        if problem != SINGLE_LABEL:
+            assert found is None
+            continue
+        assert sum(entry["n"] for entry in found) == 8
+        hits = sum(entry["correct"] for entry in found)
+        assert step["quality"]["accuracy"]["value"] == 100 * hits / 8
+        glad = next(entry for entry in found if entry["label"] == "glad")
+        assert step["quality"]["recall"]["value"] == pytest.approx(glad["recall"])
 
 
 def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(chain):
@@ -114,11 +130,12 @@ def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(cha
 
 
 def test_eval_gives_the_scores_of_the_report(chain):
-    folder, _ = chain
+    folder, problem = chain
     found = harness.smelt(
         "eval", folder / "run" / "artifacts" / "onnx", "--data", folder / "data.jsonl", "--json"
     )
-    assert json.loads(found.output) == steps_of(folder)["onnx"]["quality"]
+    quality = steps_of(folder)["onnx"]["quality"]
+    assert json.loads(found.output) == {name: quality[name] for name in DEFAULTS_BY_PROBLEM[problem]}
 
 
 def test_predict_takes_pairs_with_a_tab_and_says_what_transformers_says(chain):
@@ -191,7 +208,7 @@ def test_numbers_make_a_bare_encoder_a_regressor(tmp_path):
     DistilBertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
     result = run(folder)
     assert result.exit_code == 0, result.output
-    assert tuple(steps_of(folder)["quantize"]["quality"]) == METRICS_BY_PROBLEM[REGRESSION]
+    assert tuple(steps_of(folder)["quantize"]["quality"]) == DEFAULTS_BY_PROBLEM[REGRESSION]
 
 
 def test_a_new_classifier_needs_two_labels(tmp_path):
@@ -239,12 +256,15 @@ def test_a_new_classifier_needs_two_labels(tmp_path):
             "quality: [f1_micro]",
             "does-not-fit-labels",
             "score.quality[0]",
-            (
-                "'f1_micro'",
-                "multi_label_classification",
-                "single_label_classification",
-                ": accuracy, f1, agreement.",
-            ),
+            ("'f1_micro'", "multi_label_classification", "single_label_classification", ": accuracy, f1, "),
+        ),
+        (
+            ["0", "1"],
+            {},
+            "quality: [{f1: {label: gld}}]",
+            "unknown-label",
+            "score.quality[0]",
+            ("'gld'", "glad"),
         ),
         (['["calm"]'], {}, "quality: [accuracy]", "does-not-fit-labels", "score.quality[0]", ("'accuracy'",)),
         (["0", "1"], {}, "gate: mse", "does-not-fit-labels", "gates.mse", ("'mse'", "regression")),
@@ -281,7 +301,7 @@ def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_
     assert all(value in str(command_error(result)) for value in ("score.quality: ", "'f1'"))
     (folder / "recipe.yaml").write_text(SHORT)
     assert run(folder).exit_code == 0
-    assert tuple(steps_of(folder)["model"]["quality"]) == METRICS_BY_PROBLEM[MULTI_LABEL]
+    assert tuple(steps_of(folder)["model"]["quality"]) == DEFAULTS_BY_PROBLEM[MULTI_LABEL]
 
 
 def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):

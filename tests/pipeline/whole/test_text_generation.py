@@ -1,5 +1,6 @@
 """Models that answer prompts, through the command line: training, compression, export, scores, predict."""
 
+import gzip
 import json
 
 import causal
@@ -17,6 +18,7 @@ PAIRS = [
     ("Who sleeps?", "The cat sleeps."), ("Who sings?", "she sings a song"),
     ("Where is the house?", "near the river"), ("What is red?", "a hat"),
 ]  # fmt: skip
+METRICS = ["rougeL", "token_f1", "exact_match", "response_perplexity", "bleu", "chrf", "acc", "acc_norm"]
 RECIPE = """
 model: m
 task: text-generation
@@ -27,7 +29,7 @@ stages:
   - quantize: {scheme: int4, method: gptq, group_size: 16, calibration_samples: 6}
   - onnx: {target: ort-cpu}
 score:
-  quality: [rougeL, token_f1, exact_match, response_perplexity, bleu, chrf]
+  quality: [%s]
   generation: {max_new_tokens: 10}
   latency: %s
 """
@@ -39,13 +41,17 @@ TRAINING = "epochs: 90, learning_rate: 5.0e-3, batch_size: 6, num_evals: 1"
 def _rows(family):
     if family == "qwen2":
         hello = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "two dogs"}]
-        return [
+        rows = [
             {"messages": [*hello, {"role": "user", "content": q}, {"role": "assistant", "content": a}]}
             for q, a in PAIRS
         ]
-    if family == "llama":
-        return [{"instruction": q, "input": "", "output": a} for q, a in PAIRS]
-    return [{"prompt": q, "response": a} for q, a in PAIRS]
+    elif family == "llama":
+        rows = [{"instruction": q, "input": "", "output": a} for q, a in PAIRS]
+    else:
+        rows = [{"prompt": q} for q, a in PAIRS]  # the response is the right choice
+    answers = [answer for _, answer in PAIRS]
+    choices = [[answers[at - 2], answers[at], answers[at - 1]] for at in range(len(PAIRS))]
+    return [row | {"choices": found, "answer": 1} for row, found in zip(rows, choices, strict=True)]
 
 
 def _write_rows(path, rows):
@@ -89,7 +95,7 @@ def run(tmp_path_factory):
         if family == "gpt2":
             first = f"distill: {{losses: {{labels: 1.0, logits: 0.1}}, {TRAINING}}}"
         latency = LATENCY if family == "gpt2" else "false"
-        (home / "recipe.yaml").write_text(RECIPE % (template, first, latency))
+        (home / "recipe.yaml").write_text(RECIPE % (template, first, ", ".join(METRICS), latency))
         with pytest.MonkeyPatch.context() as patch:
             fake_workers.ignore_disturbance(patch)
             forked_workers.install(patch)
@@ -128,7 +134,7 @@ def test_scores_are_those_of_what_predict_prints(run, family):
         )
         assert quality["exact_match"] == pytest.approx(100 * hits / len(answers))
         assert quality["token_f1"] >= quality["exact_match"]
-        assert list(quality) == ["rougeL", "token_f1", "exact_match", "response_perplexity", "bleu", "chrf"]
+        assert list(quality) == METRICS
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
@@ -139,33 +145,61 @@ def test_models_learn_to_answer_and_to_end(run, family):
     assert after["response_perplexity"]["value"] < 1.5 < before["response_perplexity"]["value"]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
-def test_perplexity_is_that_of_transformers(run, family):
+def _log_likelihood(folder, family, question, row, text, end=()):
+    """Return the log-probability of `text` as the answer to a row by transformers, and its tokens."""
     import torch
 
     from smelt.models.checkpoint import load_model, load_tokenizer
 
+    model, words = load_model(folder)[0], load_tokenizer(folder)
+    if family == "qwen2":
+        prompt = words.apply_chat_template(
+            row["messages"][:-1], add_generation_prompt=True, return_dict=False
+        )
+    else:
+        prompt = words(f"Q: {question}\nA: " if family == "llama" else question)["input_ids"]
+    rest = [*words(text, add_special_tokens=False)["input_ids"], *end]
+    ids = torch.tensor([prompt + rest])
+    with torch.no_grad():
+        logp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    return float(logp.gather(1, ids[0, len(prompt) :, None]).sum()), len(rest)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_perplexity_is_that_of_transformers(run, family):
+    import math
+
     home, report = run(family)
     folder = home / "run" / report["steps"][1]["artifact"]
-    model, words = load_model(folder)[0], load_tokenizer(folder)
-    total, count = 0.0, 0
-    for (question, answer), row in zip(PAIRS, _rows(family), strict=True):
-        if family == "qwen2":
-            prompt = words.apply_chat_template(
-                row["messages"][:-1], add_generation_prompt=True, return_dict=False
-            )
-            rest = words(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
-        else:
-            text = f"Q: {question}\nA: " if family == "llama" else question
-            prompt = words(text)["input_ids"]
-            rest = [*words(answer, add_special_tokens=False)["input_ids"], words.eos_token_id]
-        ids = torch.tensor([prompt + rest])
-        with torch.no_grad():
-            logp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
-        total -= float(logp.gather(1, ids[0, len(prompt) :, None]).sum())
-        count += len(rest)
-    expected = torch.tensor(total / count).exp().item()
+    end = [] if family == "qwen2" else [0]
+    found = [
+        _log_likelihood(folder, family, q, row, f"{a}<|im_end|>" if family == "qwen2" else a, end)
+        for (q, a), row in zip(PAIRS, _rows(family), strict=True)
+    ]
+    expected = math.exp(-sum(logp for logp, _ in found) / sum(count for _, count in found))
     assert report["steps"][1]["quality"]["response_perplexity"]["value"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_choices_are_ranked_by_their_likelihood(run, family):
+    home, report = run(family)
+    rows = {}
+    for step in report["steps"]:
+        with gzip.open(home / "run" / "scores" / f"{step['name']}.json.gz") as file:
+            statistics = json.load(file)["statistics"]
+        rows[step["name"]] = {name: statistics[name]["rows"] for name in ("acc", "acc_norm")}
+        assert step["quality"]["acc"]["chance"] == pytest.approx(100 / 3)
+    first = report["steps"][0]
+    for at, (question, row) in enumerate(zip((q for q, _ in PAIRS), _rows(family), strict=True)):
+        logp = [
+            _log_likelihood(home / "run" / first["artifact"], family, question, row, choice)[0]
+            for choice in row["choices"]
+        ]
+        by_length = [value / len(choice) for value, choice in zip(logp, row["choices"], strict=True)]
+        assert rows["model"]["acc"][at] == [logp.index(max(logp)), 1]
+        assert rows["model"]["acc_norm"][at] == [by_length.index(max(by_length)), 1]
+    assert report["steps"][1]["quality"]["acc"]["value"] == 100
+    assert rows["onnx"] == rows["quantize"]  # the graph has the same weights
 
 
 def test_every_step_keeps_template_and_tokens(run):
@@ -234,7 +268,7 @@ def test_prompts_that_do_not_fit_are_found_by_the_plan(tmp_path, data, rows, cod
     causal.write_model(tmp_path / "m", "gpt2")
     _write_rows(tmp_path / "train.jsonl", rows)
     _write_rows(tmp_path / "test.jsonl", rows)
-    (tmp_path / "recipe.yaml").write_text(RECIPE % (data, "finetune", "false"))
+    (tmp_path / "recipe.yaml").write_text(RECIPE % (data, "finetune", "rougeL", "false"))
     found = harness.smelt("plan", tmp_path / "recipe.yaml", code=2)
     assert code in error_codes(command_error(found))
 

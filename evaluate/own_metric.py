@@ -1,0 +1,194 @@
+"""A user's own metric: a Python function, named in a recipe by its import path `package.module:function`.
+
+The function has the signature
+
+    def metric(predictions: list[str], references: list[str | list[str]], sources: list[str])
+        -> list[float] | float
+
+The three lists have an entry per example; an entry of `references` is a text, or a list where the example has
+several. A list of values, one for each example, is averaged, and gets an interval and paired tests. A single
+number is a value of the whole set, without interval; its differences have a p-value of 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import json_hash, sha256_of
+from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _score
+from smelt.evaluate.significance import Statistics
+
+_PROTOCOL = "function(predictions, references, sources) -> list of numbers, or a number"
+
+
+@dataclass(frozen=True)
+class OwnMetric:
+    """An imported metric. source_hash: of the module's file; "" for a module without one."""
+
+    name: str
+    function: Callable[[list[str], list[str | list[str]], list[str]], Any]
+    source_hash: str
+
+
+def load_own_metric(name: str, folder: Path) -> OwnMetric:
+    """Import the function that `name` names.
+
+    Args:
+        name: `package.module:function`.
+        folder: of the recipe, where modules are found before all others.
+
+    Raises:
+        InputError: `metric-not-importable`: no such module, or it raises an error when imported;
+            `no-such-function`: the module has no such function, or it is not callable.
+    """
+    module_name, _, attribute = name.partition(":")
+    with _first_on_path(folder):
+        try:
+            module = _import_current(module_name, folder)
+        except Exception as error:  # whatever the user's module does
+            raise InputError(
+                f"'{name}' cannot be imported: {type(error).__name__}: {error}. A metric is named by its"
+                f" import path, package.module:function; modules are found in {folder} and in installed"
+                " packages.",
+                code="metric-not-importable",
+            ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        what = f"has no '{attribute}'" if function is None else f"has '{attribute}', which cannot be called"
+        raise InputError(
+            f"'{name}': {module_name} {what}. Functions in it: {', '.join(found[:20]) or 'none'}."
+            f"{did_you_mean(attribute, found)}",
+            code="no-such-function",
+        )
+    file = getattr(module, "__file__", None)
+    return OwnMetric(name, function, sha256_of(Path(file)) if file else "")
+
+
+@contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _import_current(name: str, folder: Path) -> Any:
+    """Return the module as it is in its file now: one of `folder` that was edited is imported again."""
+    importlib.invalidate_caches()
+    loaded = sys.modules.get(name)
+    if loaded is None:
+        return importlib.import_module(name)
+    file = getattr(loaded, "__file__", None)
+    here = importlib.util.find_spec(name) if "." not in name else None
+    moved = here is not None and here.origin is not None and here.origin != file
+    if moved or (file is not None and Path(file).is_relative_to(folder)):
+        del sys.modules[name]
+        return importlib.import_module(name)
+    return loaded
+
+
+def score_own_metric(
+    metric: OwnMetric,
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+    sources: Sequence[str],
+    places: Sequence[str],
+    greater_is_better: bool = True,
+) -> MetricScore:
+    """Score texts by a user's own metric.
+
+    Args:
+        metric: the function.
+        predictions: n texts.
+        references: for each prediction one or more references.
+        sources: n texts, the inputs.
+        places: n file names with the line of the example, for messages.
+        greater_is_better: its direction.
+
+    Raises:
+        InputError: `metric-failed`: the function raises an error, with the first example that it raises one
+            for alone; `wrong-metric-result`: it does not return numbers, or not one for each example;
+            `metric-not-finite`: a value is NaN or infinite.
+    """
+    texts = [each[0] if len(each) == 1 else list(each) for each in references]
+    try:
+        result = metric.function(list(predictions), list(texts), list(sources))
+    except Exception as error:  # whatever the user's function does
+        where, cause = _failing_example(metric, predictions, texts, sources, places, error)
+        raise InputError(
+            f"The metric '{metric.name}' failed{where}: {type(cause).__name__}: {cause}. Mend the function;"
+            f" it is called as {_PROTOCOL}.",
+            code="metric-failed",
+        ) from error
+    values = _as_numbers(metric.name, result, len(predictions))
+    for value, place in zip(values, places, strict=False):
+        if not math.isfinite(value):
+            where = f" for {place}" if len(values) == len(places) else ""
+            raise InputError(
+                f"The metric '{metric.name}' returned {value}{where}. Return finite numbers.",
+                code="metric-not-finite",
+            )
+    per_example = len(values) == len(predictions) and not isinstance(result, int | float)
+    kind = f"average:mean|{_BOOTSTRAP_SIGNATURE}" if per_example else "of the whole set"
+    statistics = Statistics(
+        metric=metric.name,
+        signature=f"function:{metric.name}|source:{metric.source_hash[:12]}|{kind}",
+        examples=json_hash([list(each) for each in references]),
+        rows=[[value] for value in values],  # a number of the whole set is one observation
+    )
+    score = _score(statistics)
+    return score.model_copy(update={"n": len(predictions), "higher_is_better": greater_is_better})
+
+
+def _failing_example(
+    metric: OwnMetric,
+    predictions: Sequence[str],
+    references: Sequence[str | list[str]],
+    sources: Sequence[str],
+    places: Sequence[str],
+    error: Exception,
+) -> tuple[str, Exception]:
+    """Return where the function fails when called with one example, and the error that it raises there."""
+    for prediction, reference, source, place in zip(predictions, references, sources, places, strict=True):
+        try:
+            metric.function([prediction], [reference], [source])
+        except Exception as found:
+            return f" at {place} (output {prediction[:80]!r})", found
+    return " on all examples together, but on none of them alone", error
+
+
+def _as_numbers(name: str, result: Any, count: int) -> list[float]:
+    """Return the result of a metric as numbers: one for each example, or one.
+
+    Raises:
+        InputError: `wrong-metric-result`.
+    """
+    if hasattr(result, "tolist"):  # an array or a tensor
+        result = result.tolist()
+    found = list(result) if isinstance(result, list | tuple) else [result]
+    numbers = [value.item() if hasattr(value, "item") else value for value in found]
+    wrong = next((value for value in numbers if not isinstance(value, int | float)), None)
+    if wrong is not None or not numbers:
+        got = repr(result) if wrong is None else repr(wrong)
+        raise InputError(
+            f"The metric '{name}' returned {got[:80]}, which is not a number. Expected {_PROTOCOL}.",
+            code="wrong-metric-result",
+        )
+    if isinstance(result, list | tuple) and len(numbers) != count:
+        raise InputError(
+            f"The metric '{name}' returned {len(numbers)} values for {count} examples. Return one for each,"
+            " or a single number.",
+            code="wrong-metric-result",
+        )
+    return [float(value) for value in numbers]

@@ -534,8 +534,9 @@ class ReportData(_ReportModel):
     @model_validator(mode="after")
     def _mark_random(self) -> Self:
         for step in self.steps if self.is_random else ():
-            for found in (step, step.test):
-                for difference in found.against_baseline.values() if found else ():
+            compared = [step.against_baseline, step.against_parent]
+            for differences in [*compared, *([step.test.against_baseline] if step.test else [])]:
+                for difference in differences.values():
                     difference.mark_random()
         return self
 

@@ -17,6 +17,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import export_speed
 import pytest
 import shared_folders
 from _pytest.logging import LogCaptureHandler
@@ -136,34 +137,6 @@ def freeze_imported_modules() -> None:
         frozen_modules[0] = len(sys.modules)
 
 
-# exports
-
-
-def speed_up_exports(exact: bool) -> None:
-    """Let torch.onnx.export read what its pass for types would compute; not where `exact`.
-
-    To find where operators have inputs of two types, the pass runs each program on fake tensors again, though
-    the trace has written every result next to its node: a quarter of the time of a small model's export. The
-    casts are the same ones. The golden cases are exported by torch alone, so their graphs would differ.
-    """
-    passes = sys.modules.get("torch.onnx._internal.fx.passes.type_promotion")
-    if passes is None:  # nothing has been exported in this process
-        return
-    interpreter: Any = passes._TypePromotionInterpreter
-    compute = getattr(interpreter, "computes", interpreter.run_node)
-    interpreter.computes = compute
-
-    def run_node(self: Any, node: Any) -> Any:
-        if node.op != "call_function" or "val" not in node.meta:
-            return compute(self, node)
-        if rule := passes.get_type_promotion_rule(node, self.type_promotion_table):
-            with self._set_current_node(node):
-                self._maybe_promote_node(node, rule)
-        return node.meta["val"]
-
-    interpreter.run_node = compute if exact else run_node
-
-
 # failures
 
 
@@ -227,7 +200,7 @@ def last_lines(text: str, most: int = MAX_OUTPUT_LINES) -> str:
 def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
     """Begin to count."""
     freeze_imported_modules()
-    speed_up_exports(exact="test_golden" in item.nodeid)
+    export_speed.speed_up_exports(exact="test_golden" in item.nodeid)
     item.stash[START_TIME] = processor_seconds()
     return (yield)
 

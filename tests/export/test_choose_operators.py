@@ -36,11 +36,16 @@ def test_another_form_is_taken_where_it_is_clearly_faster(us, taken):
     assert fastest_variant(us) == taken
 
 
+def write_translator(folder):
+    """Write a Marian of one layer a stack; return its folder."""
+    return tiny.write_marian(folder, **graph_exports.ONE_LAYER_PER_STACK)
+
+
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory):
     """A folder with a Marian in int8."""
     folder = tmp_path_factory.mktemp("tune")
-    source = tiny.write_marian(folder / "model")
+    source = write_translator(folder / "model")
     graph_exports.randomize_biases(source)
     harness.run_stage(Quantize(), QuantizeSettings(), source, folder / "int8")
     return folder / "int8"
@@ -132,7 +137,7 @@ def test_parity_is_asked_against_what_torch_computes_in_the_chosen_forms(coded, 
 
 
 def test_a_model_without_such_layers_gets_a_warning(tmp_path):
-    source = tiny.write_marian(tmp_path / "model")
+    source = write_translator(tmp_path / "model")
     ctx = export(source, tmp_path / "out", autotune=True)
     assert "nothing-to-tune" in message_codes(ctx.warnings)
     assert ctx.details["autotune"]["layers"] == {}
@@ -201,7 +206,7 @@ CODES = [
 def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tmp_path, monkeypatch):
     """The export compares each operator, each constant and the whole graph with torch."""
     monkeypatch.setattr(autotune, "measure_variants", as_fast_as(bits))
-    source = tiny.write_marian(tmp_path / "model")
+    source = write_translator(tmp_path / "model")
     graph_exports.randomize_biases(source)
     harness.run_stage(Quantize(), QuantizeSettings(**settings), source, tmp_path / "codes")
     ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)
@@ -224,7 +229,7 @@ def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tm
 
 
 def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypatch):
-    source = tiny.write_marian(tmp_path / "model")
+    source = write_translator(tmp_path / "model")
     harness.run_stage(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "codes")
     for took, warned in ((0.9, True), (0.97, False)):  # times vary by more than 0.03
         monkeypatch.setattr(
@@ -250,7 +255,7 @@ def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypa
 
 
 def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
-    source = tiny.write_marian(tmp_path / "model")
+    source = write_translator(tmp_path / "model")
     settings = QuantizeSettings(scheme="int4", group_size=32, embedding_scheme="int8-groupwise")
     harness.run_stage(Quantize(), settings, source, tmp_path / "codes")
     model, _ = load_model(tmp_path / "codes")
@@ -265,7 +270,7 @@ def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
 
 def test_codes_with_one_operator_are_compared_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "_OPERATOR_ROUND_SECONDS", 0)
-    source = tiny.write_marian(tmp_path / "model")
+    source = write_translator(tmp_path / "model")
     harness.run_stage(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "codes")
     ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)
     assert "nothing-to-tune" in message_codes(ctx.warnings)

@@ -1,5 +1,6 @@
 """What the pages say can be done: links lead somewhere, commands and their options exist."""
 
+import functools
 import json
 import re
 import shlex
@@ -83,6 +84,7 @@ def relative_links(text: str) -> Iterator[str]:
             yield target.split("#")[0]
 
 
+@functools.cache
 def anchors(text: str) -> set[str]:
     """The places of a page that a link may name: its headings, as GitHub spells them."""
     found: dict[str, int] = {}

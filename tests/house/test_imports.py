@@ -57,32 +57,26 @@ def python(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def loaded_after(names: list[str]) -> list[str]:
-    """Which heavy packages are loaded once `names` are imported."""
+def loaded_after(*imports: list[str]) -> Any:
+    """Which heavy packages are loaded once the first names are imported, then the next ones, and so on."""
     return python(
         "import importlib, json, sys\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
-        f"print(json.dumps(sorted(set({HEAVY!r}) & set(sys.modules))))"
+        "found = []\n"
+        f"for names in {imports!r}:\n"
+        "    for name in names: importlib.import_module(name)\n"
+        f"    found.append(sorted(set({HEAVY!r}) & set(sys.modules)))\n"
+        "print(json.dumps(found))"
     )
 
 
-def test_importing_smelt_its_command_line_core_and_stages_loads_nothing_heavy() -> None:
+def test_importing_smelt_its_stages_and_predictions_loads_nothing_heavy_and_onnx_its_runtime_alone() -> None:
     core = [name for name in modules() if name.startswith("smelt.core")]
     assert len(core) > 4
     assert len(stage_modules()) >= 7
-    assert loaded_after(["smelt", "smelt.cli.main", *core, *stage_modules()]) == []
-
-
-def test_importing_what_runs_an_onnx_artifact_loads_its_runtime_alone() -> None:
-    names = [
-        "smelt.api.load",
-        "smelt.api.predict",
-        "smelt.api.predict",
-        "smelt.runtimes.predict_texts",
-    ]
-    assert loaded_after(names) == []
-    names += ["smelt.runtimes.registry", "smelt.runtimes.onnx_backend"]
-    assert loaded_after(names) == ["onnxruntime"]
+    predict = ["smelt.api.load", "smelt.api.predict", "smelt.runtimes.predict_texts"]
+    runtime = ["smelt.runtimes.registry", "smelt.runtimes.onnx_backend"]
+    found = loaded_after(["smelt", "smelt.cli.main", *core], stage_modules(), predict, runtime)
+    assert found == [[], [], [], ["onnxruntime"]]
 
 
 def repeated_imports(source: str) -> list[str]:
@@ -108,24 +102,6 @@ def test_no_function_imports_what_its_module_has_imported() -> None:
     assert [line.split(",")[0] for line in repeated_imports(body)] == ["4: c", "6: a"]
 
 
-def test_every_module_imports_without_the_extras() -> None:
-    # Babel, which the recipe of the example model needs, is a tool of the extra "dev" and is there.
-    names = [name for name in modules() if not name.endswith("__main__")]
-    code = (
-        "import importlib, json, sys\n"
-        "class Without:\n"
-        "    def __init__(self, finder): self.finder = finder\n"
-        "    def __getattr__(self, name): return getattr(self.finder, name)\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        absent = name.split('.')[0] in {EXTRAS!r}\n"
-        "        return None if absent else self.finder.find_spec(name, path, target)\n"
-        "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
-        f"print(json.dumps(sorted(set({EXTRAS!r}) & set(sys.modules))))"
-    )
-    assert python(code) == []
-
-
 def run_smelt(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "smelt", *arguments]
     return subprocess.run(command, cwd=Path.home(), check=False, capture_output=True, text=True, timeout=60)
@@ -144,17 +120,32 @@ MEASURING = (
 )  # fmt: skip
 
 
-def test_stages_that_measure_and_new_models_do_without_the_trainer(tmp_path: Path) -> None:
-    """The import of transformers' Trainer takes seconds and brings peft and bitsandbytes along."""
-    words, names = tiny.write_bert(tmp_path / "words"), ", ".join(f"smelt.compress.{n}" for n in MEASURING)
+def test_measuring_loads_no_trainer_and_every_module_imports_without_the_extras(tmp_path: Path) -> None:
+    """The import of transformers' Trainer takes seconds and brings peft and bitsandbytes along.
+
+    Babel, which the recipe of the example model needs, is a tool of the extra "dev" and is there.
+    """
+    words, measuring = tiny.write_bert(tmp_path / "words"), [f"smelt.compress.{name}" for name in MEASURING]
     (tmp_path / "out").mkdir()
+    names = [name for name in modules() if not name.endswith("__main__")]
     code = (
-        f"import json, sys, {names}\nfrom pathlib import Path\n"
+        "import importlib, json, sys\n"
+        "class Without:\n"
+        "    def __init__(self, finder): self.finder = finder\n"
+        "    def __getattr__(self, name): return getattr(self.finder, name)\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        absent = name.split('.')[0] in {EXTRAS!r}\n"
+        "        return None if absent else self.finder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
+        "from pathlib import Path\n"
         "from smelt.core.files import read_json_object\nfrom smelt.models.new_model import create_model\n"
+        f"for name in {measuring!r}: importlib.import_module(name)\n"
         f"words, out = Path({str(words)!r}), Path({str(tmp_path / 'out')!r})\n"
         "config = read_json_object(words / 'config.json')\n"
         "create_model(config, words, out, task='text-classification', seed=1, labels=[], problem=None)\n"
-        "trainers = {'peft', 'bitsandbytes', 'transformers.trainer', 'transformers.trainer_utils'}\n"
-        "print(json.dumps(sorted(trainers & sys.modules.keys())))"
+        "trainers = {'peft', 'transformers.trainer', 'transformers.trainer_utils'}\n"
+        "found = sorted(trainers & sys.modules.keys())\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print(json.dumps([found, sorted(set({EXTRAS!r}) & set(sys.modules))]))"
     )
-    assert python(code) == []
+    assert python(code) == [[], []]

@@ -10,12 +10,14 @@ import itertools
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import export_speed
 import pytest
 import shared_folders
 from _pytest.logging import LogCaptureHandler
@@ -61,6 +63,7 @@ SLOWEST_FILES = (
 )
 """The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
 START_TIME = pytest.StashKey[float]()
+frozen_modules = [0]
 CPU_TIME_BY_FOLDER: Counter[str] = Counter()
 CPU_TIME_BY_FILE: Counter[str] = Counter()
 
@@ -78,6 +81,7 @@ def pytest_configure(config: Any) -> None:
     if shared_folders.FOLDER_VARIABLE not in os.environ:  # or this is a worker of a run that has one
         os.environ[shared_folders.FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="smelt-tests-")
         config.add_cleanup(remove_shared_folder)
+    os.fsync = lambda descriptor: None  # a run of the tests need not survive the loss of power
     # torch's memory of what operators give pays from some layers on; models of tests have two
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
     if hasattr(config.option, "loadscopereorder"):
@@ -117,13 +121,20 @@ def file_of(item: Any) -> str:
 
 
 def pytest_collection_finish() -> None:
+    """Collect garbage seldom."""
+    gc.set_threshold(20_000, 20, 20)
+
+
+def freeze_imported_modules() -> None:
     """Let the collections of garbage pass over what importing torch and transformers made.
 
-    They were a fifth of the processor time: each of the many walks through a million objects that stay.
+    Each walks through a million objects that stay (0.2 s); the trainer of transformers asks for some in every
+    training.
     """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    if len(sys.modules) > frozen_modules[0] + 50:
+        gc.collect()
+        gc.freeze()
+        frozen_modules[0] = len(sys.modules)
 
 
 # failures
@@ -188,6 +199,8 @@ def last_lines(text: str, most: int = MAX_OUTPUT_LINES) -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
     """Begin to count."""
+    freeze_imported_modules()
+    export_speed.speed_up_exports(exact="test_golden" in item.nodeid)
     item.stash[START_TIME] = processor_seconds()
     return (yield)
 

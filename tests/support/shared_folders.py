@@ -9,6 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,37 @@ def make_once(name: str, make: Callable[[Path], Any]) -> Path:
             make(found)
             whole.touch()
     return found
+
+
+def written_once(write: Callable[..., Path]) -> Callable[..., Path]:
+    """Return a writer of models that writes each model once in a run and copies it afterwards.
+
+    torch's generator ends in the state that writing leaves it in: tests draw from it.
+    """
+
+    @functools.wraps(write)
+    def copy(folder: Path, *arguments: Any, **options: Any) -> Path:
+        import torch
+
+        def make(new: Path) -> None:
+            new.mkdir()
+            write(new / "model", *arguments, **options)
+            (new / "generator").write_bytes(torch.get_rng_state().numpy().tobytes())
+
+        named = ", ".join([*map(repr, arguments), *(f"{key}={options[key]!r}" for key in sorted(options))])
+        made = written_model(f"{write.__module__}.{write.__qualname__}({named})", make)
+        shutil.copytree(made / "model", folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        torch.set_rng_state(torch.frombuffer(bytearray((made / "generator").read_bytes()), dtype=torch.uint8))
+        return folder
+
+    models: dict[str, Path] = {}
+
+    def written_model(call: str, make: Callable[[Path], Any]) -> Path:
+        if call not in models:
+            models[call] = make_once(f"model-{sha256(call.encode()).hexdigest()[:16]}", make)
+        return models[call]
+
+    return copy
 
 
 @functools.cache

@@ -5,13 +5,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import harness
 import pytest
 import tiny
 import torch
+from fork_server import shared_server
 from safetensors.torch import load_file
 
 from smelt.compress.distill.settings import DistillSettings
@@ -219,22 +218,21 @@ threads: 1
 
 @pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
 def test_a_run_that_was_killed_goes_on_and_leaves_nothing(tmp_path):
-    """In a process of its own, because nothing in this one can be killed: two imports of torch."""
+    """In a process of its own, because nothing in this one can be killed."""
     tiny.write_marian(tmp_path / "m")
     tiny.write_pairs(tmp_path / "rows.jsonl")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    code = (
-        "import os, signal\\n"
-        "from smelt.training import checkpoints\\n"
-        "write = checkpoints.write_checkpoint\\n"
-        "def then_die(folder, identity, step, *rest):\\n"
-        "    write(folder, identity, step, *rest)\\n"
-        "    if step == 4: os.kill(os.getpid(), signal.SIGKILL)\\n"
-        "checkpoints.write_checkpoint = then_die\\n"
-        "import smelt; smelt.run('recipe.yaml', out='runs/a', quiet=True)\\n"
-    ).replace("\\n", "\n")
-    killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    before = (
+        f"import os, signal; os.chdir({str(tmp_path)!r})\n"
+        "from smelt.training import checkpoints\n"
+        "write = checkpoints.write_checkpoint\n"
+        "def then_die(folder, identity, step, *rest):\n"
+        "    write(folder, identity, step, *rest)\n"
+        "    if step == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "checkpoints.write_checkpoint = then_die\n"
+    )
+    code, output = shared_server().run("run", "recipe.yaml", "--out", "runs/a", "--quiet", before=before)
+    assert code == -signal.SIGKILL, output
     store = tmp_path / "runs" / ".store"
     assert len(list(store.glob("unfinished/*/1/4.safetensors"))) == 1
     listed = harness.smelt("store", "list", "--store", store, code=0).output

@@ -14,6 +14,7 @@ from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 
 
@@ -171,6 +172,18 @@ def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
     (warning,) = ctx.warnings
     assert warning.code == "fewer-kept-than-asked"
     assert "90.0%" in warning.message
+
+
+@pytest.mark.parametrize(
+    ("kept", "codes"),
+    [(0.56, ["more-kept-than-asked"]), (0.54, []), (0.46, []), (0.44, ["fewer-kept-than-asked"])],
+)
+def test_a_twentieth_more_or_less_than_was_asked_for_is_not_said(kept, codes, tmp_path, monkeypatch):
+    masks, _model = masks_of("bert", keep_ratio=0.5)
+    monkeypatch.setattr(masks, "final_keep_ratio", lambda: kept)
+    ctx = harness.make_context(tmp_path / "out")
+    masks.finalize(ctx)
+    assert message_codes(ctx.warnings) == codes
 
 
 def test_a_model_of_an_unknown_family_is_refused_by_the_name_of_the_setting():

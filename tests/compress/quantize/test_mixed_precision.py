@@ -72,18 +72,28 @@ def test_damage_on_next_to_nothing_is_told(tmp_path, settings):
     assert "8 tokens" in warning.message
 
 
-def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path):
-    source, made, ctx = run(
-        tmp_path / "out", mixed_precision={"target_bits": 4.5, "bit_widths": [2, 8]}, **FEW
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path, by_layer):
+    settings = (
+        {"scheme": "int2", "exclude": [*FEW["exclude"], "auto"]}
+        if by_layer
+        else {"mixed_precision": {"target_bits": 4.5, "bit_widths": [2, 8]}}
     )
+    source, made, ctx = run(tmp_path / "out", **FEW | settings)
     model, _ = load_model(source)
     rows = load_calibration_samples(model, tiny.as_artifact(source, ctx.task), 4, ctx, "quantize").subset(2)
     whole = torch.cat([o.flatten() for o in model_outputs(model, rows.batches)])
-    name, found = next(iter(ctx.details["mixed_precision"]["sensitivity"].items()))
-    unit = next(u for u in weight_matrices(plan_layers(model, made), made, [2]) if u.name == name)
-    quantize_layers(model, unit.layers_with_bits(2, made), {})
+    planned = plan_layers(model, made)
+    if by_layer:
+        name, found = next(iter(ctx.details["sensitivity"].items()))
+        layers = [layer for layer in planned if layer.name == name]
+    else:
+        name, found = next(iter(ctx.details["mixed_precision"]["sensitivity"].items()))
+        unit = next(unit for unit in weight_matrices(planned, made, [2]) if unit.name == name)
+        layers, found = unit.layers_with_bits(2, made), found["2"]
+    quantize_layers(model, layers, {})
     off = torch.cat([o.flatten() for o in model_outputs(model, rows.batches)]) - whole
-    assert found["2"] == pytest.approx(float(off.square().mean() / whole.var(correction=0)), rel=0.01)
+    assert found == pytest.approx(float(off.square().mean() / whole.var(correction=0)), rel=0.01)
 
 
 @pytest.mark.parametrize(

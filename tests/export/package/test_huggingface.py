@@ -23,7 +23,6 @@ from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.package_format import OriginScore, PackageOrigin
 from smelt.export.package.write_package import write_package
 
-KINDS = ("translator", "t5", "writer", "classifier", "embedder")
 TEXTS = [*tiny.SENTENCES[:3], "dogs"]
 SCORE = OriginScore("BLEU", "1.00 [0.50, 2.00]", None, 6, "nrefs:1", "bleu", 1.0)
 

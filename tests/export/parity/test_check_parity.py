@@ -207,13 +207,7 @@ def real(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("graph", "mutation"),
-    [
-        (DECODER, "drop_padding_mask"),
-        (ENCODER, "bias_of_zeros"),
-        (DECODER, "change_one_scale"),
-        (ENCODER, "swap_heads"),
-    ],
+    ("graph", "mutation"), [(DECODER, "drop_padding_mask"), (ENCODER, "change_one_scale")]
 )
 def test_a_mistake_in_a_trained_int8_model_is_found(real, graph, mutation, tmp_path):
     subject = mutated(real, graph, mutation, tmp_path / "x")

@@ -48,6 +48,16 @@ def test_explicit_products_are_operators_with_the_pairs_before_them():
     assert "(MatMul)" in str(caught.value)
 
 
+def test_each_input_is_one_where_its_complement_is_nothing():
+    """So every weight is read, by half of the rows."""
+    rows = operator_checks._binary_rows(40, 0.5)
+    half = len(rows) // 2
+    assert rows.dtype == np.float32
+    np.testing.assert_array_equal(np.unique(rows), [0, 0.5])
+    np.testing.assert_array_equal(rows[:half] + rows[half:], np.full((half, 40), 0.5))
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
 def test_a_graph_without_quantized_operators_has_none():
     name, model, module, path = asked("fp32")
     assert check_operators(name, model, module, path, 1) == 0

@@ -49,11 +49,11 @@ def exported(family, settings=INT8):
 
     def make(home):
         home.mkdir()
-        more = {"n_embd": 64} if family == "gpt2" else {}
+        more = {"n_embd": 64, "n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
         if family in causal.FAMILIES:
             folder = causal.write_model(home / "m", family, **more)
         else:  # a window of few tokens (Mistral), norms of queries and keys (Qwen3)
-            folder = every_family.write_model(home / "m", family, num_hidden_layers=2)
+            folder = every_family.write_model(home / "m", family, **more)
         Onnx()(tiny.as_artifact(folder, "language-modeling"), settings, context(home / "out", folder))
 
     home = make_once(f"int8-caches-{family}-{settings.generation_graph}", make)

@@ -25,10 +25,10 @@ from smelt.models.checkpoint import load_model, save_model
 
 # the product that is made too large, its graph, and the factor: its weights are still below 65,504
 PLANTED = {
-    "t5": ("encoder.block.1.layer.1.DenseReluDense.wo", "encoder_model", 2e4),
+    "t5": ("encoder.block.0.layer.1.DenseReluDense.wo", "encoder_model", 2e4),
     "marian": ("model.decoder.layers.1.fc2", "decoder_with_past_model", 2e4),
     "bert": ("bert.encoder.layer.1.output.dense", "model", 6e4),
-    "llama": ("model.layers.1.mlp.down_proj", "model", 2e4),
+    "llama": ("model.layers.0.mlp.down_proj", "model", 2e4),
 }
 
 
@@ -82,7 +82,7 @@ def test_without_that_they_are_infinite_and_refused(family, tmp_path, monkeypatc
 @pytest.mark.parametrize(("family", "target"), [("t5", "tensorrt"), ("llama", "ort-cuda")])
 def test_bf16_holds_what_overflows_and_keeps_the_norms(family, target, tmp_path):
     ctx = export(family, tmp_path, target=target, dtype="bf16")
-    assert all(one["blocks"] == {} and one["norms"] > 4 for one in ctx.details["float32"].values())
+    assert all(one["blocks"] == {} and one["norms"] > 2 for one in ctx.details["float32"].values())
     assert [w for w in ctx.warnings if "float32" in w] == []
     assert all(one["mean"] < 0.1 for one in ctx.details["parity"].values())
     for path in ctx.out.glob("*.onnx"):

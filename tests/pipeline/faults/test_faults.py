@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import re
-import resource
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import harness
 import pytest
 import tiny
+from fork_server import shared_server
 
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.stage import Prune
@@ -178,6 +177,18 @@ def test_a_copy_that_meets_a_full_disk_names_what_could_not_be_written(tmp_path)
     assert "source" not in str(explained)
 
 
+def test_a_full_disk_that_names_no_file_names_the_one_that_was_written_last(tmp_path):
+    (tmp_path / "out" / "graphs").mkdir(parents=True)
+    for name, at in (("z.bin", 10), ("graphs/last.bin", 30), ("a.bin", 20)):
+        (tmp_path / "out" / name).touch()
+        os.utime(tmp_path / "out" / name, (at, at))
+    os.utime(tmp_path / "out" / "graphs", (40, 40))
+    explained = explain_step_error(
+        RuntimeError("No space left on device"), "onnx", tmp_path, tmp_path / "log"
+    )
+    assert f"cannot write {tmp_path / 'out' / 'graphs' / 'last.bin'}" in str(explained)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 700 kB, where this process may mount one."""
@@ -209,14 +220,13 @@ def test_a_disk_that_is_really_full_loses_no_finished_step(home, tmp_path, small
 
 def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
     """RLIMIT_FSIZE, in a process of its own: the kernel refuses the weights while they are written."""
-    result = subprocess.run(
-        [sys.executable, "-m", "smelt", "run", home / "recipe.yaml", "--until", "prune", "--quiet",
-         "--out", tmp_path / "r", "--store", tmp_path / "s"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
-        check=False, capture_output=True, text=True,
+    code, output = shared_server().run(
+        "run", home / "recipe.yaml", "--until", "prune", "--quiet", "--out", tmp_path / "r",
+        "--store", tmp_path / "s",
+        before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))",
     )  # fmt: skip
-    assert result.returncode == 1, result.stderr
-    assert "Traceback" not in result.stderr + result.stdout
+    assert code == 1, output
+    assert "Traceback" not in output
     _, steps = _steps(tmp_path)
     assert steps["model"]["error"]["code"] == "file-too-large"
     assert "model.safetensors" in steps["model"]["error"]["message"]
@@ -245,13 +255,13 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
 
     It imports first: nobody may not be allowed to read this Python.
     """
-    code = (
-        "import contextlib, os, sys; from smelt.cli.main import main\n"
+    become_nobody = (
+        "import contextlib, os, encodings.unicode_escape\n"
         "from smelt.pipeline.plan.load_plan import load_plan\n"
-        "import smelt.pipeline.execute.run, encodings.unicode_escape\n"
-        "with contextlib.suppress(Exception): load_plan(sys.argv[2])\n"
+        "with contextlib.suppress(Exception): load_plan({recipe!r})\n"
+        "os.chdir('/')\n"
+        "os.environ['HOME'] = '/nonexistent'\n"
         "os.geteuid() or os.setuid(65534)\n"
-        "main(sys.argv[1:])"
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -266,14 +276,11 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
         (folder / "closed").mkdir(mode=0o555)
 
         def smelt(*arguments):
-            command = [sys.executable, "-c", code, "run", str(folder / "recipe.yaml"), "--until", "model"]
-            done = subprocess.run(
-                [*command, *map(str, arguments)],
-                check=False, capture_output=True, text=True, cwd="/",
-                env=os.environ | {"HOME": "/nonexistent"},
-            )  # fmt: skip
-            assert "Traceback" not in done.stderr, done.stderr
-            return done.returncode, done.stderr
+            recipe = str(folder / "recipe.yaml")
+            before = become_nobody.format(recipe=recipe)
+            code, output = shared_server().run("run", recipe, "--until", "model", *arguments, before=before)
+            assert "Traceback" not in output, output
+            return code, output
 
         exit_code, errors = smelt("--out", folder / "open" / "r", "--store", folder / "closed" / "s")
         assert exit_code == 2

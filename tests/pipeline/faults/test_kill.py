@@ -10,7 +10,7 @@ import matrix
 import pytest
 import tiny
 from concurrent_processes import WITHOUT_LOCKS
-from fork_server import ForkServer
+from fork_server import shared_server
 
 from smelt.core.artifact import read_artifact
 from smelt.core.files import partial_files
@@ -76,8 +76,7 @@ KILLS = (30, 8) if matrix.is_full_matrix() else (6, 2)
 
 @pytest.fixture(scope="module")
 def server():
-    with ForkServer() as running:
-        yield running
+    return shared_server()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from concurrent_processes import WITHOUT_LOCKS, disable_file_locks
 from expected_errors import command_error
-from fork_server import ForkServer
+from fork_server import shared_server
 
 from smelt.core.artifact import read_artifact
 from smelt.core.locks import read_owner
@@ -68,8 +68,7 @@ def _until(condition):
 
 @pytest.fixture(scope="module")
 def server():
-    with ForkServer() as running:
-        yield running
+    return shared_server()
 
 
 @pytest.fixture(params=["", WITHOUT_LOCKS], ids=["kernel", "lease"])

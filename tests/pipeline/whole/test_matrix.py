@@ -145,26 +145,15 @@ STAGES["chain-divided"] = [*STAGES["share-difference"], *STAGES["finetune"], *ST
 STAGES["chain-qlora"] = [*STAGES["bnb-nf4"], *STAGES["lora"]]
 # each chain with each kind of model for which a graph of it is written otherwise; each stage on each family,
 # without graphs, is in test_pairs.py
-FAST = {("mistral", "chain"), ("distilbert", "chain")}
-FAST |= {("modernbert-embedder", "chain-binary")}
-FAST |= {(name, "chain-shared") for name in ("t5-gated", "mpnet")}
-FAST |= {("phi3", "sparsify"), ("bart", "chain-sparse")}
-FAST |= {("qwen3", "chain-inside"), ("m2m_100", "chain-listed")}
-FAST |= {("t5", "chain-static"), ("gemma", "chain-smooth")}
-FAST |= {("mbart", "chain-learned")}
-FAST |= {("gpt2", "chain-qlora")}
-FAST |= {("electra", "chain-narrow")}
-FAST |= {("t5-gated", "chain-deep")}
-FAST |= {("pegasus", "chain-words")}
-FAST |= {("llama", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow")}
-FAST |= {
-    ("gpt2", "kmeans4"),
-    ("bert", "pow2"),
-    ("gpt2", "mxfp4"),
-    ("gpt2", "mixed"),
-    ("bart", "chain-divided"),
-}
-FAST |= {("vit", "chain-smooth"), ("resnet", "chain-convolutions")}
+FAST = {
+    ("mistral", "chain"), ("distilbert", "chain"), ("modernbert-embedder", "chain-binary"),
+    ("mpnet", "chain-shared"), ("bart", "chain-sparse"), ("qwen3", "chain-inside"),
+    ("m2m_100", "chain-listed"), ("t5", "chain-static"), ("gemma", "chain-smooth"),
+    ("mbart", "chain-learned"), ("gpt2", "chain-qlora"), ("electra", "chain-narrow"),
+    ("roberta", "chain-deep"), ("pegasus", "chain-words"), ("llama", "chain-awq"),
+    ("t5-gated", "chain-parts"), ("gpt2", "kmeans4"), ("bert", "pow2"), ("phi3", "mxfp4"),
+    ("qwen2", "mixed"), ("bert", "chain-divided"), ("vit", "chain-smooth"), ("resnet", "chain-convolutions"),
+}  # fmt: skip
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
 OF_IMAGES = {
@@ -196,12 +185,12 @@ POSSIBLE = [(m, s) for m, s in POSSIBLE if not (m.endswith("-embedder") and s in
 CELLS = sorted(POSSIBLE) if matrix.is_full_matrix() else sorted(FAST)
 # what OpenVINO runs of them: graphs in float32, and int8 as explicit Q/DQ
 STAGES_OPENVINO = ["prune", "int8-static", "int8-smooth"]
-FAST_OPENVINO = {("marian", "int8-static"), ("llama", "int8-smooth"), ("resnet", "int8-static")}
+FAST_OPENVINO = {("llama", "int8-smooth"), ("resnet", "int8-static")}
 WHOLE_OPENVINO = sorted((m, s) for m, s in POSSIBLE if s in STAGES_OPENVINO)
 CELLS_OPENVINO = WHOLE_OPENVINO if matrix.is_full_matrix() else sorted(FAST_OPENVINO)
 # TensorRT's graphs with the sizes of engines, for ONNX Runtime's provider of it, in float32 and int8
 STAGES_PROVIDER = ["prune", "int8-static"]
-FAST_PROVIDER = {("bart", "int8-static"), ("qwen2", "prune"), ("vit", "int8-static")}
+FAST_PROVIDER = {("qwen2", "prune"), ("vit", "int8-static")}
 WHOLE_PROVIDER = sorted((m, s) for m, s in POSSIBLE if s in STAGES_PROVIDER)
 WHOLE_PROVIDER = [cell for cell in WHOLE_PROVIDER if cell != ("resnet", "int8-static")]  # refused
 CELLS_PROVIDER = WHOLE_PROVIDER if matrix.is_full_matrix() else sorted(FAST_PROVIDER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ TRAINING: dict[str, Any] = {
 }  # fmt: skip
 MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "marian": (tiny.write_marian, "translation"),
+    "short marian": (partial(tiny.write_marian, encoder_layers=1, decoder_layers=1), "translation"),
     "t5": (seq2seq.write_t5, "summarization"),
+    "short t5": (partial(seq2seq.write_t5, num_layers=1, num_decoder_layers=1), "summarization"),
     "bert": (tiny.write_bert, "text-classification"),
     "short bert": (lambda folder: tiny.write_bert(folder, num_hidden_layers=1), "text-classification"),
     "gpt2": (lambda folder: causal.write_model(folder, "gpt2", n_embd=64), "language-modeling"),
@@ -27,6 +30,7 @@ MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         "language-modeling",
     ),
     "qwen2": (lambda folder: causal.write_model(folder, "qwen2"), "language-modeling"),
+    "short qwen2": (partial(causal.write_model, family="qwen2", num_hidden_layers=1), "language-modeling"),
     "resnet": (lambda folder: images.write_model(folder, "resnet"), images.TASK),
 }
 
@@ -208,11 +212,11 @@ CASES: dict[str, Case] = {
     ),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
     "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),
-    "onnx marian": Case("onnx", "marian"),
-    "onnx t5": Case("onnx", "t5"),
-    "onnx gpt2": Case("onnx", "gpt2"),
-    "onnx marian, int8": Case("onnx", "marian", {}, (("quantize", {}),)),
-    "onnx marian, shortlist": Case("onnx", "marian", {}, (("shortlist", SHORTLIST),)),
+    "onnx marian": Case("onnx", "short marian"),
+    "onnx t5": Case("onnx", "short t5"),
+    "onnx gpt2": Case("onnx", "short gpt2"),
+    "onnx marian, int8": Case("onnx", "short marian", {}, (("quantize", {}),)),
+    "onnx marian, shortlist": Case("onnx", "short marian", {}, (("shortlist", SHORTLIST),)),
     "onnx bert, int8 of one scale": Case(
         "onnx", "short bert", {}, (("quantize", {"granularity": "tensor"}),)
     ),
@@ -226,13 +230,13 @@ CASES: dict[str, Case] = {
     "onnx gpt2, int2": Case("onnx", "short gpt2", {}, (("quantize", INT2),)),
     "onnx bert, kmeans4": Case("onnx", "short bert", {}, (("quantize", KMEANS4),)),
     "onnx bert, pow2": Case("onnx", "short bert", {}, (("quantize", POW2),)),
-    "onnx bert, mxfp4": Case("onnx", "bert", {}, (("quantize", MXFP4),)),
+    "onnx bert, mxfp4": Case("onnx", "short bert", {}, (("quantize", MXFP4),)),
     "onnx bert, ternary": Case("onnx", "short bert", {}, (("quantize", TERNARY),)),
     "onnx bert, bnb-nf4": Case("onnx", "short bert", {}, (("quantize", NF4),)),
     "onnx bert, binary": Case("onnx", "short bert", {}, (("quantize", BINARY),)),
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share-weights", {}),)),
     "onnx bert, for TensorRT": Case("onnx", "short bert", {"target": "tensorrt", "dtype": "fp16"}),
-    "onnx qwen2, for TensorRT": Case("onnx", "qwen2", {"target": "tensorrt"}),
+    "onnx qwen2, for TensorRT": Case("onnx", "short qwen2", {"target": "tensorrt"}),
     "simplify graph": Case("simplify", THIRD_PARTY_GRAPH),
     "quantize-onnx graph": Case("quantize-onnx", THIRD_PARTY_GRAPH),
     "quantize-onnx graph, static": Case("quantize-onnx", THIRD_PARTY_GRAPH, {"scheme": "int8-static"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,26 @@ stages: [onnx: {{{settings}}}]
 score: {{latency: false{score}}}
 """
 
+SHORT: dict[str, Any] = {"num_hidden_layers": 1}
+SHORT_STACKS: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1}
+"""One layer a stack: a second would only be traced once more."""
 # translator: Marian, whose tokenizer has no tokenizer.json; classifier: BERT; writer: Llama; int8-caches: the
 # same with these.
 KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "translator": (tiny.write_marian, "translation"),
-    "t5": (seq2seq.write_t5, "translation"),
-    "bart": (seq2seq.write_bart, "summarization"),
-    "classifier": (tiny.write_bert, "text-classification"),
-    "roberta": (classifiers.roberta, "text-classification"),
-    "writer": (lambda folder: causal.write_model(folder, "llama"), "language-modeling"),
-    "gpt2": (lambda folder: causal.write_model(folder, "gpt2"), "language-modeling"),
-    "int8-caches": (lambda folder: causal.write_model(folder, "llama"), "language-modeling"),
+    "translator": (partial(tiny.write_marian, **SHORT_STACKS), "translation"),
+    "t5": (partial(seq2seq.write_t5, num_layers=1, num_decoder_layers=1), "translation"),
+    "bart": (partial(seq2seq.write_bart, **SHORT_STACKS), "summarization"),
+    "classifier": (partial(tiny.write_bert, **SHORT), "text-classification"),
+    "roberta": (partial(classifiers.roberta, **SHORT), "text-classification"),
+    "writer": (partial(causal.write_model, family="llama", **SHORT), "language-modeling"),
+    "gpt2": (partial(causal.write_model, family="gpt2", n_layer=1), "language-modeling"),
+    "int8-caches": (partial(causal.write_model, family="llama", **SHORT), "language-modeling"),
     "embedder": (embedders.write_embedder, embedders.TASK),
     "vit": (lambda folder: images.write_model(folder, "vit"), images.TASK),
     "resnet": (lambda folder: images.write_model(folder, "resnet"), images.TASK),
-    "mbart": (lambda folder: seq2seq.write_bart(folder, kind="mbart"), "translation"),
-    "m2m_100": (lambda folder: every_family.write_model(folder, "m2m_100"), "translation"),
-    "pegasus": (lambda folder: every_family.write_model(folder, "pegasus"), "summarization"),
+    "mbart": (partial(seq2seq.write_bart, kind="mbart", **SHORT_STACKS), "translation"),
+    "m2m_100": (partial(every_family.write_model, family="m2m_100", **SHORT_STACKS), "translation"),
+    "pegasus": (partial(every_family.write_model, family="pegasus", **SHORT_STACKS), "summarization"),
 }
 TEXT_KINDS = [kind for kind, (_, task) in KINDS.items() if task != images.TASK]
 EXPORT_SETTINGS = {"int8-caches": "kv_cache: int8"}

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shared_folders import written_once
+
 TEXT = """The old house stands near the river.
 A man in a red hat walks on the grass, and two dogs run behind him.
 The cat sleeps in the sun; she sings a song. Zwei schöne Hunde laufen über die Straße.
@@ -53,6 +55,7 @@ def write_tokenizer(folder: Path, begin: bool = False) -> Any:
     return found
 
 
+@written_once
 def write_model(folder: Path, family: str, seed: int = 0, **config: Any) -> Path:
     """Write a random model of `family` with its tokenizer into `folder`; return it.
 

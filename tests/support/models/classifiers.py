@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shared_folders import written_once
 from tiny import SENTENCES, write_bert
 
 CLASS_NAMES = ["calm", "angry", "glad"]
 
 
+@written_once
 def distilbert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
     """Write a random DistilBERT classifier with a WordPiece tokenizer into `folder`; return it."""
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -37,6 +39,7 @@ def distilbert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> P
     )
 
 
+@written_once
 def roberta(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
     """Write a random RoBERTa classifier with a trained byte-level BPE into `folder`; return it."""
     from tokenizers import ByteLevelBPETokenizer

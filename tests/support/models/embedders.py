@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import every_family
+from shared_folders import written_once
 from tiny import SENTENCES
 
 from smelt.models.families.registry import FAMILIES as REGISTERED
@@ -16,6 +17,7 @@ TASK = "sentence-similarity"
 FAMILIES = tuple(name for name, family in REGISTERED.items() if TASK in family.tasks)
 
 
+@written_once
 def write_embedder(folder: Path, family: str = "bert", rules: bool = True, **options: Any) -> Path:
     """Write a bare encoder of `family` with its tokenizer into `folder`; return it.
 

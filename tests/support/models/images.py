@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from shared_folders import written_once
 
 TASK = "image-classification"
 IMAGE_SIZE = 16
@@ -23,6 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 LABELS = ("dark", "light")
 
 
+@written_once
 def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
     """Write a random model with its image processor into `folder`, weights drawn widely; return it."""
     import torch

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shared_folders import written_once
 from tiny import SENTENCES
 
 PREFIX = "summarize: "
 
 
+@written_once
 def write_t5(folder: Path, gated: bool = False, seed: int = 0, **config: Any) -> Path:
     """Write a random T5 into `folder`: v1.0, or with `gated` v1.1 (gated FFN, a head of its own)."""
     import torch
@@ -66,6 +68,7 @@ def write_t5(folder: Path, gated: bool = False, seed: int = 0, **config: Any) ->
     return folder
 
 
+@written_once
 def write_bart(folder: Path, seed: int = 0, kind: str = "bart", **config: Any) -> Path:
     """Write a random BART (or with kind mbart an mBART-50) into `folder`."""
     import torch

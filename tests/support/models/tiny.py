@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shared_folders import written_once
+
 SENTENCES = [
     "a man in a red hat walks",
     "two dogs run on the grass",
@@ -20,6 +22,7 @@ SENTENCES = [
 ]
 
 
+@written_once
 def write_marian(folder: Path, seed: int = 0, **config: Any) -> Path:
     """Write a random Marian with a real SentencePiece tokenizer into `folder`; return it."""
     import sentencepiece
@@ -96,6 +99,7 @@ def write_marian(folder: Path, seed: int = 0, **config: Any) -> Path:
     return folder
 
 
+@written_once
 def write_bert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
     """Write a random BERT classifier with a WordPiece tokenizer into `folder`; return it."""
     import torch

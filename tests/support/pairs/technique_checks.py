@@ -30,8 +30,6 @@ UNIT_REMOVING_STAGES = {"prune", "finetune"}
 """Stages that may take units away (`finetune` with masks)."""
 LAYER_REMOVING_STAGES = {"drop-layers", "distill"}
 """Stages that may leave so few layers that no two of them share."""
-UNSHARING_STAGES = {"share-weights", "factorize"}
-"""Stages of whose layers a plan says that the work is lost (or that leave too few to be counted)."""
 
 
 @dataclass(frozen=True)

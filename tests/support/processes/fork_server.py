@@ -2,17 +2,20 @@
 
 `python fork_server.py` reads lines of JSON. To one with `arguments`, those of `smelt`, it answers with the
 child's process id; to "runs" whether that child still does; to "wait" how it ended. Nothing that would
-start threads runs before the forks.
+start threads runs before the forks. Tests share one such process (`shared_server`).
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping
 from importlib import import_module
@@ -60,6 +63,12 @@ class ForkServer:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
+    def run(self, *arguments: Any, before: str = "") -> tuple[int, str]:
+        """Run `smelt ARGUMENTS` to its end; return its exit code and what it printed, errors included."""
+        with tempfile.NamedTemporaryFile("r") as output:
+            self.start(*arguments, before=before, output=Path(output.name))
+            return self.wait(), output.read()
+
     def start(self, *arguments: Any, before: str = "", output: Path | None = None) -> int:
         """Begin `smelt ARGUMENTS`; return its process id, which stays its own until `wait`.
 
@@ -93,6 +102,14 @@ class ForkServer:
     ) -> None:
         self._process.stdin.close()
         self._process.wait()
+
+
+@functools.cache
+def shared_server() -> ForkServer:
+    """Return the server of this process of the tests, which ends with it."""
+    server = ForkServer().__enter__()
+    atexit.register(server.__exit__, None, None, None)
+    return server
 
 
 def _serve() -> None:

@@ -1,4 +1,4 @@
-"""Mutated input for the command line: `python fuzz.py KIND DRAWS HOME` prints what ended as it must not.
+"""Mutated input for the command line: `main` prints what ended as it must not.
 
 Each draw changes one file a few times, seeded by its number, and gives it to the commands that read such a
 file. Every end is allowed but: an exception, an error that smelt did not foresee, 20 seconds, 3 GB.
@@ -242,16 +242,10 @@ score: {latency: false}
 
 
 def main(kind: str, draws: int, home: Path, first: int = 0) -> int:
-    """Print what ended as it must not; return how many."""
+    """Print what ended as it must not; return how many, 100 at most. For a process of its own."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
     with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
         found = list(fuzz(kind, draws, home, first))
     print("\n".join(found))
     print(f"{kind}: {dict(OUTCOMES)}", file=sys.stderr)
-    return len(found)
-
-
-if __name__ == "__main__":
-    sys.exit(
-        min(100, main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int((sys.argv[4:] or ["0"])[0])))
-    )
+    return min(100, len(found))

@@ -18,7 +18,6 @@ from standalone_packages import TEXTS, standalone_package
 
 import smelt
 
-TEXT = {"Content-Type": "application/json"}
 LABELLED = [*tiny.SENTENCES, "\u732b \U0001f680", ("a man", "two dogs run")]
 
 

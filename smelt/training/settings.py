@@ -75,6 +75,11 @@ class TrainingSettings(Settings):
     max_length: int | None = Field(
         default=None, ge=2, description="texts are truncated to this many tokens; default: the model's limit"
     )
+    packing: bool = Field(
+        default=False,
+        description="text-generation: pack samples into sequences of max_length tokens (default: of the"
+        " longest sample) without attention between them; batch_size counts sequences",
+    )
     num_evals: int = Field(
         default=4,
         ge=0,

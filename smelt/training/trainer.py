@@ -194,7 +194,7 @@ def run_training(
         _require_finite(model, keeper)
         ctx.details["training"] = {
             "steps": steps,
-            "rows": len(samples),
+            "rows": sum(len(sample.packed or (sample,)) for sample in samples),
             "learning_rate": settings.learning_rate,
             **({} if settings.dropout is None else {"dropout": settings.dropout}),
             "precision": precision,

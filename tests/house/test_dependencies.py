@@ -22,8 +22,11 @@ IMPORT_NAMES = {
     "onnxruntime": "onnxruntime",
     "onnxruntime-gpu": "onnxruntime",
     "pydantic": "pydantic_core",  # its other half, which it pins
+    "swanlab": "swanlab",
     "tensorrt": "tensorrt",
     "tensorrt-cu13": "tensorrt",
+    "trackio": "trackio",
+    "wandb": "wandb",
 }
 # Imported by libraries: transformers trains with accelerate, torch.onnx.export translates with onnxscript.
 NOT_IMPORTED = {"accelerate", "onnxscript"}

@@ -11,7 +11,7 @@ from smelt.compress.training_techniques import (
     invalidated_by_training,
     provided_by_training,
     train_with_techniques,
-    width_mask_errors,
+    training_task_errors,
 )
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message
@@ -77,7 +77,9 @@ class Finetune:
     @classmethod
     def check_rows(cls, settings: FinetuneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return errors about the data: sentence embedders need scores, and keep their hidden width."""
-        return missing_scores_errors(task, data, ("train", "validation")) + width_mask_errors(settings, task)
+        return missing_scores_errors(task, data, ("train", "validation")) + training_task_errors(
+            settings, task
+        )
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""

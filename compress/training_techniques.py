@@ -20,8 +20,8 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context
-from smelt.data.splits import SENTENCE_SIMILARITY, Task
-from smelt.models.families.registry import no_blocks_reason
+from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION, Task
+from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.training.settings import TrainingSettings
 from smelt.training.train import train
 
@@ -89,6 +89,10 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
 
     config: the Hugging Face config of the step's input model, as a dict.
     """
+    family = find_family(config)
+    if settings.packing and family is not None and not family.separates_packed_sequences:
+        text = f"transformers' {family.name} has attention between packed samples; remove packing."
+        return [error_message("does-not-fit-model", text, setting="packing")]
     lack = no_blocks_reason(config)
     words = [word for word in ("lora", "sparsify", "learned_masks") if getattr(settings, word) is not None]
     if lack:
@@ -100,14 +104,16 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
     return check_part_kinds(masks.parts if masks is not None else (), config, "learned_masks.parts")
 
 
-def width_mask_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:
-    """Return the mistakes if width masks are used on a model whose outputs are hidden states."""
+def training_task_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:
+    """Return the mistakes: width masks where outputs are hidden states, packing of other than responses."""
+    found = []
+    if settings.packing and task != TEXT_GENERATION:
+        text = f"only samples of {TEXT_GENERATION} are packed, not of {task}; remove packing."
+        found.append(error_message("does-not-fit-task", text, setting="packing"))
     narrows = settings.learned_masks is not None and "width" in settings.learned_masks.targets
-    return (
-        [error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="learned_masks.targets")]
-        if narrows and task == SENTENCE_SIMILARITY
-        else []
-    )
+    if narrows and task == SENTENCE_SIMILARITY:
+        found.append(error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="learned_masks.targets"))
+    return found
 
 
 def train_with_techniques(
@@ -127,7 +133,7 @@ def train_with_techniques(
     Raises:
         InputError: as `train`; or width masks are set for a model whose outputs are hidden states.
     """
-    for found in width_mask_errors(settings, ctx.task):
+    for found in training_task_errors(settings, ctx.task):
         raise InputError(f"{stage}: {found.setting}: {found.message}", code=found.code, setting=found.setting)
     train(
         model,

@@ -37,6 +37,7 @@ from smelt.models.families.family import Attention, Stack
 from smelt.models.families.model_blocks import blocks_of
 from smelt.training.extension import AveragedOver, LossTerm
 from smelt.training.losses import IGNORE_INDEX
+from smelt.training.samples import TOKEN_MASK_KEY
 
 
 def attention_loss(student: Tensor, teacher: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ class InnerLosses:
         found: dict[str, LossTerm] = {}
         for pair in self.pairs:
             mask = (
-                batch["attention_mask"].bool()
+                batch[TOKEN_MASK_KEY if TOKEN_MASK_KEY in batch else "attention_mask"].bool()
                 if pair.averaged_over == "inputs"
                 else batch["labels"] != IGNORE_INDEX
             )

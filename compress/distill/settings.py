@@ -417,6 +417,15 @@ class DistillSettings(TechniqueTrainingSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _no_cache_of_packed_samples(self) -> Self:
+        if self.packing and self.cache_logits is not None:
+            raise SettingError(
+                "cache_logits stores the teacher's outputs of single samples; remove packing or cache_logits",
+                code="settings-conflict",
+            )
+        return self
+
     @field_validator("teacher", mode="before")
     @classmethod
     def _folder_of_teacher(cls, value: Any) -> Any:

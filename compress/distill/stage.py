@@ -29,7 +29,7 @@ from smelt.compress.training_techniques import (
     invalidated_by_training,
     provided_by_training,
     train_with_techniques,
-    width_mask_errors,
+    training_task_errors,
 )
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
@@ -145,7 +145,7 @@ class Distill:
     def check_rows(cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return the mistakes, by setting, for this task and these samples."""
         settings = settings.resolve_for_task(task)
-        found = settings.losses.check_task(task) + width_mask_errors(settings, task)
+        found = settings.losses.check_task(task) + training_task_errors(settings, task)
         if len(settings.all_teachers()) > 1 and task == SENTENCE_SIMILARITY:
             found.append(
                 error_message(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +16,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.data.labels import SINGLE_LABEL, problem_type
-from smelt.data.splits import SENTENCE_SIMILARITY, UNPROMPTED_TEXT_TASKS
+from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION
 from smelt.export.graph_files import read_graph
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.config import GenerationConfig, resolve_generation
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 NUMBERS_FILE, STRINGS_FILE = "model.onnx", "model_text.onnx"
-GENERATION_TASKS = ("translation", "summarization", "language-modeling")
+GENERATION_TASKS = ("translation", "summarization", "language-modeling", TEXT_GENERATION)
 _PYTHON_FILE, _NODE_FILE = "answer.py", "answer.mjs"
 # its install scripts would download GPU libraries
 _INSTALL_IN_NODE = "npm install --ignore-scripts onnxruntime-node"
@@ -157,8 +156,7 @@ class OneFileFormat:
 
     name: ClassVar[str] = "one-file"
     summary: ClassVar[str] = "one ONNX file: weights, generation loop, tokenizer if exact"
-    # the operators for texts cannot render a prompt template
-    supported: ClassVar[SupportedArtifacts] = replace(TEXT_GRAPHS, tasks=frozenset(UNPROMPTED_TEXT_TASKS))
+    supported: ClassVar[SupportedArtifacts] = TEXT_GRAPHS
     is_artifact: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:
@@ -236,7 +234,7 @@ def make_text_plan(source: Path, decoding: GenerationConfig | None, vocabulary: 
     """Return the plan of a graph of the artifact in `source` with string inputs and outputs.
 
     Raises:
-        InputError: no operator tokenizes texts as its tokenizer does.
+        InputError: no operator tokenizes texts as its tokenizer does, or renders its prompt template.
     """
     from smelt.data.labels import class_names
     from smelt.export.package.text_graph import TextPlan
@@ -252,6 +250,12 @@ def make_text_plan(source: Path, decoding: GenerationConfig | None, vocabulary: 
         read_tokenizer_info(source),
         open_tokenizer(source),
     )
+    if tokenizer.prompts is not None and tokenizer.prompts.is_chat:
+        raise InputError(
+            "operators cannot render a chat template; render the prompt with it, and pass its tokens",
+            code="unsupported-prompt-template",
+        )
+    template = None if tokenizer.prompts is None else tokenizer.prompts.template
     limit, causal = max_input_length(tokenizer, config), is_causal(config)
     cutter, (before, after) = tokenizer_nodes(source, details), special_tokens_around(tokenizer)
     empty = None
@@ -266,7 +270,7 @@ def make_text_plan(source: Path, decoding: GenerationConfig | None, vocabulary: 
     surfaces = None if decoding is None else token_texts(source, details, vocabulary)
     classifies = surfaces is None and problem_type(config) == SINGLE_LABEL and "id2label" in config
     labels = tuple(class_names(config)) if classifies else ()
-    return TextPlan(cutter, rows, tokenizer.prefix, tokenizer.lower, surfaces, labels)
+    return TextPlan(cutter, rows, tokenizer.prefix, tokenizer.lower, surfaces, labels, template)
 
 
 # Protobuf's limit for one message is 2 GiB; the rest is for nodes and tokenizer

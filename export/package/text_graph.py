@@ -28,6 +28,7 @@ from smelt.export.package.text_nodes import (
 )
 from smelt.generation.config import MAX_NEW_TOKENS, GenerationConfig
 from smelt.generation.prompt_batches import encode_prompts, truncate_prompt
+from smelt.models.prompt_template import PROMPT_FIELD
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import EDGE_CASE_TEXTS, TextTokenizer
 from smelt.runtimes.predict_texts import encode_texts
@@ -43,7 +44,7 @@ class TextPlan:
 
     tokenizer_nodes, rows: from texts to tokens. prefix: added before each text. lower: texts are lowercased.
     token_texts: from tokens to texts, for models that generate. labels: of a classifier's classes, if a text
-    has one of them.
+    has one of them. template: the prompt template of a model whose output is a response; None for others.
     """
 
     tokenizer_nodes: TokenizerNodes
@@ -52,6 +53,7 @@ class TextPlan:
     lower: bool = False
     token_texts: TokenTexts | None = None
     labels: tuple[str, ...] = ()
+    template: str | None = None
 
 
 def tokenizer_graph(plan: TextPlan) -> Any:
@@ -109,12 +111,22 @@ def text_graph(model: Any, plan: TextPlan, decoding: GenerationConfig | None, ca
 
 
 def _add_tokenizer(b: GraphBuilder, plan: TextPlan) -> tuple[str, str]:
-    texts = TEXTS_INPUT
+    texts = TEXTS_INPUT if plan.template is None else _render(b, plan.template)
     if plan.prefix:
         texts = b.op("StringConcat", string_constant(b, plan.prefix), texts)
     if plan.lower:
         texts = b.op("StringLower", texts, domain=EXTENSIONS_DOMAIN)
     return pad_rows(b, *plan.tokenizer_nodes(b, texts), plan.rows)
+
+
+def _render(b: GraphBuilder, template: str) -> str:
+    """Return the texts in the place of each `{prompt}` of a template."""
+    first, *others = template.split(PROMPT_FIELD)
+    rendered = b.op("StringConcat", string_constant(b, first), TEXTS_INPUT) if first else TEXTS_INPUT
+    for number, part in enumerate(others):
+        rendered = b.op("StringConcat", rendered, TEXTS_INPUT) if number else rendered
+        rendered = b.op("StringConcat", rendered, string_constant(b, part)) if part else rendered
+    return rendered
 
 
 def _add_detokenizer(
@@ -125,7 +137,8 @@ def _add_detokenizer(
         begin = b.const([1]) if prompts is None else b.op("Shape", prompts, start=1, end=2)
         new = b.op("Slice", SEQUENCES_OUTPUT, begin, b.const([2**31 - 1]), b.const([1]))
         text = detokenize(b, new, plan.token_texts, decoding.eos)
-        text = text if prompts is None else b.op("StringConcat", TEXTS_INPUT, text)
+        if prompts is not None and plan.template is None:  # a continuation, not a response
+            text = b.op("StringConcat", TEXTS_INPUT, text)
         b.nodes.append(_identity_node(text, GENERATED_OUTPUT))
         return [_string_value_info(GENERATED_OUTPUT)]
     if plan.labels:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.data.splits import SENTENCE_SIMILARITY, UNPROMPTED_TEXT_TASKS
+from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION, TEXT_TASKS
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def _lines(message: Mapping[str, Any], deep: int) -> list[str]:
 
 
 REPOSITORY_FOLDER, GRAPH_MODEL, TEXT_MODEL = "model_repository", "graph", "text"
-_GENERATES = ("translation", "summarization", "language-modeling")
+_GENERATES = ("translation", "summarization", "language-modeling", TEXT_GENERATION)
+_RENDERING_FILE = "prompt_rendering.py"  # for chat templates
 _LARGEST_BATCH = 32  # for a graph whose batch is not limited
 _DELAY_US = 2000
 _TOKENIZER_FILES = ("tokenizer.json", "source.spm", "vocab.json")
@@ -134,7 +135,7 @@ class TritonFormat:
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"onnx", "tensorrt"}),
         targets=frozenset({"ort-cpu", "tensorrt"}),
-        tasks=frozenset(UNPROMPTED_TEXT_TASKS),  # its Python model renders no prompt template
+        tasks=frozenset(TEXT_TASKS),
         hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
     is_artifact: ClassVar[bool] = False
@@ -192,12 +193,13 @@ class TritonFormat:
         (folder / "client.py").write_text(_CLIENT, encoding="utf-8")
         run = 'tritonserver --model-repository "$PWD/model_repository"'
         reader = "tokenizers" if list(folder.rglob("tokenizer.json")) else "sentencepiece"
+        reader += " jinja2" if list(folder.rglob(_RENDERING_FILE)) else ""
         ask = "pip install numpy 'tritonclient[http]'\npython client.py \"TEXT\""
         notes = (
             "The server has not been tested: config.pbtxt was checked against the published schema, and"
             " `execute` of the Python model was run with a stand-in for Triton's module.",
             "The installed packages are for the model `text`, in the Python of the server: numpy and"
-            f" {reader}. Triton needs the backends that config.pbtxt names.",
+            f" {reader.replace(' ', ', ')}. Triton needs the backends that config.pbtxt names.",
             "`client.py` sends texts to the running server; set its address with `--server`.",
         )
         return UsageNotes(
@@ -265,9 +267,11 @@ def _write_text(
         if (artifact.path / name).is_file():
             shutil.copyfile(artifact.path / name, folder / "1" / name)
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), folder / "1" / "model.py")
-    write_json(
-        folder / "1" / "settings.json", text_model_settings(artifact.path, decoding, inputs, output.name)
-    )
+    settings = text_model_settings(artifact.path, decoding, inputs, output.name)
+    write_json(folder / "1" / "settings.json", settings)
+    if (settings["prompt_template"] or {}).get("chat_template"):
+        part = Path(__file__).with_name("standalone") / "parts" / _RENDERING_FILE
+        shutil.copyfile(part, folder / "1" / _RENDERING_FILE)
     texts = output.name == "sequences"
     answer = TritonTensor("ANSWER", "TYPE_STRING" if texts else output.kind, (1,) if texts else output.dims)
     content = model_config(
@@ -307,6 +311,8 @@ def text_model_settings(
         "keeps_end": causal or details.truncation_side == "left",
         "pad": padding_token(tokenizer) if causal else tokenizer.pad_token_id or 0,
         "empty": first,
+        "bos": tokenizer.bos_token_id,
+        "prompt_template": None if tokenizer.prompts is None else asdict(tokenizer.prompts),
         "eos": [] if decoding is None else decoding.eos,
         "special": details.special,
         "unknown": details.unknown,

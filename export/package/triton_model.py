@@ -1,12 +1,14 @@
 """Text model for Triton's Python backend: tokenizes, calls the graph model, and decodes its outputs.
 
-Needs numpy and, depending on the files in this folder, tokenizers or sentencepiece. Settings: settings.json.
+Needs numpy and, depending on the files in this folder, tokenizers or sentencepiece, and jinja2 for chats.
+Settings: settings.json.
 Shapes: B = texts of all requests of a call, L = tokens of the longest.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,13 @@ class TritonPythonModel:
         self.triton: Any = importlib.import_module("triton_python_backend_utils")  # part of Triton's Python
         folder = Path(args["model_repository"]) / args["model_version"]
         self.settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        self.template = self.settings["prompt_template"]
+        self.rendering: Any = None
+        if self.template is not None and self.template["chat_template"]:
+            spec: Any = importlib.util.spec_from_file_location("rendering", folder / "prompt_rendering.py")
+            self.rendering = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(self.rendering)
+            self.chat = self.rendering.compile_template(self.template["chat_template"])
         self.pieces: Any = None
         self.tokenizer: Any = None
         if (folder / "tokenizer.json").is_file():
@@ -73,12 +82,21 @@ class TritonPythonModel:
             return outputs
         start = ids.shape[1] if settings["causal"] else 1
         lines = [self.decode(row[start:].tolist()) for row in outputs]
-        lines = [a + b for a, b in zip(texts, lines, strict=True)] if settings["causal"] else lines
+        if settings["causal"] and self.template is None:  # a continuation, not a response
+            lines = [a + b for a, b in zip(texts, lines, strict=True)]
         return np.array([[line.encode("utf-8")] for line in lines], dtype=object)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text with special tokens, truncated to the model's maximum."""
         settings = self.settings
+        if self.rendering is not None:  # a rendered chat contains its special tokens
+            text = self.rendering.render_chat(self.chat, text, self.template["special_tokens"])
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+            most = settings["room"] + len(settings["before"]) + len(settings["after"])
+            lead = ids[:1] if len(ids) > most > 1 and ids[0] == settings["bos"] else []
+            return lead + ids[max(0, len(ids) - most + len(lead)) :] or [settings["empty"]]
+        if self.template is not None:
+            text = self.template["template"].replace("{prompt}", text)
         text = text.lower() if settings["lower"] else text
         before, after = settings["before"], settings["after"]
         if self.tokenizer is not None:

@@ -76,8 +76,6 @@ TEXT_GENERATION: Task = "text-generation"
 # The tasks of encoder-decoder models, and those of decoder-only models.
 ENCODER_DECODER_TASKS: frozenset[Task] = frozenset({"translation", "summarization"})
 DECODER_ONLY_TASKS: frozenset[Task] = frozenset({"language-modeling", TEXT_GENERATION})
-# Tasks of models with text inputs that have no prompt template.
-UNPROMPTED_TEXT_TASKS: tuple[Task, ...] = tuple(task for task in TEXT_TASKS if task != TEXT_GENERATION)
 # Tasks with a target text.
 TEXT_TO_TEXT_TASKS: frozenset[Task] = ENCODER_DECODER_TASKS | {TEXT_GENERATION}
 # Layouts of the samples of text generation; see smelt.data.prompt_rows.

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,25 @@ def running_statistics(model: nn.Module) -> dict[str, Any]:
     }
 
 
+# A training curve has about this many points, so that it can be stored with the artifact.
+CURVE_POINTS = 50
+LogMetrics: TypeAlias = Callable[[Mapping[str, float], int], None]
+
+
+def log_training_curve(details: Mapping[str, Any], log_metrics: LogMetrics) -> None:
+    """Log the curve in the `details` of a finished training, in the order in which it was logged live."""
+    curve = details.get("curve") or {}
+    names = [name for name in curve if name != "step"]
+    points: list[tuple[int, Mapping[str, float]]] = [
+        (step, {name: curve[name][at] for name in names}) for at, step in enumerate(curve.get("step", ()))
+    ]
+    points += [
+        (found["step"], {"validation_loss": found["loss"]}) for found in details.get("validations", ())
+    ]
+    for step, metrics in sorted(points, key=lambda point: point[0]):
+        log_metrics(metrics, step)
+
+
 class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
     """Reports progress, validates at set steps and keeps the best weights; optionally averages them."""
 
@@ -66,6 +85,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         ema: float | None,
         progress: Progress,
         extension: TrainingExtension | None = None,
+        log_metrics: LogMetrics = lambda metrics, step: None,
     ) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.parameters |= running_statistics(model)
@@ -79,11 +99,14 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         self.best_weights: dict[str, Tensor] = {}
         self.best: Validation | None = None
         self.validations: list[Validation] = []
+        self.curve: dict[str, list[float]] = {"step": [], "train_loss": [], "learning_rate": []}
+        self._log_metrics = log_metrics
         # of the last batches: mean and number of items of each loss term
         self.recent: deque[Mapping[str, tuple[float, int]]] = deque(maxlen=50)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Validate the initial weights."""
+        """Validate the initial weights; log the curve before an interruption again."""
+        log_training_curve(self._history(), self._log_metrics)
         if self.evals and not self.validations:  # a resumed training has done it
             self._validate(0)
 
@@ -98,6 +121,8 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         if self.ema is not None:
             self._update_average(step)
         self.progress(step, total, f"loss {self.recent_loss():.3f}")
+        if step in (1, total) or step % max(1, total // CURVE_POINTS) == 0:
+            self._add_to_curve(step, args.gradient_accumulation_steps, kwargs["lr_scheduler"])
         if self.evals and step in {round(total * k / self.evals) for k in range(1, self.evals + 1)}:
             self._validate(step)
 
@@ -107,7 +132,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             "train_loss": self.recent_loss(),
             "validation_loss": self.best.loss if self.best else None,
             "kept_step": self.best.step if self.best else steps,
-            "validations": self.validation_history(),
+            **self._history(),
         }
         losses = self.recent_losses()
         return found if set(losses) == {TOTAL_LOSS} else found | {"train_losses": losses}
@@ -117,6 +142,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         return {
             "validations": [asdict(found) for found in self.validations],
             "best": None if self.best is None else asdict(self.best),
+            "curve": self.curve,
             "recent": [{name: list(value) for name, value in batch.items()} for batch in self.recent],
         }
 
@@ -126,6 +152,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         """Restore the state of `state_dict`, with the best and the averaged weights."""
         self.validations = [Validation(**found) for found in state["validations"]]
         self.best = None if state["best"] is None else Validation(**state["best"])
+        self.curve = state["curve"]
         self.best_weights, self.average = best, average
         self.recent.extend({n: (mean, items) for n, (mean, items) in b.items()} for b in state["recent"])
 
@@ -137,10 +164,13 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         """Return the mean loss over the items of the last batches."""
         return sum(self.recent_losses().values())
 
-    def recent_losses(self) -> dict[str, float]:
-        """Return the weighted mean of each named loss term; their sum is the loss."""
+    def recent_losses(self, batches: int = 0) -> dict[str, float]:
+        """Return the weighted mean of each named loss term in the last batches; their sum is the loss.
+
+        batches: number of batches; 0: all that are known.
+        """
         sums: dict[str, tuple[float, int]] = {}
-        for batch in self.recent:
+        for batch in list(self.recent)[-batches:]:
             for name, (mean, items) in batch.items():
                 total, count = sums.get(name, (0.0, 0))
                 sums[name] = total + mean * items, count + items
@@ -194,6 +224,18 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             " samples or steps."
         )
 
+    def _history(self) -> dict[str, Any]:
+        return {"validations": self.validation_history(), "curve": self.curve}
+
+    def _add_to_curve(self, step: int, batches_per_update: int, schedule: Any) -> None:
+        """Add the mean loss since the last point, and the learning rate."""
+        updates = step - int(self.curve["step"][-1] if self.curve["step"] else 0)
+        loss = sum(self.recent_losses(updates * batches_per_update).values())
+        point = {"train_loss": float(f"{loss:.5g}"), "learning_rate": float(schedule.get_last_lr()[0])}
+        for name, value in {"step": step, **point}.items():
+            self.curve[name].append(value)
+        self._log_metrics(point, step)
+
     def _validate(self, step: int) -> None:
         assert self.evaluate is not None
         last = self._copy_weights() if self.average else {}
@@ -202,6 +244,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             score = self.score() if self.score else None
             found = Validation(step, self.evaluate(), score, self.probe() if self.probe else {})
         self.validations.append(found)
+        self._log_metrics({"validation_loss": found.loss}, step)
         if self.extension.may_be_best(step) and found.beats(self.best):
             self.best_weights, self.best = self._copy_weights(), found
         self._load_weights(last)

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from smelt.core.stage import Context
 from smelt.models.sentence_model import is_sentence_model
 from smelt.training.losses import IGNORE_INDEX, classification_loss
-from smelt.training.samples import EncodedSample, TensorBatch, model_inputs
+from smelt.training.samples import TOKEN_MASK_KEY, EncodedSample, TensorBatch, model_inputs
 from smelt.training.training_state import autocast
 
 # labels: see `count_items`. inputs: input tokens without padding (of an encoder, of a classifier).
@@ -91,7 +91,7 @@ def count_items(labels: Tensor) -> int:
 
 def count_batch_items(batch: Mapping[str, Tensor]) -> dict[AveragedOver, int]:
     """Return the number of items of each kind in a batch; inputs without tokens count like labels."""
-    labels, mask = count_items(batch["labels"]), batch.get("attention_mask")
+    labels, mask = count_items(batch["labels"]), batch.get(TOKEN_MASK_KEY, batch.get("attention_mask"))
     return {"labels": labels, "inputs": labels if mask is None else int(mask.sum())}
 
 

@@ -6,6 +6,7 @@ similarity) give 2 B texts in a batch of B.
 
 from __future__ import annotations
 
+import bisect
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,9 @@ from smelt.runtimes.predict_texts import encode_texts, uses_token_types
 from smelt.training.losses import IGNORE_INDEX, model_problem_type
 
 CACHE_INDEX_KEY = "rows"  # key of a batch: the cache indices of its samples, if any
-_NON_INPUTS = frozenset({"labels", CACHE_INDEX_KEY})
+# Key of a batch of packed samples: which positions are tokens. The model gets no attention mask then.
+TOKEN_MASK_KEY = "token_mask"
+_NON_INPUTS = frozenset({"labels", CACHE_INDEX_KEY, TOKEN_MASK_KEY})
 TensorBatch: TypeAlias = dict[str, Tensor]
 
 
@@ -59,7 +62,7 @@ class EncodedSample:
     tokens shifted by one. is_target: of a window, which of its tokens are targets; None: all but the first.
     second_ids: ids of the second text of a pair that is embedded separately.
     cache_index: key of cached values of the sample. image: of an image sample, which has no ids; it is
-    decoded when its batch is made.
+    decoded when its batch is made. packed: the windows in one sequence, which has no ids of its own.
     """
 
     input_ids: list[int]
@@ -69,6 +72,7 @@ class EncodedSample:
     cache_index: int | None = None
     image: ImageInput | None = None
     is_target: list[bool] | None = None
+    packed: tuple[EncodedSample, ...] | None = None
 
     @property
     def token_counts(self) -> tuple[int, int]:
@@ -78,6 +82,8 @@ class EncodedSample:
         """
         if self.image is not None:
             return self.image.patches, 0
+        if self.packed is not None:
+            return sum(_num_inputs(window) for window in self.packed), 0
         if self.second_ids is not None:
             longer = max(len(self.input_ids), len(self.second_ids))
             return longer, longer
@@ -160,6 +166,35 @@ def _encode_prompted(
     return [EncodedSample(row.ids, None, None, is_target=row.is_target) for row in fitting]
 
 
+def pack_samples(samples: Sequence[EncodedSample], length: int | None) -> list[EncodedSample]:
+    """Return windows packed into as few sequences as best-fit decreasing finds.
+
+    Args:
+        samples: windows (`target` is None).
+        length: inputs of a sequence; None: of the longest window. A longer window is a sequence of its own.
+
+    Source: Ding et al. 2024, Fewer Truncations Improve Language Modeling, arXiv:2404.10830.
+    """
+    order = sorted(samples, key=_num_inputs, reverse=True)
+    most = length or max(map(_num_inputs, order), default=0)
+    packs: list[list[EncodedSample]] = []
+    free: list[tuple[int, int]] = []  # of each sequence with room: inputs left, number; rising
+    for window in order:
+        size = _num_inputs(window)
+        at = bisect.bisect_left(free, (size, 0))
+        left, number = free.pop(at) if at < len(free) else (most, len(packs))
+        if number == len(packs):
+            packs.append([])
+        packs[number].append(window)
+        if left > size:
+            bisect.insort(free, (left - size, number))
+    return [EncodedSample([], None, None, packed=tuple(windows)) for windows in packs]
+
+
+def _num_inputs(window: EncodedSample) -> int:
+    return len(window.input_ids) - 1
+
+
 def load_processor(folder: Path) -> Any:
     """Return the tokenizer of the model in `folder`, or its image processor.
 
@@ -225,12 +260,16 @@ def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
     float32 [B, C] for multi-label and regression. For a language model labels are int64
     [B, L], the token after each of input_ids, -100 for padding and for tokens that are no targets. For pairs
     that are embedded separately the inputs are [2 B, L], all first texts first, and labels are float32
-    [B, 1]. For images the input is pixel_values, float32 [B, 3, h, w]. Cache indices of samples are in
+    [B, 1]. Packed windows have no attention_mask: position_ids, int64 [B, L], begin at 0 for each window, and
+    again for padding, by which transformers masks attention between windows; token_mask is int64 [B, L], 0
+    for padding. For images the input is pixel_values, float32 [B, 3, h, w]. Cache indices of samples are in
     `rows`, int64 [B].
     """
     numbers = [row.cache_index for row in samples if row.cache_index is not None]
     if samples[0].image is not None:
         found = _collate_images(samples)
+    elif samples[0].packed is not None:
+        found = _collate_packed([sample.packed or () for sample in samples])
     else:
         found = _collate_windows(samples) if samples[0].target is None else _collate_texts(samples, config)
     return found | ({CACHE_INDEX_KEY: torch.tensor(numbers)} if numbers else {})
@@ -269,6 +308,20 @@ def _collate_windows(samples: Sequence[EncodedSample]) -> TensorBatch:
         "input_ids": _pad([r.input_ids[:-1] for r in samples], 0),
         "attention_mask": _pad([[1] * (len(r.input_ids) - 1) for r in samples], 0),
         "labels": _pad([_window_labels(r) for r in samples], IGNORE_INDEX),
+    }
+
+
+def _collate_packed(sequences: Sequence[Sequence[EncodedSample]]) -> TensorBatch:
+    lengths = [[_num_inputs(window) for window in windows] for windows in sequences]
+    longest = max(map(sum, lengths))
+    positions = [[*sizes, longest - sum(sizes)] for sizes in lengths]
+    return {
+        "input_ids": _pad([[i for w in windows for i in w.input_ids[:-1]] for windows in sequences], 0),
+        "position_ids": torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in positions]),
+        "labels": _pad(
+            [[i for w in windows for i in _window_labels(w)] for windows in sequences], IGNORE_INDEX
+        ),
+        TOKEN_MASK_KEY: _pad([[1] * sum(sizes) for sizes in lengths], 0),
     }
 
 

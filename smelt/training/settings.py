@@ -18,8 +18,6 @@ from smelt.models.families.registry import find_family
 
 LOSS_METRIC = "loss"  # the default of `metric_for_best_model`
 PEFT_VERSION = "0.18"  # the oldest supported release
-# Oldest supported releases, as in the extra `trackers`.
-TRACKER_VERSIONS = {"tensorboard": "2.18", "wandb": "0.18", "swanlab": "0.5"}
 
 
 class LoraSettings(Settings):
@@ -77,6 +75,11 @@ class TrainingSettings(Settings):
     max_length: int | None = Field(
         default=None, ge=2, description="texts are truncated to this many tokens; default: the model's limit"
     )
+    packing: bool = Field(
+        default=False,
+        description="text-generation: pack samples into sequences of max_length tokens (default: of the"
+        " longest sample) without attention between them; batch_size counts sequences",
+    )
     num_evals: int = Field(
         default=4,
         ge=0,
@@ -108,11 +111,6 @@ class TrainingSettings(Settings):
         exclude=True,  # it does not change the result, so it is not part of the key
         description="0: after each update; null: no checkpoints",
     )
-    report_to: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
-        default=[],
-        exclude=True,  # it does not change the result, so it is not part of the key
-        description="experiment trackers",
-    )
 
     @property
     def changes_quantized_weights(self) -> bool:
@@ -120,9 +118,8 @@ class TrainingSettings(Settings):
         return self.lora is None
 
     def required_packages(self) -> dict[str, str]:
-        """Return peft if there are adapters, and the trackers."""
-        adapters = {} if self.lora is None else {"peft": PEFT_VERSION}
-        return adapters | {name: TRACKER_VERSIONS[name] for name in self.report_to}
+        """Return peft if there are adapters."""
+        return {} if self.lora is None else {"peft": PEFT_VERSION}
 
     @model_validator(mode="after")
     def _selects(self) -> Self:

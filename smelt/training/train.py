@@ -87,7 +87,7 @@ def train(
     """
     from smelt.training.checkpoints import CheckpointScorer, RoundingCheck
     from smelt.training.extension import TrainingExtension, combine_extensions, label_objective
-    from smelt.training.samples import encode_split, load_processor, spread_indices
+    from smelt.training.samples import encode_split, load_processor, pack_samples, spread_indices
     from smelt.training.trainer import run_training
 
     _require_samples(settings, ctx, stage, scores=objective is None)
@@ -134,6 +134,9 @@ def train(
     adapters = _begin_lora(model, settings, edits, ctx)
     extension = extension or TrainingExtension()
     rows, validation = extension.prepare_samples(rows, validation)
+    if settings.packing:
+        rows = pack_samples(rows, settings.max_length)
+        validation = None if validation is None else pack_samples(validation, settings.max_length)
     if starts_random(src, ctx) if random is None else random:
         extension = replace(extension, may_be_best=partial(_may_be_best_after_start, extension.may_be_best))
     if adapters is not None:

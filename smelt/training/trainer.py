@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from smelt.core.errors import RunError
 from smelt.core.messages import warning
 from smelt.core.stage import Context
 from smelt.runtimes.device import torch_device
-from smelt.training.checkpoint_selector import CheckpointSelector
+from smelt.training.checkpoint_selector import CheckpointSelector, log_training_curve
 from smelt.training.checkpoints import make_checkpoint_callback
 from smelt.training.extension import (
     AVERAGED_OVER,
@@ -49,8 +48,6 @@ from smelt.training.training_state import (
     training_state,
 )
 
-# Output folder of transformers' TensorBoard callback.
-_TENSORBOARD_VARIABLE = "TENSORBOARD_LOGGING_DIR"
 _LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
@@ -162,16 +159,16 @@ def run_training(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
         stack.enter_context(torch_threads(ctx.threads))
-        stack.enter_context(_tensorboard_in_run(settings, ctx))
         args = _training_arguments(settings, folder, ctx)
         precision = pick_precision(settings.precision, args.device)
         stack.enter_context(modules_attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
         stack.enter_context(extension.training_context())
-        keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension)
+        keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
         resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx)
         if resume.saved is not None and resume.saved.details is not None:
             ctx.details["training"] = resume.saved.details
+            log_training_curve(resume.saved.details, ctx.log_metrics)
             ctx.warnings.extend(resume.saved.warnings)
             return
         if resume.saved is not None:
@@ -197,7 +194,7 @@ def run_training(
         _require_finite(model, keeper)
         ctx.details["training"] = {
             "steps": steps,
-            "rows": len(samples),
+            "rows": sum(len(sample.packed or (sample,)) for sample in samples),
             "learning_rate": settings.learning_rate,
             **({} if settings.dropout is None else {"dropout": settings.dropout}),
             "precision": precision,
@@ -260,24 +257,6 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
             )
 
 
-@contextlib.contextmanager
-def _tensorboard_in_run(settings: TrainingSettings, ctx: Context) -> Iterator[None]:
-    """Make TensorBoard's callback write to the run's folder, unless the user set another."""
-    unchanged = (
-        ctx.tracker_folder is None
-        or "tensorboard" not in settings.report_to
-        or _TENSORBOARD_VARIABLE in os.environ
-    )
-    if unchanged:
-        yield
-        return
-    os.environ[_TENSORBOARD_VARIABLE] = str(ctx.tracker_folder)
-    try:
-        yield
-    finally:
-        del os.environ[_TENSORBOARD_VARIABLE]
-
-
 def _training_arguments(settings: TrainingSettings, folder: str, ctx: Context) -> Any:
     if ctx.device == "cuda":
         torch_device(ctx.device)  # raises if CUDA is missing; Trainer would silently use the CPU
@@ -294,9 +273,8 @@ def _training_arguments(settings: TrainingSettings, folder: str, ctx: Context) -
         use_cpu=ctx.device == "cpu",
         save_strategy="no",
         eval_strategy="no",
-        logging_strategy="steps" if settings.report_to else "no",
-        logging_steps=10,
-        report_to=list(settings.report_to) or "none",
+        logging_strategy="no",
+        report_to="none",
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,

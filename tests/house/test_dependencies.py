@@ -21,8 +21,11 @@ IMPORT_NAMES = {
     "onnxruntime": "onnxruntime",
     "onnxruntime-gpu": "onnxruntime",
     "pydantic": "pydantic_core",  # its other half, which it pins
+    "swanlab": "swanlab",
     "tensorrt": "tensorrt",
     "tensorrt-cu13": "tensorrt",
+    "trackio": "trackio",
+    "wandb": "wandb",
 }
 # torch.onnx.export translates with it.
 NOT_IMPORTED = {"onnxscript"}

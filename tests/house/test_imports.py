@@ -16,7 +16,8 @@ PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"
 ]
 HEAVY = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnxsim", "tensorrt", "openvino"]
 HEAVY += ["datasets", "sklearn", "sacrebleu", "pandas", "scipy", "accelerate", "rich", "matplotlib"]
-EXTRAS = ["tensorrt", "tensorrt_bindings", "openvino", "bitsandbytes", "tensorboard", "wandb", "swanlab"]
+EXTRAS = ["tensorrt", "tensorrt_bindings", "openvino", "bitsandbytes"]
+EXTRAS += ["tensorboard", "mlflow", "wandb", "swanlab", "trackio"]
 
 
 def modules() -> dict[str, Path]:

@@ -205,6 +205,23 @@ def test_the_last_good_weights_may_be_those_that_came(model):
     assert "max_steps: 7" in keeper.last_good_text()
 
 
+def test_a_resumed_training_logs_the_curve_before_the_interruption_again(model):
+    """Each run has a tracker run of its own, which would otherwise begin in the middle of the curve."""
+    first = CheckpointSelector(model, None, lambda *args: None)
+    first.curve = {"step": [1, 2], "train_loss": [3.0, 2.0], "learning_rate": [0.1, 0.2]}
+    first.validations = [Validation(0, 4.0), Validation(2, 2.5)]
+    logged = []
+    resumed = CheckpointSelector(model, None, lambda *args: None, None, lambda *point: logged.append(point))
+    resumed.load_state(first.state_dict(), {}, {})
+    resumed.on_train_begin(None, None, None)
+    assert logged == [
+        ({"validation_loss": 4.0}, 0),
+        ({"train_loss": 3.0, "learning_rate": 0.1}, 1),
+        ({"train_loss": 2.0, "learning_rate": 0.2}, 2),
+        ({"validation_loss": 2.5}, 2),
+    ]
+
+
 @pytest.mark.parametrize(
     ("chain", "random"),
     [

@@ -355,6 +355,8 @@ class Family:
     window: Callable[[Config, int], int | None] = lambda config, number: None
     """From a config and the index of a block, the number of visible tokens (of a decoder: the last ones and
     itself; of an encoder: to each side); None for all."""
+    separates_packed_sequences: bool = True
+    """Whether transformers' decoder masks attention between packed sequences (by restarting position_ids)."""
     first_layer_reason: str | None = None
     """Why a student needs the first block, as text for users; None if it does not."""
     unsupported_config: Callable[[Config], list[str]] = lambda config: []

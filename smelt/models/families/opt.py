@@ -77,6 +77,7 @@ FAMILY = Family(
         f"{_EOS_TOKEN} $A",
         f"{_EOS_TOKEN} $A {_EOS_TOKEN} $B",
     ),
+    separates_packed_sequences=False,  # its mask is made without position_ids
     unused_tensors=(FAIRSEQ_VERSION_TENSORS,),
     unsupported_config=unsupported_config,
 )

@@ -27,6 +27,7 @@ from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.scoring import Scorer, cached_agreement
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import StepRunner
+from smelt.pipeline.execute.trackers import RunTrackers
 from smelt.pipeline.inspect.machine import unscored_reason
 from smelt.pipeline.plan.untrained_checks import UNTRAINED_NOT_SCORED
 from smelt.pipeline.plan.warnings import data_warnings, few_windows_warnings
@@ -196,6 +197,8 @@ class _PlanRunner:
         """Run all steps, measure and write the report; errors of steps are recorded in the report."""
         started = time.monotonic()
         self._prepare_folder()
+        self.trackers = RunTrackers(self.plan, self.folder, self.display, self.add_warnings)
+        self.step_runner = replace(self.step_runner, log_metrics=self.trackers.log)
         try:
             with rust_panics_as_errors():
                 self._import_model()
@@ -215,12 +218,22 @@ class _PlanRunner:
         except Exception as error:
             failure = self._explain_error(error, MODEL_STEP)
             if isinstance(failure, InputError) and not self.artifacts:
+                self.trackers.finish("error")
                 raise  # before any work, so an error of the input, not of the run
             self.report.add_failure(failure)
             self.display.print_line(_log_text(failure))
         self._write_report(last=True)
+        self._finish_trackers()
         self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")
         return Result(Report(self.report.data), self.folder)
+
+    def _finish_trackers(self) -> None:
+        """Log the report to the trackers; if one fails, the report gets the warning."""
+        before = len(self.report.data["warnings"])
+        self.trackers.summarize(self.report.data)
+        self.trackers.finish(self.report.status)
+        if len(self.report.data["warnings"]) > before:
+            self._write_report(last=True)
 
     def _prepare_folder(self) -> None:
         if name := self.run_folder.replaced_recipe(self.plan):
@@ -246,6 +259,7 @@ class _PlanRunner:
         )
         self.step_runner, self.scorer = begun.step_runner, begun.scorer
         self._score_and_report(MODEL_STEP, begun.artifact, begun.cached, 0.0)
+        self.trackers.summarize(self.report.data)
         self._write_report()  # the first step may be a long training run
 
     def _run_step(self, step: PlanStep) -> None:
@@ -263,7 +277,9 @@ class _PlanRunner:
             with rust_panics_as_errors():
                 above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
                 artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
+                self.trackers.log_cached(step.name, artifact)
                 self._score_and_report(step.name, artifact, cached, time.monotonic() - started)
+                self.trackers.summarize(self.report.data)
         except Exception as error:
             failure = self._explain_error(error, step.name)
             self.report.add_failure(failure, step.name)

@@ -61,7 +61,7 @@ class Report(Mapping[str, Any]):
                 "to_frame needs pandas: pip install 'smelt[notebook]'", code="not-installed"
             ) from error
 
-        return pandas.DataFrame([_frame_row(step) for step in self.data["steps"]]).set_index("step")
+        return pandas.DataFrame([step_row(step) for step in self.data["steps"]]).set_index("step")
 
     def _repr_html_(self) -> str:
         from smelt.evaluate.report.render import render_html
@@ -97,7 +97,7 @@ _AGREEMENT_COLUMNS = {
 }
 
 
-def _frame_row(step: Mapping[str, Any]) -> dict[str, Any]:
+def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return a step of a report as a flat row."""
     same = ("stage", "parent", "status", "format", "target", "parameters", "size_bytes")
     row: dict[str, Any] = {"step": step["name"], **{name: step[name] for name in same}}
@@ -120,7 +120,7 @@ def _frame_row(step: Mapping[str, Any]) -> dict[str, Any]:
 
 def report_csv(report: Mapping[str, Any]) -> str:
     """Return the table of `Report.to_frame` as CSV, with a line for each step."""
-    rows = [_frame_row(step) for step in report["steps"]]
+    rows = [step_row(step) for step in report["steps"]]
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")

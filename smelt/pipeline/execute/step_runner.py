@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,7 +63,8 @@ class StepRunner:
     """Runs the steps of one run.
 
     validation_scorer: scores on validation data. windows: the recipe's window settings for language models,
-    stored in the artifacts so that `smelt eval` uses the same.
+    stored in the artifacts so that `smelt eval` uses the same. log_metrics: receives a step's training
+    curve: step, metrics, update.
     """
 
     store: Store
@@ -75,6 +77,7 @@ class StepRunner:
     versions: Mapping[str, str] = field(default_factory=lambda: library_versions(_KEY_LIBRARIES))
     device: str = "auto"
     windows: Windows | None = None
+    log_metrics: Callable[[str, Mapping[str, float], int], None] = lambda step, metrics, update: None
 
     @property
     def windows_details(self) -> dict[str, Any]:
@@ -163,7 +166,7 @@ class StepRunner:
                 found["bf16"] = has_bf16_instructions()
         if getattr(step.settings, "lora", None) is not None:
             found["adapters"] = library_versions(("peft",))
-        elif packages := {*step.settings.required_packages()} - {*getattr(step.settings, "report_to", ())}:
+        elif packages := step.settings.required_packages():
             found["packages"] = library_versions(tuple(packages))
         if getattr(step.settings, "is_machine_dependent", False):
             from smelt.export.autotune import available_cores
@@ -206,7 +209,7 @@ class StepRunner:
             cached_value=shelf.cached_value,
             cached_files=shelf.cached_files,
             next_checkpoint_folder=unfinished.next_folder,
-            tracker_folder=self.display.log_path.parent / "logs" / step.name,
+            log_metrics=partial(self.log_metrics, step.name),
             log=self.display.print_line,
         )
         started = time.monotonic()

@@ -25,6 +25,7 @@ from smelt.compress.quantize.scheme_options import two_bit_warnings
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
+from smelt.core.system import install_command, package_problem
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.splits import Split, Task
 from smelt.evaluate.metrics import AGREEMENT_METRIC, CHOICE_METRICS, is_own_metric
@@ -74,7 +75,7 @@ from smelt.pipeline.plan.warnings import (
 )
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
-from smelt.pipeline.recipe.recipe import ParsedRecipe, check_recipe, find_recipe
+from smelt.pipeline.recipe.recipe import TRACKER_PACKAGES, ParsedRecipe, check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
@@ -165,6 +166,16 @@ def check_device(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> Non
     """Check that the requested device is available."""
     if recipe.device == "cuda" and not has_mistake(bad, "device") and (lack := cuda_missing_reason()):
         mistakes.add(("device",), lack, code="no-gpu")
+
+
+def check_trackers(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
+    """Check that the packages of the trackers are installed."""
+    for number, name in enumerate(recipe.trackers if not has_mistake(bad, "trackers") else ()):
+        packages, oldest = TRACKER_PACKAGES[name]
+        problems = [package_problem(package, oldest) for package in packages]
+        if all(problems):
+            text = f"{problems[0]}. {install_command(packages[0], oldest)}"
+            mistakes.add(("trackers", number), text, code="not-installed")
 
 
 def check_data(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> dict[str, Split]:
@@ -482,6 +493,7 @@ def make_plan(
         check_metrics(read, splits, mistakes)
     _check_prompts(read, folder, splits, mistakes, bad)
     check_device(read, mistakes, bad)
+    check_trackers(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)
     read = check_embedder(read, folder, splits, mistakes, bad, checker.warnings)
     check_stage_data(every, checker.setting_paths, read.task, splits, mistakes, bad)

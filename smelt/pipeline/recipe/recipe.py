@@ -51,6 +51,16 @@ SPEED_METRICS = ("speedup", "cpu_speedup")
 # Splits that gates and the recommendation may be evaluated on.
 JudgedOn = Literal["validation", "test"]
 
+TrackerName = Literal["tensorboard", "mlflow", "wandb", "swanlab", "trackio"]
+# Per tracker: the packages of which one must be installed, and the oldest supported release.
+TRACKER_PACKAGES: dict[TrackerName, tuple[tuple[str, ...], str]] = {
+    "tensorboard": (("tensorboard",), "2.18"),
+    "mlflow": (("mlflow", "mlflow-skinny"), "2.14"),
+    "wandb": (("wandb",), "0.18"),
+    "swanlab": (("swanlab",), "0.5"),
+    "trackio": (("trackio",), "0.8"),
+}
+
 # Stages that train all weights: an untrained model needs one before it can be a baseline.
 TRAINING_STAGES = ("finetune", "distill")
 
@@ -122,6 +132,9 @@ class RecipeKeys(Settings):
         default=None, ge=1, le=1024, description="number of torch threads; default: all cores"
     )
     device: Device = Field(default="auto", description="device for training; auto: CUDA if available")
+    trackers: tuple[TrackerName, ...] = Field(
+        default=(), description="experiment trackers to which the run is logged"
+    )
 
 
 class ParsedRecipe(RecipeKeys):

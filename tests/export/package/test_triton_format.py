@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import tiny
 from expected_errors import raises_code
-from triton_stand_in import TritonStandIn, parse_model_config
+from triton_stand_in import ask_text_model, parse_model_config
 
 import smelt
 from smelt.core.artifact import Artifact, Manifest, read_artifact
@@ -35,24 +34,6 @@ def written(kind: str, folder: Path, **generation: Any) -> Path:
     TritonFormat().check(artifact)
     TritonFormat().write(artifact, PackageOrigin(generation=generation), folder)
     return folder / "model_repository"
-
-
-def asked(repository: Path, texts: list[str], monkeypatch: Any, broken: str | None = None) -> Any:
-    """Return what model.py answers to requests of two texts each, and the stand-in."""
-    triton = TritonStandIn(repository, broken)
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
-    spec = importlib.util.spec_from_file_location("shipped_model", repository / "text" / "1" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model = module.TritonPythonModel()
-    model.initialize({"model_repository": str(repository / "text"), "model_version": "1"})
-    requests = []
-    for at in range(0, len(texts), 2):
-        rows = np.array([[text.encode()] for text in texts[at : at + 2]], dtype=object)
-        requests.append([triton.Tensor("TEXT", rows)])
-    return model.execute(requests), triton
 
 
 def lines(responses: list[Any]) -> list[Any]:
@@ -75,7 +56,7 @@ def lines(responses: list[Any]) -> list[Any]:
 def test_texts_are_those_of_smelt_and_one_call_answers_all_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, texts: list[str], generation: dict[str, int]
 ) -> None:
-    responses, triton = asked(written(kind, tmp_path / "p", **generation), texts, monkeypatch)
+    responses, triton = ask_text_model(written(kind, tmp_path / "p", **generation), texts, monkeypatch)
     assert triton.batches == [len(texts)]
     with smelt.load(exported_artifacts.exported_artifact(kind)) as model:
         expected = model.generate(texts, **generation)
@@ -91,7 +72,7 @@ def test_the_prefix_of_a_model_is_put_before_each_text(
     (tmp_path / "p").mkdir()
     artifact = Artifact(tmp_path / "a", source.manifest)
     TritonFormat().write(artifact, PackageOrigin(generation={"max_new_tokens": 7}), tmp_path / "p")
-    responses, _ = asked(tmp_path / "p" / "model_repository", PROMPTS, monkeypatch)
+    responses, _ = ask_text_model(tmp_path / "p" / "model_repository", PROMPTS, monkeypatch)
     with smelt.load(exported_artifacts.exported_artifact("translator")) as model:
         expected = model.generate([f"ein lied {text}" for text in PROMPTS], max_new_tokens=7)
         assert expected != model.generate(PROMPTS, max_new_tokens=7)
@@ -100,7 +81,7 @@ def test_the_prefix_of_a_model_is_put_before_each_text(
 
 def test_a_classifier_gives_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = written("classifier", tmp_path / "p")
-    found = np.array(lines(asked(repository, tiny.SENTENCES, monkeypatch)[0]))
+    found = np.array(lines(ask_text_model(repository, tiny.SENTENCES, monkeypatch)[0]))
     with smelt.load(exported_artifacts.exported_artifact("classifier")) as model:
         expected = [list(one.probabilities.values()) for one in model.predict(tiny.SENTENCES)]
     odds = np.exp(found - found.max(axis=1, keepdims=True))
@@ -111,7 +92,9 @@ def test_a_classifier_gives_its_logits(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_error_of_the_graph_is_the_answer_to_each_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    responses, _ = asked(written("translator", tmp_path / "p"), ["a", "b", "c"], monkeypatch, "out of memory")
+    responses, _ = ask_text_model(
+        written("translator", tmp_path / "p"), ["a", "b", "c"], monkeypatch, "out of memory"
+    )
     assert [one.error().message() for one in responses] == ["out of memory"] * 2
 
 

@@ -8,10 +8,16 @@ import chat_templates
 import fake_workers
 import forked_workers
 import harness
+import numpy as np
+import onnxruntime
 import pytest
 from expected_errors import command_error, error_codes
+from triton_stand_in import ask_text_model
 
 from smelt.evaluate.quality import UnicodeTokenizer
+from smelt.export.generation_graph.graph_builder import GraphBuilder
+from smelt.export.package import text_graph
+from smelt.models.checkpoint import load_tokenizer
 
 PAIRS = [
     ("Where does the man walk?", "on the grass"), ("What is cold?", "the river"),
@@ -246,6 +252,49 @@ def test_packaged_program_answers_as_the_artifact(run, family, tmp_path):
         [sys.executable, tmp_path / "p" / "infer.py", *prompts], capture_output=True, text=True, check=True
     )
     assert found.stdout.splitlines() == expected.splitlines()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_one_file_and_triton_answer_as_the_artifact(run, family, tmp_path, monkeypatch):
+    """Llama with a text as prompt template, Qwen2 with a chat template and a conversation."""
+    home, report = run(family)
+    folder = home / "run" / report["steps"][-1]["artifact"]
+    prompts = [q for q, _ in PAIRS]
+    if family == "qwen2":
+        prompts[0] = json.dumps(_rows(family)[0]["messages"][:-1])
+    expected = harness.smelt("predict", folder, *prompts, "--max-new-tokens", 10, code=0).stdout.splitlines()
+    monkeypatch.setattr(text_graph, "COMPARED_TEXTS", 300)
+    for form in ("triton", "one-file"):
+        harness.smelt("package", folder, "--out", tmp_path / form, "--format", form, code=0)
+    responses, _ = ask_text_model(tmp_path / "triton" / "model_repository", prompts, monkeypatch)
+    found = [row for one in responses for tensor in one.tensors for row in tensor.as_numpy()]
+    assert [row[0].decode() for row in found] == expected
+    assert (tmp_path / "one-file" / "model_text.onnx").exists() == (family == "llama")
+    if family == "llama":
+        session = text_graph.open_extensions_session(str(tmp_path / "one-file" / "model_text.onnx"))
+        assert session.run(["generated"], {"texts": np.array(prompts, dtype=object)})[0].tolist() == expected
+        return
+    words = load_tokenizer(folder)
+    messages = _rows(family)[0]["messages"][:-1]
+    ids = np.array([words.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)])
+    session = onnxruntime.InferenceSession(tmp_path / "one-file" / "model.onnx")
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    sequence = session.run(["sequences"], feeds)[0][0, ids.shape[1] :]
+    assert words.decode(sequence, skip_special_tokens=True) == expected[0]
+
+
+def test_a_prompt_template_is_in_the_graph_at_each_place():
+    """A template may repeat the prompt; ONNX Runtime renders it as `str.replace` does."""
+    for template in ("{prompt}", "Q: {prompt}\nA:", "{prompt} {prompt}!", "a{prompt}{prompt}"):
+        b = GraphBuilder()
+        rendered = text_graph._render(b, template)
+        b.nodes.append(text_graph._identity_node(rendered, "rendered"))
+        values = [text_graph._string_value_info(name) for name in ("texts", "rendered")]
+        model = text_graph._make_model(b.graph("render", values[:1], values[1:]))
+        session = text_graph.open_extensions_session(model.SerializeToString())
+        texts = ["", "The cat"]
+        found = session.run(None, {"texts": np.array(texts, dtype=object)})[0].tolist()
+        assert found == [template.replace("{prompt}", text) for text in texts]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnxruntime
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
@@ -101,3 +104,21 @@ class TritonStandIn(ModuleType):
             return self.InferenceResponse([self.Tensor(*pair) for pair in pairs])
 
         return SimpleNamespace(exec=run)
+
+
+def ask_text_model(repository: Path, texts: list[str], monkeypatch: Any, broken: str | None = None) -> Any:
+    """Return what model.py answers to requests of two texts each, and the stand-in."""
+    triton = TritonStandIn(repository, broken)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
+    spec = importlib.util.spec_from_file_location("shipped_model", repository / "text" / "1" / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.TritonPythonModel()
+    model.initialize({"model_repository": str(repository / "text"), "model_version": "1"})
+    requests = []
+    for at in range(0, len(texts), 2):
+        rows = np.array([[text.encode()] for text in texts[at : at + 2]], dtype=object)
+        requests.append([triton.Tensor("TEXT", rows)])
+    return model.execute(requests), triton

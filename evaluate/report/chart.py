@@ -1,55 +1,36 @@
-"""The chart of quality against speed, drawn with matplotlib: for the page, and as SVG and PNG files.
-
-On the page its colors are the page's CSS variables, so it follows the light and the dark theme. Its texts
-remain texts, so they have the browser's font, and names can be found and copied.
-"""
+"""The chart of quality against speed: of the steps of a report, and of several runs (comparison.py)."""
 
 from __future__ import annotations
 
-import io
-import logging
 import math
-import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from smelt.core.messages import escape_controls
 from smelt.evaluate.report import view
+from smelt.evaluate.report.drawing import (
+    PageFigure,
+    draw_theme_files,
+    figure_bytes,
+    new_figure,
+    shorten,
+    style_axes,
+    theme_files,
+)
 from smelt.evaluate.report.schema import LatencyReport, ReportData, StepReport
+from smelt.evaluate.report.waterfall import draw_waterfall, find_waterfall
 
 _LOG_SCALE_RATIO = 4.0  # the speed axis is logarithmic from this ratio of the fastest to the slowest
 _PALE = 0.38  # opacity of steps that do not compete
-_FILE_DPI = 216  # of a PNG: three times the size on the page, for slides
 _CHAR_WIDTH = 6.6  # width of a label's letter at 12 points, an upper estimate
 _LINE_HEIGHT = 14.0
 _MARKERS = {"onnx": "s", "tensorrt": "^"}
 
-PALETTES = {
-    "light": {
-        "card": "#ffffff", "ink": "#1b2330", "soft": "#5b6675", "line": "#dfe3e9", "accent": "#0b6bcb",
-        "torch": "#5b6ee1", "onnx": "#0f9d8a", "tensorrt": "#c2570c",
-    },
-    "dark": {
-        "card": "#1a2028", "ink": "#e6eaf0", "soft": "#9aa6b5", "line": "#2d3641", "accent": "#6bb1ff",
-        "torch": "#93a1ff", "onnx": "#3fd0bb", "tensorrt": "#ff9d5c",
-    },
-}  # fmt: skip
-"""The colors of the chart by theme; the page has the same, as CSS variables."""
-
-# stand for the variables while matplotlib draws, which accepts colors only
-_PLACEHOLDERS = {name: f"#fedc{number:02x}" for number, name in enumerate(PALETTES["light"])}
-
-CHART_FILES = {
-    "report.svg": "light",
-    "report.png": "light",
-    "report-dark.svg": "dark",
-    "report-dark.png": "dark",
-}
-"""The files of the chart next to report.html, with their themes."""
+CHART_FILES = (*theme_files("report"), *theme_files("waterfall"))
+"""The files of the charts next to report.html."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +65,13 @@ _FILE = ChartSize("file", 640, 444, 62, 24, 18, 76, 28)  # with a legend
 class ChartPoint:
     """One step in the chart, with the ends of its error bars.
 
-    x: speed-up. y: score. competes: it can be deployed and its speed-up is claimed.
+    shape: format of the artifact, which the marker shows. color: name in the palette. x: speed-up, or the
+    quantity of the chart. y: score. competes: it can be deployed and its speed-up is claimed.
     """
 
     name: str
     shape: str
+    color: str
     x: float
     y: float
     x_low: float
@@ -103,22 +86,26 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class Chart:
-    """What the chart shows: one metric against the speed-up at one batch size."""
+    """What the chart shows: one metric against the speed-up at one batch size, or another quantity.
+
+    metric: label of the quality. quantity: label of the other axis; unit: of its numbers; faster: the
+    direction of better values, an arrow. legend: (label, shape, color) of the markers. paths: points that a
+    line connects, each as places in `points`.
+    """
 
     metric: str
-    batch_size: int
+    quantity: str
     points: list[ChartPoint]
+    legend: list[tuple[str, str, str]]
+    unit: str = "×"
+    faster: str = "faster →"
+    paths: Sequence[Sequence[int]] = ()
 
     @property
     def logarithmic(self) -> bool:
         """Whether the speed axis is logarithmic."""
         speeds = [point.x for point in self.points]
         return max(speeds) >= _LOG_SCALE_RATIO * min(speeds)
-
-    @property
-    def shapes(self) -> list[str]:
-        """The formats of the steps, each once."""
-        return list(dict.fromkeys(point.shape for point in self.points))
 
 
 def scatter_chart(report: ReportData) -> Chart | None:
@@ -133,8 +120,14 @@ def scatter_chart(report: ReportData) -> Chart | None:
     if not drawn:
         return None
     better = drawn[0][0].quality[metric].higher_is_better
-    name = view.metric_label(metric) + ("" if better else " (lower is better)")
-    return Chart(name, sizes[0], [_chart_point(step, row, metric, report) for step, row in drawn])
+    points = [_chart_point(step, row, metric, report) for step, row in drawn]
+    legend = list(dict.fromkeys((point.shape, point.shape, point.color) for point in points))
+    return Chart(quality_label(metric, better), f"speed-up at batch {sizes[0]}", points, legend)
+
+
+def quality_label(metric: str, higher_is_better: bool) -> str:
+    """Return the label of the axis of a metric."""
+    return view.metric_label(metric) + ("" if higher_is_better else " (lower is better)")
 
 
 def _chart_point(step: StepReport, row: LatencyReport, metric: str, report: ReportData) -> ChartPoint:
@@ -152,6 +145,7 @@ def _chart_point(step: StepReport, row: LatencyReport, metric: str, report: Repo
     return ChartPoint(
         name=step.name + (f" {view.DISTURBED_MARK}" if row.stable is False and not baseline else ""),
         shape=step.format or "other",
+        color=step.format if step.format in ("onnx", "tensorrt") else "torch",
         x=speed,
         y=score.value,
         x_low=slow if slow > 0 else speed,
@@ -165,70 +159,34 @@ def _chart_point(step: StepReport, row: LatencyReport, metric: str, report: Repo
     )
 
 
-def page_svg(chart: Chart, size: ChartSize, label: str) -> str:
-    """Return the chart as an SVG element of the page; `label` describes it to screen readers.
+def page_figure(chart: Chart, size: ChartSize, label: str) -> PageFigure:
+    """Return the chart for a page; `label` describes it to screen readers."""
+    titles = {f"point-{at}": point.title for at, point in enumerate(chart.points)}
+    return PageFigure(partial(_draw, chart, size), size.name, size.width, size.height, label, titles)
 
-    It has no ids, links to elsewhere and styles that could affect the rest of the page.
-    """
-    text = _draw(chart, size, _PLACEHOLDERS, "svg").decode()
-    for name, color in _PLACEHOLDERS.items():
-        text = text.replace(color, f"var(--{name})")
-    text = re.sub(
-        r"^.*?<svg[^>]*>|<style.*?</style>| font-family: [^;]*;|<g id=[^>]*/>", "", text, flags=re.DOTALL
-    )
-    text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")
-    titles = {
-        f"point-{at}": f"<title>{escape(escape_controls(point.title))}</title>"
-        for at, point in enumerate(chart.points)
-    }
-    text = re.sub(r'<g id="([^"]*)">', lambda found: "<g>" + titles.get(found[1], ""), text)
-    return (
-        f'<svg class="{size.name}" viewBox="0 0 {size.width} {size.height}" role="img"'
-        f' aria-label="{escape(escape_controls(label))}">{text}'
-    )
+
+def chart_file(chart: Chart, colors: Mapping[str, str], kind: str) -> bytes:
+    """Return the chart with its legend as a file of format `kind`, svg or png."""
+    return figure_bytes(partial(_draw, chart, _FILE), colors, kind)
 
 
 def chart_files(report: ReportData) -> dict[str, bytes]:
-    """Return the content of `CHART_FILES` by name; empty where there is no chart."""
-    chart = scatter_chart(report)
-    if chart is None:
-        return {}
-    return {
-        name: _draw(chart, _FILE, PALETTES[theme], name.rpartition(".")[2])
-        for name, theme in CHART_FILES.items()
-    }
+    """Return the content of `CHART_FILES` by name; without those of a chart that there is not."""
+    scatter, waterfall = scatter_chart(report), find_waterfall(report)
+    found = draw_theme_files(partial(_draw, scatter, _FILE), "report") if scatter else {}
+    return found | (draw_theme_files(partial(draw_waterfall, waterfall), "waterfall") if waterfall else {})
 
 
-def _draw(chart: Chart, size: ChartSize, colors: Mapping[str, str], kind: str) -> bytes:
-    """Return the chart as a file of format svg or png; equal charts give equal files."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports that it caches fonts
-    import matplotlib
-
-    out = io.BytesIO()
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": size.name,
-        "text.parse_math": False,
-        "font.size": 12,
-    }
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font of the PNG does not have
-        figure = _draw_figure(chart, size, colors)
-        unsigned = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        metadata = unsigned if kind == "svg" else {"Software": None}
-        figure.savefig(out, format=kind, dpi=72 if kind == "svg" else _FILE_DPI, metadata=metadata)
-    return out.getvalue()
-
-
-def _draw_figure(chart: Chart, size: ChartSize, colors: Mapping[str, str]) -> Any:
-    """Return the chart as a matplotlib Figure at 72 dots per inch; a file also has a legend."""
-    from matplotlib.figure import Figure
-
-    figure = Figure((size.width / 72, size.height / 72), dpi=72, facecolor=colors["card"])
+def _draw(chart: Chart, size: ChartSize, colors: Mapping[str, str]) -> Any:
+    """Return the chart as a matplotlib Figure; a file also has a legend."""
+    figure = new_figure(size.width, size.height, colors)
     # a layout engine would draw everything several times to measure it
     axes = figure.add_axes(size.axes_box(), facecolor=colors["card"])
+    for path in chart.paths:
+        along = [(chart.points[at].x, chart.points[at].y) for at in path]
+        axes.plot(*zip(*along, strict=True), color=colors["line"], linewidth=2, zorder=1)
     for at, point in enumerate(chart.points):
-        pale, color = 1.0 if point.competes else _PALE, _color(point.shape, colors)
+        pale, color = 1.0 if point.competes else _PALE, colors[point.color]
         across, along = ([[value - low], [high - value]] for value, low, high in _spans(point))
         bars: dict[str, Any] = {"ecolor": colors["soft"], "elinewidth": 1.2, "alpha": 0.75 * pale}
         axes.errorbar(point.x, point.y, along, across, fmt="none", zorder=2, **bars)
@@ -247,8 +205,6 @@ def _draw_figure(chart: Chart, size: ChartSize, colors: Mapping[str, str]) -> An
     if size is _FILE:
         _draw_legend(figure, chart, colors)
     _draw_names(axes, chart.points, size, colors)
-    for artist in figure.findobj(lambda artist: hasattr(artist, "set_clip_on")):
-        artist.set_clip_on(False)  # nothing reaches beyond the axes, and clip paths need links
     return figure
 
 
@@ -261,10 +217,6 @@ def _spans(point: ChartPoint) -> list[tuple[float, float, float]]:
 def _front(points: Sequence[ChartPoint]) -> list[tuple[float, float]]:
     """Return (x, y) of the steps of the front, by their speed."""
     return sorted((point.x, point.y) for point in points if point.front)
-
-
-def _color(shape: str, colors: Mapping[str, str]) -> str:
-    return colors[shape if shape in ("onnx", "tensorrt") else "torch"]
 
 
 def _ring(colors: Mapping[str, str]) -> dict[str, Any]:
@@ -292,24 +244,21 @@ def _draw_axes(axes: Any, chart: Chart, colors: Mapping[str, str]) -> None:
     else:
         axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
         axes.locator_params(axis="x", nbins=6)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{chart.unit}")
     axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-4, 7))
     axes.yaxis.get_offset_text().set_color(colors["soft"])
     scale = " (log scale)" if chart.logarithmic else ""
     words = {"fontsize": 12.5, "color": colors["soft"]}
-    axes.set_xlabel(f"speed-up at batch {chart.batch_size}{scale} · faster →", labelpad=8, **words)
+    axes.set_xlabel(f"{chart.quantity}{scale} · {chart.faster}", labelpad=8, **words)
     axes.set_ylabel(escape_controls(chart.metric), rotation_mode="anchor", **words)
-    axes.tick_params(length=0, labelsize=12, labelcolor=colors["soft"])
-    axes.grid(color=colors["line"], linewidth=1)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
+    style_axes(axes, colors)
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers between two speed-ups, at least four if possible."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
-    for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         marks = [digit * 10.0**power for power in powers for digit in digits]
         ticks = [mark for mark in marks if low <= mark <= high]
         if len(ticks) >= 4:
@@ -322,13 +271,17 @@ def _draw_legend(figure: Any, chart: Chart, colors: Mapping[str, str]) -> None:
 
     marker: dict[str, Any] = {"markersize": 9, "markeredgecolor": colors["card"], "linestyle": "none"}
     keys = [
-        Line2D([], [], marker=_MARKERS.get(shape, "o"), color=_color(shape, colors), label=shape, **marker)
-        for shape in chart.shapes
+        Line2D(
+            [], [], marker=_MARKERS.get(shape, "o"), color=colors[color], label=shorten(label, 24), **marker
+        )
+        for label, shape, color in chart.legend
     ]
-    keys.append(Line2D([], [], **_ring(colors) | {"markersize": 11}, label="baseline"))
-    keys.append(Line2D([], [], **_front_line(colors), label="Pareto front"))
+    if any(point.baseline for point in chart.points):
+        keys.append(Line2D([], [], **_ring(colors) | {"markersize": 11}, label="baseline"))
+    if _front(chart.points):
+        keys.append(Line2D([], [], **_front_line(colors), label="Pareto front"))
     style = {"frameon": False, "labelcolor": colors["soft"], "fontsize": 11, "handletextpad": 0.5}
-    figure.legend(handles=keys, loc="lower center", ncols=len(keys), **style)
+    figure.legend(handles=keys, loc="lower center", ncols=min(len(keys), 5), **style)
 
 
 Box = tuple[float, float, float, float]
@@ -351,9 +304,8 @@ def _draw_names(axes: Any, points: Sequence[ChartPoint], size: ChartSize, colors
         taken.append(((x, y - 2, right, y + 2), 1.0))
     room = axes.get_window_extent().bounds
     limits = (room[0] + 2, room[1], float(size.width), room[1] + room[3])
-    for point in sorted(points, key=lambda point: -point.y):
-        name = escape_controls(point.name)
-        name = name if len(name) <= size.name_letters else name[: size.name_letters - 1] + "…"
+    for point in sorted((point for point in points if point.name), key=lambda point: -point.y):
+        name = shorten(point.name, size.name_letters)
         x, y = place((point.x, point.y))
         dx, dy, side, box = min(_name_places(x, y, name), key=lambda found: _overlap(found[3], taken, limits))
         taken.append((box, 4.0))

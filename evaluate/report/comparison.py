@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,16 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.messages import escape_controls
 from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.report import view
+from smelt.evaluate.report.chart import (
+    NARROW,
+    WIDE,
+    Chart,
+    ChartPoint,
+    chart_file,
+    page_figure,
+    quality_label,
+)
+from smelt.evaluate.report.drawing import NUM_RUN_COLORS, RUN_PALETTES, css_colors, page_svg
 from smelt.evaluate.report.schema import (
     SCORES_FOLDER,
     ReportData,
@@ -32,6 +43,7 @@ from smelt.evaluate.significance import Statistics, compare_steps, holm
 
 COMPARISON_SCHEMA = 1
 _SIZE, _LATENCY, _SPEEDUP = "size", "latency", "speedup"
+_SCORE_KEYS = {"value", "unit", "higher_is_better", "ci95"}
 _RULE = re.compile(
     r"(?P<what>[A-Za-z0-9_]+) +(?P<change>drops|rises) +(?P<limit>\d+(?:\.\d+)?) *(?P<percent>%?)"
     r"(?: +at +(?P<step>\S+))?"
@@ -97,9 +109,10 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     """Return the comparison as JSON values: for each step the scores, size and times of each run.
 
     `steps` has every step of any run, in the order of the first run that has it. Each has for every run None
-    or an entry with `quality` (value; difference from the first run with ci95, p_value and p_value_holm,
-    corrected for all differences of the comparison; or the `reason` code why there is no paired test),
-    `size_bytes`, `latency_ms` and `speedup` (over its own run's baseline) at the smallest batch size.
+    or an entry with `quality` (value, ci95; difference from the first run with ci95, p_value and
+    p_value_holm, corrected for all differences of the comparison; or the `reason` code why there is no paired
+    test), `format`, `size_bytes`, `latency_ms` and `speedup` (over its own run's baseline) at the smallest
+    batch size.
 
     Raises:
         InputError: the stored scores of a run are damaged.
@@ -118,7 +131,7 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
                 continue
             own = base if run is first else run.statistics(name)
             quality: dict[str, dict[str, Any]] = {
-                metric: {"value": score.value, "unit": score.unit, "higher_is_better": score.higher_is_better}
+                metric: score.model_dump(mode="json", include=_SCORE_KEYS)
                 | ({} if run is first else _paired(metric, own, base))
                 for metric, score in step.quality.items()
             }
@@ -151,6 +164,7 @@ def _cost(step: StepReport, report: ReportData) -> dict[str, Any]:
     sizes = view.batch_sizes(report)
     row = step.latency_at(sizes[0]) if sizes else None
     return {
+        "format": step.format,
         "size_bytes": step.size_bytes,
         "batch_size": row.batch_size if row else None,
         "latency_ms": row.p50_ms if row else None,
@@ -336,10 +350,100 @@ def comparison_markdown(comparison: Mapping[str, Any]) -> str:
     return f"# {names}\n\n{table}\n\n{notes}\n"
 
 
+def comparison_chart(comparison: Mapping[str, Any]) -> Chart | None:
+    """Return the chart of quality against latency, a color for each run; None where no step has both.
+
+    A line connects the same step of several runs. Where no run was timed, the size takes the place of the
+    latency.
+    """
+    entries = [
+        (step["step"], at, run)
+        for step in comparison["steps"]
+        for at, run in enumerate(step["runs"])
+        if run and run["quality"]
+    ]
+    timed = [entry for entry in entries if entry[2]["latency_ms"]]
+    drawn = timed or [entry for entry in entries if entry[2]["size_bytes"]]
+    metric = next((metric for _, _, run in drawn for metric in run["quality"]), None)
+    drawn = [entry for entry in drawn if metric in entry[2]["quality"]]
+    if metric is None:
+        return None
+    paths: dict[str, list[int]] = {}
+    for place, (name, _, _) in enumerate(drawn):
+        paths.setdefault(name, []).append(place)
+    named = {path[-1] for path in paths.values()}  # each name is written once
+    points = [
+        _comparison_point(entry, metric, bool(timed), place in named) for place, entry in enumerate(drawn)
+    ]
+    size = min((run["batch_size"] for _, _, run in timed), default=None)
+    runs = sorted({at for _, at, _ in drawn})
+    return Chart(
+        quality_label(metric, drawn[0][2]["quality"][metric]["higher_is_better"]),
+        f"latency at batch {size}" if timed else "size",
+        points,
+        [(comparison["runs"][at]["name"], "", _run_color(at)) for at in runs],
+        unit=" ms" if timed else " MB",
+        faster="← faster" if timed else "← smaller",
+        paths=list(paths.values()),
+    )
+
+
+def _run_color(run: int) -> str:
+    return f"run{run % NUM_RUN_COLORS}"
+
+
+def _comparison_point(
+    entry: tuple[str, int, Mapping[str, Any]], metric: str, timed: bool, named: bool
+) -> ChartPoint:
+    name, at, run = entry
+    score = run["quality"][metric]
+    low, high = score["ci95"] or (score["value"], score["value"])
+    x = run["latency_ms"] if timed else run["size_bytes"] / 1e6
+    value = view.number_text(score["value"], view.metric_digits(metric))
+    cost = f"p50 {view.significant_digits(x)} ms" if timed else f"{view.significant_digits(x)} MB"
+    return ChartPoint(
+        name=name if named else "",
+        shape=run["format"] or "other",
+        color=_run_color(at),
+        x=x,
+        y=score["value"],
+        x_low=x,
+        x_high=x,
+        y_low=low,
+        y_high=high,
+        front=False,
+        baseline=False,
+        competes=True,
+        title=f"{run['run']}, {name}: {view.metric_label(metric)} {value}, {cost}",
+    )
+
+
+def comparison_plot(comparison: Mapping[str, Any], path: Path) -> bytes:
+    """Return the content of the chart's file `path`, whose suffix is .svg or .png.
+
+    Raises:
+        InputError: another suffix, or no step has both quality and latency or size.
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("svg", "png"):
+        raise InputError(
+            f"--plot {path}: the suffix must be .svg or .png.", code="wrong-suffix", file=str(path)
+        )
+    chart = comparison_chart(comparison)
+    if chart is None:
+        raise InputError(
+            "--plot: no step of the runs has a score and a latency or size, so there is nothing to draw.",
+            code="nothing-to-draw",
+        )
+    return chart_file(chart, RUN_PALETTES["light"], kind)
+
+
 def comparison_html(comparison: Mapping[str, Any]) -> str:
-    """Return the comparison as one HTML page without scripts, with every metric."""
+    """Return the comparison as one HTML page without scripts, with every metric and the chart."""
     import jinja2
 
+    chart = comparison_chart(comparison)
+    label = "The first metric of each step against its latency; the same numbers are in the table."
     source = files("smelt.evaluate.report").joinpath("comparison.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -351,5 +455,8 @@ def comparison_html(comparison: Mapping[str, Any]) -> str:
         runs=len(comparison["runs"]),
         title=" and ".join(escape_controls(run["name"]) for run in comparison["runs"]),
         notes=[escape_controls(note) for note in comparison_notes(comparison)],
+        colors=partial(css_colors, palettes=RUN_PALETTES),
+        drawings=[page_svg(page_figure(chart, size, label)) for size in (WIDE, NARROW)] if chart else [],
+        keys=[(escape_controls(name), color) for name, _, color in chart.legend] if chart else [],
     )
     return text

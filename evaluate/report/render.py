@@ -13,9 +13,8 @@ from typing import Any
 
 from smelt.core.messages import Message, escape_controls
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.evaluate.report import chart, view
-from smelt.evaluate.report import headline as notes
-from smelt.evaluate.report.headline import headline, headline_lines
+from smelt.evaluate.report import chart, notes, view, waterfall
+from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
     ReportData,
     ScoreDifference,
@@ -23,6 +22,7 @@ from smelt.evaluate.report.schema import (
     StepReport,
     validate_report,
 )
+from smelt.evaluate.report.verdict import trial_text, verdict_lines
 
 _BADGES = {
     "passed": "good",
@@ -38,27 +38,34 @@ _BADGES = {
 _TEMPLATE = "report.html.jinja"
 
 
-def render_html(report: Mapping[str, Any]) -> str:
+def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
     """Return the text of report.html.
+
+    Args:
+        report: a report.json.
+        with_charts: draw the charts, which takes most of the time.
 
     Raises:
         InputError: not a report of schema 3.
     """
     checked = validate_report(report)
-    picture = chart.scatter_chart(checked)
+    picture = chart.scatter_chart(checked) if with_charts else None
+    losses = waterfall.find_waterfall(checked)
     text: str = _template().render(
         report=checked,
         view=view,
         notes=notes,
         picture=picture,
         drawings=_drawings(picture, checked) if picture else [],
-        colors=_css_colors,
-        headline=headline(checked),
+        losses=losses,
+        loss_drawings=_loss_drawings(losses) if losses and with_charts else [],
+        colors=css_colors,
+        trial=trial_text(checked),
         rows=view.tree_rows(checked),
         metrics=view.metric_names(checked),
         sizes=view.batch_sizes(checked),
         bars=_size_bars(checked),
-        verdict=_significance_class,
+        change_class=_significance_class,
         badge=lambda status: _BADGES.get(status, "plain"),
     )
     return text
@@ -67,14 +74,15 @@ def render_html(report: Mapping[str, Any]) -> str:
 def _drawings(picture: chart.Chart, report: ReportData) -> list[str]:
     """Return the chart as markup for desktops and for phones; CSS hides one of them."""
     label = (
-        f"{picture.metric} against the speed-up at batch {picture.batch_size}; the same numbers are in the"
+        f"{picture.metric} against the {picture.quantity}; the same numbers are in the"
         f" table of steps. Pareto-optimal: {', '.join(report.frontier) or 'none'}."
     )
-    return [chart.page_svg(picture, size, label) for size in (chart.WIDE, chart.NARROW)]
+    return [page_svg(chart.page_figure(picture, size, label)) for size in (chart.WIDE, chart.NARROW)]
 
 
-def _css_colors(theme: str) -> str:
-    return " ".join(f"--{name}: {color};" for name, color in chart.PALETTES[theme].items())
+def _loss_drawings(losses: waterfall.Waterfall) -> list[str]:
+    layouts = (waterfall.WIDE, waterfall.NARROW)
+    return [page_svg(waterfall.waterfall_figure(losses, layout)) for layout in layouts]
 
 
 @cache
@@ -130,6 +138,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         parts += ["## On test", _test_section(checked)]
     if len(view.batch_sizes(checked)) > 0:
         parts += ["## Latency", _latency_section(checked)]
+    if losses := waterfall.find_waterfall(checked):
+        parts += ["## Changes by stage", _waterfall_section(losses)]
     if any(step.gates for step in checked.steps):
         parts += ["## Gates", _gates_section(checked)]
     if notes.report_notes(checked):
@@ -144,6 +154,11 @@ def escaped(value: object) -> str:
     return " ".join(escape_controls(str(value)).split()).translate(_ESCAPES)
 
 
+def _code(text: str) -> str:
+    """Return `text` as code, where markup has no meaning; as escaped text where a backtick would end it."""
+    return escaped(text) if "`" in text else f"`{' '.join(escape_controls(text).split())}`"
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return a table of GitHub's Markdown; the first `left` columns are aligned left. Cells are escaped."""
     marks = [":--" if i < left else "--:" for i in range(len(head))]
@@ -151,13 +166,15 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int
 
 
 def _header_section(report: ReportData) -> str:
+    command = report.verdict.command if report.verdict else None
     task, n = (
         escaped(report.recipe.get("task") or view.MISSING_TEXT),
         view.sample_text(report) or "nothing scored",
     )
     lines = [
         f"# {escaped(view.report_title(report))}: {escaped(report.status)}",
-        *(f"**{escaped(line)}**" for line in headline_lines(report)),
+        *(f"**{escaped(line)}**" for line in verdict_lines(report)),
+        *([f"In the folder of the run: {_code(command)}"] if command else []),
         f"Task {task}, {n}, {escaped(view.hardware(report))}.",
     ]
     if report.frontier:
@@ -312,6 +329,23 @@ def _timings_table(report: ReportData) -> list[str]:
     return ["Parts of the median call:", markdown_table(head, rows)]
 
 
+def _waterfall_section(losses: waterfall.Waterfall) -> str:
+    """Return how each stage of one chain changed quality, latency and size."""
+    head = ["step", "stage", *(escaped(losses.titles[at]) for at in losses.panels)]
+    rows = [
+        [
+            escaped(row.step.name),
+            escaped(row.step.stage),
+            *(
+                escaped(change.text) if (change := row.changes[at]) else view.MISSING_TEXT
+                for at in losses.panels
+            ),
+        ]
+        for row in losses.rows
+    ]
+    return markdown_table(head, rows, left=2)
+
+
 def _gates_section(report: ReportData) -> str:
     rows = [
         [
@@ -343,7 +377,7 @@ _MAX_WARNINGS = 3
 # not rich's tables: they have no cell across columns, which the reason of a failed step needs, and for this
 # and the tables of `smelt bench` and `smelt store` they take as many lines of code
 def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
-    """Return the headline, and the steps as a tree with metric, difference, p50, speed-up and size.
+    """Return the verdict, and the steps as a tree with metric, difference, p50, speed-up and size.
 
     Where no times were measured, without those; with quantized weights, and if no name is truncated for it,
     also with the bits per quantized weight.
@@ -376,7 +410,7 @@ def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = 
     widths = _column_widths(head, lines)
     room = min(max(_MIN_NAME_WIDTH, width - _columns_width(head, lines)), longest)
     title = _table_line("step", room, head, widths)
-    text = [*_headline_lines(checked, width), title, "─" * len(title)]
+    text = [*_wrapped_verdict(checked, width), title, "─" * len(title)]
     for name, (row, cells) in zip(names, lines, strict=True):
         text.append(
             _table_line(name, room, cells, widths) if cells else _unmeasured_line(name, row.step, room, width)
@@ -412,9 +446,9 @@ def _step_cells(step: StepReport, metric: str | None, sizes: list[int]) -> list[
     ]
 
 
-def _headline_lines(report: ReportData, width: int) -> list[str]:
+def _wrapped_verdict(report: ReportData, width: int) -> list[str]:
     found = [
-        line for text in headline_lines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
+        line for text in verdict_lines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
     ]
     return [*found, ""] if found else []
 

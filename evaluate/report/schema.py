@@ -31,7 +31,7 @@ def pareto_front(steps: Sequence[Mapping[str, Any]], baseline: str | None = None
     """Return the names of the Pareto-optimal steps, in the order of `steps`.
 
     The two axes are the first quality metric of the report and the speed-up over the baseline at the
-    smallest batch size that any step was timed with: the paired one, as in the headline and the table.
+    smallest batch size that any step was timed with: the paired one, as in the verdict and the table.
     A step is excluded where it lacks either, where its times were disturbed, where it cannot be deployed
     (`deployable`: false) or where its quality is at chance level. A step is dominated where another is at
     least as good in both and better in one. If only the baseline has undisturbed times, nothing was compared
@@ -359,6 +359,40 @@ class StepReport(_ReportModel):
         return next((entry for entry in self.latency if entry.batch_size == batch_size), None)
 
 
+VerdictReason = Literal[
+    "fastest", "fastest-by-cpu-time", "smallest",
+    "not-finished", "no-deployable-step", "not-scored", "at-chance", "gates-failed", "significantly-worse",
+    "nothing-gained",
+]  # fmt: skip
+
+
+class Verdict(_ReportModel):
+    """The step to deploy, or why none is recommended; `decide` in verdict.py makes it.
+
+    reason: why this step, or why none. closest: where all candidates fail a gate or are significantly worse,
+    the one with the best score; the figures are then its own. folder: of the artifact, relative to the
+    run's; command: what packages it, in the folder of the run. value, difference: of `metric`, the first, on
+    test where the step was also scored there. speedup: at `batch_size`; by processor time for
+    `fastest-by-cpu-time`; None where it was not measured or is unreliable. size_ratio: of the baseline's.
+    """
+
+    step: str | None = None
+    reason: VerdictReason
+    text: str
+    closest: str | None = None
+    folder: str | None = None
+    command: str | None = None
+    metric: str | None = None
+    value: float | None = None
+    difference: ScoreDifference | None = None
+    batch_size: int | None = None
+    speedup: float | None = None
+    speedup_ci95: tuple[float, float] | None = None
+    size_bytes: int | None = None
+    size_ratio: float | None = None
+    warnings: _Messages = Field(default_factory=list)
+
+
 SCORES_FOLDER = "scores"
 """Folder of a run with a file per step, NAME.json.gz: statistics per sample and metric, and the outputs."""
 STEP_KEYS = ("name", "from", "optional")  # of a recipe's step, next to its stage
@@ -377,6 +411,7 @@ class ReportData(_ReportModel):
     warnings: _Messages = Field(default_factory=list)
     steps: list[StepReport]
     frontier: list[str] = Field(default_factory=list)
+    verdict: Verdict | None = None
 
     @field_validator("recipe")
     @classmethod
@@ -408,7 +443,10 @@ class ReportData(_ReportModel):
                     code="unknown-parent",
                 )
             seen.add(step.name)
-        for where, name in [("baseline", self.baseline), *(("frontier", name) for name in self.frontier)]:
+        named = [("baseline", self.baseline), *(("frontier", name) for name in self.frontier)]
+        if self.verdict:
+            named += [("verdict", self.verdict.step), ("verdict", self.verdict.closest)]
+        for where, name in named:
             if name is not None and name not in seen:
                 raise SettingError(f"'{where}' refers to '{name}', which is not a step", code="unknown-step")
         return self

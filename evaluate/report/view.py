@@ -21,7 +21,7 @@ MISSING_TEXT = "–"
 MINUS = "−"
 DISTURBED_MARK = "?"  # after a speed-up whose times were disturbed
 SIGNIFICANCE_LEVEL = 0.05
-_MAX_DIGITS = 6
+MAX_DIGITS = 6  # smaller differences are float noise
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
 _TITLES |= {"size_bytes": "size", "speedup": "speed-up", "cpu_speedup": "speed-up by CPU time"}
 
@@ -232,7 +232,7 @@ def is_significant(difference: ScoreDifference) -> bool:
     if difference.is_random:
         return False
     return is_significant_p_value(corrected_p_value(difference)) and bool(
-        round(difference.difference, _MAX_DIGITS)
+        round(difference.difference, MAX_DIGITS)
     )
 
 
@@ -267,9 +267,7 @@ def difference_digits(found: ScoreDifference, metric: str | None) -> int:
     """
     places = metric_digits(metric)
     values = [value for value in (found.difference, *(found.ci95 or ())) if value]
-    while (
-        is_significant(found) and places < _MAX_DIGITS and not all(round(value, places) for value in values)
-    ):
+    while is_significant(found) and places < MAX_DIGITS and not all(round(value, places) for value in values):
         places += 1
     return places
 

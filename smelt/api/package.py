@@ -103,7 +103,8 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
 
 def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
     """Yield warnings for gates that failed or are undecided, and for scores on few samples."""
-    from smelt.evaluate.report.headline import gate_text, gate_value_text, gate_verdict, headline_lines
+    from smelt.evaluate.report.notes import gate_text, gate_value_text, gate_verdict
+    from smelt.evaluate.report.verdict import trial_text
 
     found = next(found for found in report.steps if found.name == step)
     for gate in found.gates:
@@ -114,8 +115,8 @@ def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
         if gate.passed is False:
             text = f"The gate {gate_text(gate)} failed on test: {gate_value_text(gate)}."
             yield warning("gate-not-kept-on-test", text)
-    if report.recipe.get("limit") is not None:
-        yield from (warning("scored-on-few-rows", text) for text in headline_lines(report)[:1])
+    if trial := trial_text(report):
+        yield warning("scored-on-few-rows", trial)
 
 
 def _step_keys(run: Path) -> dict[str, str]:

@@ -29,10 +29,12 @@ from smelt.data.splits import (
     TEXT_TO_TEXT_TASKS,
     Task,
 )
-from smelt.evaluate.report.render import render_html, render_markdown, render_table
+from smelt.evaluate.report.chart import chart_files
+from smelt.evaluate.report.render import render_html, render_markdown
+from smelt.evaluate.report.schema import validate_report
 from smelt.export.package.write_package import atomic_folder, require_empty_destination
 from smelt.pipeline.execute.run import RunOptions, run_plan
-from smelt.pipeline.execute.run_result import Report, report_csv, write_report
+from smelt.pipeline.execute.run_result import Report, Result, report_csv, summary_lines, write_report
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.inspect.onnx_files import is_onnx
 from smelt.pipeline.plan.load_plan import make_plan
@@ -324,14 +326,33 @@ def _write_placeholder_rows(task: Task, place: str, folder: Path) -> Path:
 
 
 def redraw_report(folder: Path) -> str:
-    """Write report.md, report.html and the chart of the run in `folder` from report.json; return the table.
+    """Write all files of the report in `folder` again from report.json; return what `smelt run` prints last.
 
     Raises:
         InputError: there is no report, or this version of smelt cannot read it.
     """
-    report = Report.read(folder).data
-    write_report(folder, report)
-    return f"{render_table(report)}\n\nReport: {folder / 'report.html'}"
+    report = Report.read(folder)
+    write_report(folder, report.data)
+    return "\n".join(summary_lines(Result(report, folder)))
+
+
+def report_chart(folder: Path, kind: str) -> bytes:
+    """Return the chart of the run in `folder` as a file of format `kind`, svg or png.
+
+    That of quality against speed; where nothing was timed, that of the changes by stage.
+
+    Raises:
+        InputError: as `redraw_report`, or the run has nothing to draw.
+    """
+    drawn = chart_files(validate_report(Report.read(folder).data))
+    for name in (f"report.{kind}", f"waterfall.{kind}"):
+        if name in drawn:
+            return drawn[name]
+    raise InputError(
+        f"{folder}: fewer than two steps of this run have a score or a size, so there is no chart.",
+        code="nothing-to-draw",
+        file=str(folder),
+    )
 
 
 def report_text(folder: Path, as_format: str) -> str:

@@ -261,14 +261,27 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 @click.option(
     "--format",
     "as_format",
-    type=click.Choice(("html", "md", "csv", "json")),
-    help="Print the report in this format instead; writes nothing.",
+    type=click.Choice(("html", "md", "csv", "json", "svg", "png")),
+    help="Print the report, or its chart (svg, png), in this format instead; writes nothing.",
 )
 def report(run_folder: Path, as_format: str | None) -> None:
     """Show the table of a finished RUN and write its pages, report.csv and charts again."""
-    from smelt.api.recipes import redraw_report, report_text
+    from smelt.api.recipes import redraw_report, report_chart, report_text
 
-    print_untrusted(redraw_report(run_folder) if as_format is None else report_text(run_folder, as_format))
+    if as_format in ("svg", "png"):
+        _print_file(report_chart(run_folder, as_format), as_format)
+    elif as_format is not None:
+        print_untrusted(report_text(run_folder, as_format))
+    else:
+        print_untrusted(redraw_report(run_folder))
+
+
+def _print_file(content: bytes, kind: str) -> None:
+    """Print a file; a PNG is refused on a terminal, which cannot show it."""
+    out = click.get_binary_stream("stdout")
+    if kind == "png" and out.isatty():
+        raise click.UsageError("A terminal cannot show a PNG. Redirect it: --format png > report.png")
+    out.write(content)
 
 
 @main.command(short_help="Compare several runs of one task.")
@@ -281,10 +294,20 @@ def report(run_folder: Path, as_format: str | None) -> None:
     help="Exit with 3 if a later run breaks it: 'bleu drops 0.5', 'size rises 5% at onnx'.",
 )
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write an HTML page.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the chart of quality against latency, to a .svg or .png file.",
+)
 @click.option("--markdown", is_flag=True, help="Print Markdown with all metrics.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(
-    runs: tuple[Path, ...], rules: tuple[str, ...], html: Path | None, markdown: bool, as_json: bool
+    runs: tuple[Path, ...],
+    rules: tuple[str, ...],
+    html: Path | None,
+    plot: Path | None,
+    markdown: bool,
+    as_json: bool,
 ) -> None:
     """Compare the steps of several runs (folders) with those of the first one.
 
@@ -299,6 +322,8 @@ def compare(
     broken = comparing.find_regressions(found, rules)
     if html is not None:
         write_atomically(html, comparing.comparison_html(found))
+    if plot is not None:
+        write_atomically(plot, comparing.comparison_plot(found, plot))
     if as_json:
         click.echo(json.dumps(found | {"regressions": [vars(each) for each in broken]}, indent=1))
     elif markdown:

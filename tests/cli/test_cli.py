@@ -110,6 +110,9 @@ def test_report_prints_each_format(classifier):
     assert list(csv.DictReader((run / "report.csv").open())) == rows
     assert harness.smelt("report", run, "--format", "md").output == (run / "report.md").read_text()
     assert harness.smelt("report", run, "--format", "html").output.startswith("<!DOCTYPE html>")
+    for name in ("report.svg", "report.png"):
+        printed = harness.smelt("report", run, "--format", name[-3:]).stdout_bytes
+        assert printed == (run / name).read_bytes()
 
 
 @pytest.mark.quick

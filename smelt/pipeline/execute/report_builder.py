@@ -256,6 +256,7 @@ class ReportBuilder:
             "steps": [_empty_step("model", "model", None, {})]
             + [_empty_step(s.name, s.stage, s.parent, s.settings.to_report()) for s in plan.steps],
             "frontier": [],
+            "verdict": None,
         }
         self._steps = {step["name"]: step for step in self.data["steps"]}
         self._set_baseline()
@@ -433,10 +434,22 @@ class ReportBuilder:
 
         So the report of a killed run has the right status.
         """
+        from smelt.evaluate.report.schema import validate_report
+        from smelt.evaluate.report.verdict import UNFINISHED, decide
+
         _correct_p_values(step["against_baseline"] for step in self.data["steps"])
         _correct_p_values(step["test"]["against_baseline"] for step in self.data["steps"] if step.get("test"))
+        found = decide(validate_report({**self.data, "verdict": None})) if self.finished else UNFINISHED
+        self.data["verdict"] = found.model_dump(mode="json")
         under_way = self.status == "passed" and not self.finished
         return {**self.data, "status": "interrupted"} if under_way else self.data
+
+    def shortlisted_steps(self) -> list[str]:
+        """Return the steps to score on test after they were chosen on validation; the baseline is first."""
+        from smelt.evaluate.report.schema import validate_report
+        from smelt.evaluate.report.verdict import shortlisted
+
+        return shortlisted(validate_report(self.data))
 
     def _set_status(self, status: str) -> None:
         self.status = self.data["status"] = status

@@ -23,7 +23,7 @@ from smelt.pipeline.execute.failures import explain_step_error, unexpected_trace
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
-from smelt.pipeline.execute.run_result import Report, Result, recommended_steps, write_report
+from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import StepRunner
@@ -336,7 +336,7 @@ class _PlanRunner:
             return
         every = self.artifacts | self.previous_artifacts
         only = self.options.only
-        chosen = recommended_steps(self.report.data) if only is None else [self.plan.recipe.baseline, *only]
+        chosen = self.report.shortlisted_steps() if only is None else [self.plan.recipe.baseline, *only]
         for name in (name for name in chosen if name in self.report.statistics):
             try:
                 with rust_panics_as_errors():
@@ -411,13 +411,13 @@ class _PlanRunner:
         self._write_report()
 
     def _write_report(self, last: bool = False) -> None:
-        """Write the report; a failure stops the run only for the last report.
+        """Write the report; only the last one has charts, and only its failure stops the run.
 
         Raises:
             RunError: the last report cannot be written.
         """
         try:
-            write_report(self.folder, self.report.snapshot(), charts=last)
+            write_report(self.folder, self.report.snapshot(), with_charts=last)
         except OSError as error:
             failure = explain_step_error(error, "report", self.folder, self.display.log_path)
             if last:

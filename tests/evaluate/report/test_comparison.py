@@ -3,6 +3,8 @@
 import copy
 import gzip
 import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import harness
 import pytest
@@ -13,8 +15,10 @@ from smelt.core.errors import InputError
 from smelt.evaluate.quality import score_texts
 from smelt.evaluate.report.comparison import (
     compare_runs,
+    comparison_chart,
     comparison_html,
     comparison_markdown,
+    comparison_plot,
     comparison_text,
     find_regressions,
     read_runs,
@@ -24,6 +28,7 @@ from smelt.evaluate.significance import Statistics, compare_steps, holm
 
 pytestmark = pytest.mark.quick
 
+SVG = "http://www.w3.org/2000/svg"
 REFERENCES = [f"the {animal} sat on the {place}" for animal in ("cat", "dog", "cow") for place in "abcdefgh"]
 WORSE = [text.replace("sat", "lay") if at % 2 else text for at, text in enumerate(REFERENCES)]
 
@@ -137,6 +142,42 @@ def test_the_renderings_hold_the_numbers_and_escape_names(tmp_path):
     assert max(map(len, text.splitlines()[: len(found["steps"])])) <= 80
 
 
+def test_the_chart_has_a_color_for_each_run_and_a_line_for_each_step(runs):
+    old, new, names = runs
+    found = compare_runs(read_runs([old, new]))
+    chart = comparison_chart(found)
+    assert [(name, color) for name, _, color in chart.legend] == [("old", "run0"), ("new", "run1")]
+    both = [chart.points[at] for at in chart.paths[1]]
+    rows = entry(found, names[1])
+    assert [(p.color, p.x, p.y, [p.y_low, p.y_high]) for p in both] == [
+        (f"run{at}", row["latency_ms"], row["quality"]["bleu"]["value"], row["quality"]["bleu"]["ci95"])
+        for at, row in enumerate(rows)
+    ]
+    assert [point.name for point in both] == ["", names[1]]  # written once
+    assert chart.quantity.endswith("batch 1")
+    for step in found["steps"]:
+        for run in filter(None, step["runs"]):
+            run["latency_ms"] = None
+    assert comparison_chart(found).points[2].x == rows[0]["size_bytes"] / 1e6
+
+
+@pytest.mark.parametrize(("name", "code"), [("c.svg", None), ("c.pdf", "wrong-suffix")])
+def test_the_chart_is_a_file_or_refused(runs, name, code):
+    found = compare_runs(read_runs(runs[:2]))
+    if code:
+        with raises_code(code, InputError):
+            comparison_plot(found, Path(name))
+        return
+    root = ET.fromstring(comparison_plot(found, Path(name)))
+    assert {"old", "new", runs[2][1]} <= {text.text for text in root.iter(f"{{{SVG}}}text")}
+    for step in found["steps"]:
+        for run in filter(None, step["runs"]):
+            run["quality"] = {}
+    with raises_code("nothing-to-draw", InputError):
+        comparison_plot(found, Path(name))
+    assert "<svg" not in comparison_html(found)
+
+
 def test_the_command_exits_with_3_if_a_rule_is_broken(runs, tmp_path):
     old, new, names = runs
     page = tmp_path / "c.html"
@@ -145,6 +186,8 @@ def test_the_command_exits_with_3_if_a_rule_is_broken(runs, tmp_path):
     content = json.loads(result.stdout)
     assert content["reference"] == "old"
     assert {each["step"] for each in content["regressions"]} >= {names[1]}
-    assert page.is_file()
-    harness.smelt("compare", old, new, "--fail-if", "bleu drops 99", code=0)
+    assert page.read_text().count("<svg") == 2
+    picture = tmp_path / "c.png"
+    harness.smelt("compare", old, new, "--fail-if", "bleu drops 99", "--plot", picture, code=0)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     harness.smelt("compare", old, code=2)

@@ -23,6 +23,7 @@ from smelt.evaluate.report.schema import (
     RoundReport,
     ScoreDifference,
     StepReport,
+    Verdict,
     validate_report,
 )
 
@@ -102,7 +103,7 @@ def test_docs_name_every_key_of_the_schema():
     pages = (docs / "reference" / "report.md", docs / "explanation" / "latency.md")
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for part in (
-        *(ReportData, StepReport, Quality, LatencyReport, ScoreDifference, GateReport),
+        *(ReportData, StepReport, Quality, LatencyReport, ScoreDifference, GateReport, Verdict),
         *(GenerationTimings, ClassifierTimings, RoundReport),
     ):
         for name, field in part.model_fields.items():

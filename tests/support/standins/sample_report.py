@@ -2,7 +2,8 @@
 
 from html.parser import HTMLParser
 
-from smelt.evaluate.report.schema import pareto_front
+from smelt.evaluate.report.schema import pareto_front, validate_report
+from smelt.evaluate.report.verdict import decide
 
 # name, stage, parent, format, target, BLEU, p50 ms at batch 1, MB, million parameters
 STEPS = [
@@ -61,6 +62,11 @@ def ten_step_report():
         "steps": steps,
         "frontier": pareto_front(steps, "model"),
     }
+
+
+def with_verdict(report):
+    """The report with the verdict that a finished run would have."""
+    return report | {"verdict": decide(validate_report(report)).model_dump(mode="json")}
 
 
 def make_message(text, code="made-up", severity="warning"):

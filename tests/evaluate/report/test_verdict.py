@@ -1,0 +1,345 @@
+"""The verdict that stands first in every rendering of a report."""
+
+import re
+
+import pytest
+from sample_report import make_latency, make_scores, make_step, mark_disturbed, ten_step_report, with_verdict
+
+from smelt.core.messages import message_codes
+from smelt.evaluate.report.render import render_html, render_markdown, render_table
+from smelt.evaluate.report.schema import pareto_front, validate_report
+from smelt.evaluate.report.verdict import decide, shortlisted, trial_text
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def report():
+    """The sample, with losses that are not significant, except that of the engine's branch."""
+    found = ten_step_report()
+    found["steps"][6]["gates"] = [gate("bleu", passed=True)]  # onnx-int8
+    for step in found["steps"]:
+        for difference in step["against_baseline"].values():
+            difference["p_value"] = 0.21
+    return found
+
+
+def gate(metric, passed):
+    return {"metric": metric, "kind": "max_drop", "limit": 2.0, "value": 1.37, "passed": passed}
+
+
+def _decide(report):
+    return decide(validate_report(report))
+
+
+def _renderings(report):
+    """Return the texts of the three renderings, without line breaks and backslashes."""
+    drawn = with_verdict(report)
+    texts = (render_table(drawn), render_markdown(drawn), render_html(drawn))
+    return [" ".join(text.split()).replace("\\", "") for text in texts]
+
+
+def _rounds(*speedups):
+    idle = {"counted": False, "processor_share": 1.0, "baseline_processor_share": 1.0, "lost_share": 0.4}
+    idle |= {"baseline_ms": 100.0, "other_processors": 0.5, "cpu_steal": 0.0, "pressure": None}
+    return [idle | {"speedup": one} for one in speedups]
+
+
+def test_the_verdict_has_loss_gain_folder_and_command(report):
+    report["steps"][6]["against_baseline"]["bleu"]["p_value"] = 0.002
+    found = _decide(report)
+    step, row = report["steps"][6], report["steps"][6]["latency"][0]
+    assert (found.step, found.reason, found.closest) == ("onnx-int8", "fastest", None)
+    assert (found.metric, found.value) == ("bleu", step["quality"]["bleu"]["value"])
+    assert found.difference.model_dump(include={"difference", "p_value"}) == {
+        "difference": step["against_baseline"]["bleu"]["difference"],
+        "p_value": 0.002,
+    }
+    assert (found.batch_size, found.speedup, list(found.speedup_ci95)) == (
+        1,
+        row["speedup"],
+        row["speedup_ci95"],
+    )
+    assert (found.size_bytes, found.size_ratio) == (step["size_bytes"], pytest.approx(25.1 / 131.6))
+    assert (found.folder, found.command) == ("artifacts/onnx-int8", "smelt package artifacts/onnx-int8")
+    assert message_codes(found.warnings) == ["accepted-loss"]
+    for part in (
+        "onnx-int8",
+        "BLEU 37.05, −1.37 [−1.72, −1.02] from model (p = 0.002)",
+        "5.94× [5.70, 6.23]",
+    ):
+        assert part in found.text
+    assert "25.1 MB, 19 % of model" in found.text
+    drawn = _renderings(report)
+    assert all(text in page for text in (found.text, str(found.warnings[0])) for page in drawn)
+    assert all(found.command in page for page in drawn[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "onnx-int8"),
+        ({"deployable": False}, "onnx-fp32"),  # nobody would deploy it
+        ({"artifact": None}, "onnx-fp32"),
+        ({"gates": [gate("bleu", passed=False)]}, "onnx-fp32"),
+        ({"gates": [gate("bleu", passed=None) | {"reason": "no GPU"}]}, "onnx-int8"),
+        ({"p_value": 0.002, "gates": []}, "onnx-fp32"),  # significantly worse
+        ({"p_value": 0.002, "gates": [gate("size_bytes", passed=True)]}, "onnx-fp32"),
+        ({"p_value": 0.002, "gates": [gate("bleu", passed=True)]}, "onnx-int8"),  # its gate allows that
+        ({"chance": 38.0}, "onnx-fp32"),
+        ({"quality": {}, "against_baseline": {}}, "onnx-fp32"),
+        ({"latency": []}, "onnx-fp32"),
+        ({"speedup": 1.5, "speedup_ci95": [1.4, 1.6]}, "onnx-fp32"),
+    ],
+)
+def test_the_fastest_step_that_may_be_shipped_is_named(report, change, expected):
+    step = report["steps"][6]
+    for name, value in change.items():
+        place = step["latency"][0] if "speedup" in name else step
+        place = step["against_baseline"]["bleu"] if name == "p_value" else place
+        place = step["quality"]["bleu"] if name == "chance" else place
+        place[name] = value
+    assert _decide(report).step == expected
+
+
+def test_only_steps_other_than_the_baseline_and_the_smallest_batch_count(report):
+    for step in report["steps"]:
+        step["latency"].reverse()
+    for number, at in ((0, 1), (5, 1), (7, 0)):  # the baseline, an emulated step, and batch 8 of onnx-fp32
+        report["steps"][number]["latency"][at].update(speedup=50.0, speedup_ci95=[49.0, 51.0])
+    assert _decide(report).step == "onnx-int8"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "closest"),
+    [
+        (lambda step: step.update(deployable=False), "no-deployable-step", None),
+        (lambda step: step.update(against_baseline={}), "not-scored", None),
+        (lambda step: step["quality"]["bleu"].update(chance=99.0), "at-chance", None),
+        (lambda step: step.update(gates=[gate("bleu", passed=False)]), "gates-failed", "control"),
+        (
+            lambda step: step["against_baseline"]["bleu"].update(difference=-1.0, ci95=None, p_value=0.01),
+            "significantly-worse",
+            "control",  # the best score
+        ),
+        (
+            lambda step: step.update(size_bytes=200_000_000, latency=[make_latency(99.0, 84.3, 1)]),
+            "nothing-gained",
+            None,
+        ),
+    ],
+)
+def test_without_a_step_to_ship_the_reason_is_told(report, change, reason, closest):
+    for step in report["steps"][1:8]:
+        step["gates"] = []
+        change(step)
+    found = _decide(report)
+    assert (found.step, found.reason, found.closest, found.command) == (None, reason, closest, None)
+    assert closest is None or closest in found.text
+
+
+def _without_times(*steps, task="translation"):
+    """A report of `steps`, (name, MB, BLEU, difference, p), whose baseline has 10 MB; nothing was timed."""
+    report = ten_step_report()
+    made = [make_step("model", "model", None, "torch", None, 38.42, 84.3, 10, 1)]
+    for name, size, value, difference, p_value in steps:
+        one = make_step(name, "onnx", "model", "onnx", "ort-cpu", value, 1.0, size, 1)
+        one["against_baseline"] = {"bleu": {"difference": difference, "ci95": None, "p_value": p_value}}
+        made.append(one)
+    for one in made:
+        one["latency"] = []
+    return report | {"steps": made, "frontier": [], "recipe": {"task": task}}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([("a", 9, 38.0, -0.2, 0.6), ("b", 5, 38.0, -0.2, 0.6), ("c", 7, 38.0, -0.2, 0.6)], "b"),
+        ([("whole", 9, 38.2, 0.0, 1.0), ("bad", 2, 31.3, -7.0, 0.002)], "whole"),
+        ([("better", 9, 39.2, 1.0, 0.01), ("bad", 2, 31.3, -7.0, 0.002)], "better"),
+        ([("noise", 2, 38.4, -1e-8, 0.001)], "noise"),  # the order of additions
+        ([("larger", 11, 38.2, 0.0, 1.0)], None),
+    ],
+)
+def test_without_times_the_smallest_is_named(steps, expected):
+    report = _without_times(*steps)
+    assert _decide(report).step == expected
+    assert _decide(report).reason == ("smallest" if expected else "nothing-gained")
+    # a smaller checkpoint is not what an export was made for
+    torch = report["steps"][1] | {"name": "torch", "format": "torch", "target": None, "size_bytes": 10}
+    report["steps"].append(torch)
+    assert _decide(report).step == (expected or "torch")
+
+
+def test_lower_may_be_better(report):
+    for step in report["steps"][1:]:
+        for score in step["quality"].values():
+            score["higher_is_better"] = False
+    report["steps"][6]["against_baseline"]["bleu"].update(p_value=0.01)
+    report["steps"][6]["gates"] = []
+    assert _decide(report).step == "onnx-int8"  # significantly lower
+    report["steps"][6]["against_baseline"]["bleu"].update(difference=1.0, ci95=None)
+    assert _decide(report).step == "onnx-fp32"
+
+
+@pytest.mark.parametrize(
+    ("differences", "kept"),
+    [
+        ({"agreement": -0.3}, True),
+        ({"agreement": -1.2}, False),
+        ({"agreement": -0.3, "top1": -8.0}, False),
+        ({"agreement": -0.3, "relative_error": 4.0}, True),
+        ({"relative_error": 4.0}, False),
+        ({"relative_error": 0.5}, True),
+        ({"accuracy": -0.3}, False),  # the baseline is not right by definition
+    ],
+)
+def test_a_little_less_agreement_than_with_itself_is_accepted(differences, kept):
+    report = _without_times(("int8", 3, 99.0, -0.3, 0.001), task="custom")
+    score = make_scores(99.0)["bleu"]
+    for step in report["steps"]:
+        step["quality"] = {m: score | {"higher_is_better": m != "relative_error"} for m in differences}
+    report["steps"][1]["against_baseline"] = {
+        metric: {"difference": value, "ci95": None, "p_value": 0.001} for metric, value in differences.items()
+    }
+    found = _decide(report)
+    assert (found.step, found.reason) == (("int8", "smallest") if kept else (None, "significantly-worse"))
+    if kept:
+        assert found.command == "cp -rL artifacts/int8 NEW"
+        assert message_codes(found.warnings) == ["accepted-loss"]
+    report["steps"][1]["gates"] = [gate("agreement", passed=False)]
+    assert _decide(report).reason == "gates-failed"
+
+
+@pytest.mark.parametrize(
+    ("speedups", "named"), [((1.9, 3.1, 5.6), True), ((1.9, 3.1, 5.7), False), ((None, None), False)]
+)
+def test_a_disturbed_step_withholds_the_speed_only_where_it_may_be_the_fastest(report, speedups, named):
+    row = report["steps"][7]["latency"][0]  # onnx-fp32, compared with onnx-int8's 5.94 [5.70, 6.23]
+    mark_disturbed(row)
+    row["rounds"] = _rounds(*speedups)
+    found = _decide(report)
+    assert (found.step, found.reason) == ("onnx-int8", "fastest" if named else "smallest")
+    assert (found.speedup is not None, row["reason"] not in str(found.warnings)) == (named, named)
+
+
+def test_a_disturbed_step_that_does_not_compete_withholds_nothing(report):
+    for number in (5, 0, 7):  # quantize; the baseline; onnx-fp32, which fails a gate
+        mark_disturbed(report["steps"][number]["latency"][0])
+    report["steps"][7]["gates"] = [gate("bleu", passed=False)]
+    assert _decide(report).reason == "fastest"
+
+
+def test_each_reason_is_given_once_when_several_were_disturbed(report):
+    for step in (report["steps"][4], report["steps"][6]):
+        mark_disturbed(step["latency"][0])
+        step["latency"][0]["rounds"] = []
+    report["steps"][6]["latency"][0].update(cause="disagree", reason="the rounds disagree")
+    found = str(_decide(report).warnings[-1])
+    assert f"{report['steps'][4]['name']}, onnx-int8" in found
+    assert found.count("other work") == found.count("the rounds disagree") == 1
+
+
+@pytest.mark.parametrize(
+    ("fp32", "ends", "expected"),
+    [
+        (2.0, [1.9, 2.1], "onnx-int8"),
+        (7.4, [7.3, 7.5], "onnx-int8"),  # what cannot be told from the fastest may be smaller
+        (9.0, [6.0, 13.0], "onnx-int8"),
+        (9.0, [8.9, 9.1], "onnx-fp32"),
+    ],
+)
+def test_processor_time_decides_where_the_clock_was_disturbed(report, fp32, ends, expected):
+    for step, ratio, both in ((report["steps"][6], 7.0, [6.8, 7.2]), (report["steps"][7], fp32, ends)):
+        mark_disturbed(step["latency"][0])
+        step["latency"][0].update(cpu_speedup=ratio, cpu_speedup_ci95=both, rounds=[])
+    found = _decide(report)
+    assert (found.step, found.reason) == (expected, "fastest-by-cpu-time")
+    assert found.speedup == (7.0 if expected == "onnx-int8" else fp32)
+    assert found.warnings[-1].code == "unreliable-speed"
+    assert report["steps"][6]["latency"][0]["reason"] in str(found.warnings[-1])
+
+
+FEW, WORSE, ACCEPTED = "too-few-examples", "significantly-worse", "accepted-loss"
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "difference", "ends", "p_value", "n", "code"),
+    [
+        ("bleu", 29.7, -7.5, [-16.0, 1.0], 0.09, 30, FEW),
+        ("bleu", 37.0, -0.4, [-1.5, 0.4], 0.4, 30, None),  # four of a hundred
+        ("bleu", 45.0, 7.6, [-2.0, 16.0], 0.09, 30, FEW),
+        ("bleu", 37.0, -2.4, [-4.0, -0.9], 0.01, 30, ACCEPTED),
+        ("bleu", 37.0, 0.0, [0.0, 0.0], 1.0, 2, FEW),  # drawn from two
+        ("bleu", 37.0, 0.0, [0.0, 0.0], 1.0, 20, None),
+        ("perplexity", 95.0, 9.0, [-1.0, 19.0], 0.09, 90, FEW),
+        ("bleu", 37.0, -0.4, [-0.5, -0.3], 0.25, 30, FEW),
+        ("bleu", 37.0, 0.4, [0.3, 0.5], 0.25, 30, None),
+        ("bleu", 37.0, -0.4, None, 0.25, 500, FEW),
+        ("perplexity", 77.0, -9.0, [-19.0, 1.0], 0.09, 90, None),  # lower is better: one more of 86
+    ],
+)
+def test_a_step_is_named_with_what_few_samples_leave_open(
+    report, metric, value, difference, ends, p_value, n, code
+):
+    for step in report["steps"]:
+        step["quality"] = {metric: make_scores(38.4)["bleu"] | {"higher_is_better": metric == "bleu"}}
+        step["against_baseline"] = {}
+    chosen = report["steps"][6]
+    chosen["quality"][metric] |= {"value": value, "n": n}
+    chosen["against_baseline"] = {metric: {"difference": difference, "ci95": ends, "p_value": p_value}}
+    chosen["gates"] = [gate(metric, passed=True)]
+    found = _decide(report)
+    assert (found.step, message_codes(found.warnings)) == ("onnx-int8", [code] if code else [])
+
+
+def test_of_a_step_chosen_on_validation_the_loss_on_test_is_given(report):
+    lost = {"bleu": {"difference": -3.0, "ci95": [-4.0, -2.0], "p_value": 0.001}}
+    report["judged_on"], report["steps"][6]["gates"] = "validation", []
+    assert shortlisted(validate_report(report)) == ["model", *report["frontier"]]
+    assert "onnx-int8" in report["frontier"]
+    report["steps"][6]["test"] = {"quality": make_scores(34.0), "against_baseline": lost, "gates": []}
+    found = _decide(report)
+    assert (found.step, found.value, found.difference.difference) == ("onnx-int8", 34.0, -3.0)
+    assert message_codes(found.warnings) == [WORSE]
+
+
+def test_the_step_to_ship_is_scored_on_test_even_if_nothing_was_timed(report):
+    for step in report["steps"]:
+        step["latency"] = []
+    report["frontier"] = pareto_front(report["steps"], "model")
+    assert shortlisted(validate_report(report)) == ["model", "onnx-int8"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "count"),
+    [
+        (64, {"train": 64, "test": 48}, 48),
+        (1, {"test": 1}, 1),
+        (5000, {"train": 300, "test": 48}, None),  # more than there are: nothing was left out
+        (None, {"test": 48}, None),
+    ],
+)
+def test_a_trial_is_called_one(report, limit, rows, count):
+    report["recipe"].update(limit=limit, rows=rows)
+    trial = trial_text(validate_report(report))
+    assert re.findall(r"\d+", trial or "") == ([] if count is None else [str(count)])
+
+
+def test_a_trial_and_the_reason_for_no_step_are_in_every_rendering(report):
+    report["recipe"].update(limit=64, rows={"train": 64, "test": 48})
+    for step in report["steps"][1:8]:
+        step["gates"] = [gate("bleu", passed=False)]
+    found = _decide(report)
+    assert found.reason == "gates-failed"
+    trial = trial_text(validate_report(report))
+    assert all(text in page for text in (found.text, trial) for page in _renderings(report))
+
+
+def test_a_command_with_markup_in_its_folder_stays_text(report):
+    name = "a `b` <i>"
+    report["steps"][6] |= {"name": name, "artifact": f"artifacts/{name}"}
+    report["frontier"] = []
+    drawn = with_verdict(report)
+    assert drawn["verdict"]["command"] == f"smelt package 'artifacts/{name}'"
+    assert "<i>" not in render_html(drawn) + render_markdown(drawn)

@@ -51,7 +51,8 @@ class RunOptions:
     build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether quality
     and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
     most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
-    on validation, or those of `only`, are scored on test.
+    on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts are
+    written besides report.json.
     """
 
     out: Path | None = None
@@ -64,6 +65,7 @@ class RunOptions:
     score_limit: int | None = None
     timed: bool = True
     on_test: bool = True
+    pages: bool = True
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -417,7 +419,7 @@ class _PlanRunner:
             RunError: the last report cannot be written.
         """
         try:
-            write_report(self.folder, self.report.snapshot(), with_charts=last)
+            write_report(self.folder, self.report.snapshot(), with_charts=last, with_pages=self.options.pages)
         except OSError as error:
             failure = explain_step_error(error, "report", self.folder, self.display.log_path)
             if last:

@@ -156,6 +156,31 @@ class SearchSpace:
             }
         )
 
+    def __str__(self) -> str:
+        """Return the space for a terminal: its parameters, objectives and constraints."""
+        lines = [
+            f"{self.path}: {len(self.parameters)} parameters, one chain of {len(self.step_names)} stages"
+        ]
+        for each in self.parameters:
+            values = (
+                ", ".join(str(label) for label in each.labels)
+                if each.choices
+                else f"{each.low:g} to {each.high:g}"
+                + (f" in steps of {each.step:g}" if each.step else "")
+                + (", logarithmic" if each.log else "")
+            )
+            lines.append(f"  {each.name}: {values}")
+        goals = ", ".join(
+            f"{'maximize' if each.maximize else 'minimize'} {each.name}" for each in self.objectives
+        )
+        lines.append(f"objectives: {goals}; sampler {self.sampler}")
+        for metric, gate in self.settings.subject_to.items():
+            limits = gate.model_dump(exclude_none=True, mode="json")
+            lines.append(
+                f"subject to: {metric}: {', '.join(f'{key} {value}' for key, value in limits.items())}"
+            )
+        return "\n".join(lines)
+
     def defaults(self) -> dict[str, Any]:
         """Return the point with the lower bounds, the first choices, all stages, and the order as written."""
         return {p.name: p.labels[0] if p.choices else p.low for p in self.parameters}
@@ -194,7 +219,7 @@ class SearchSpace:
             if path[:1] != ("stages",) or len(path) == 1:
                 lines.setdefault(path, line)
             elif path[1] in new:
-                lines["stages", new[path[1]], *path[2:]] = line  # type: ignore[index]
+                lines["stages", new[path[1]], *path[2:]] = line
         return lines
 
     def plan_at(self, values: Mapping[str, Any]) -> Plan:

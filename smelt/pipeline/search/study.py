@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -31,7 +32,7 @@ from smelt.evaluate.metrics import METRICS
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
-from smelt.search.space import Parameter, Sampler, SearchSpace
+from smelt.pipeline.search.space import Parameter, Sampler, SearchSpace
 
 if TYPE_CHECKING:
     import optuna
@@ -200,20 +201,26 @@ class Search:
         write_atomically(recipe, self.space.portable_recipe(trial.parameters))
         plan = self.space.plan_at(trial.parameters)
         options = self._run_options(self.folder / "points" / trial.name, only=frozenset({self.space.leaf}))
-        return dict(run_plan(plan, replace(options, on_test=True)).report)
+        return dict(run_plan(plan, replace(options, on_test=True, pages=True)).report)
 
     def importances(self) -> dict[str, dict[str, float]]:
-        """Return the share of each objective's variance that each parameter explains (fANOVA)."""
+        """Return the importance of each parameter for each objective; the shares of an objective sum to 1.
+
+        It is by how much the best tenth of the trials differs from all of them in a parameter. Source:
+        Watanabe et al. 2023, PED-ANOVA, arXiv:2304.10255.
+        """
         import optuna
 
         study, found = self._open_study(), {}
-        for at, objective in enumerate(self.space.objectives):
+        for at, (objective, sign) in enumerate(self._signs().items()):
+
+            def value(trial: Any, at: int = at, sign: int = sign) -> float:
+                return float(sign * trial.values[at])
+
             with suppress(ValueError, RuntimeError):  # too few trials, or all values equal
-                found[objective.name] = {
+                found[objective] = {
                     name: float(share)
-                    for name, share in optuna.importance.get_param_importances(
-                        study, target=lambda trial, at=at: trial.values[at]
-                    ).items()
+                    for name, share in optuna.importance.get_param_importances(study, target=value).items()
                 }
         return found
 
@@ -262,7 +269,8 @@ class Search:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         storage = open_storage(self.options.storage, self.folder)
-        directions = ["maximize" if each.maximize else "minimize" for each in self.space.objectives]
+        ways = optuna.study.StudyDirection
+        directions = [ways.MAXIMIZE if each.maximize else ways.MINIMIZE for each in self.space.objectives]
         first_rung = next(iter(self._rungs()), 1)
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=first_rung, reduction_factor=_RUNG_FACTOR
@@ -355,10 +363,10 @@ class Search:
         trial.set_user_attr(_RESULT, json.loads(json.dumps(asdict(result))))
         if repeated is not None:
             trial.set_user_attr("repeats", repeated)
-        values = [result.values.get(each.name) for each in self.space.objectives]
+        values = [result.values[name] for name in self._signs() if name in result.values]
         if result.status == "failed":
             study.tell(trial, state=TrialState.FAIL)
-        elif None in values or result.status == "stopped":
+        elif len(values) < len(self.space.objectives) or result.status == "stopped":
             study.tell(trial, state=TrialState.PRUNED)
         else:
             study.tell(trial, values)
@@ -447,7 +455,9 @@ class Search:
         return replace(result, status="feasible")
 
     def _run_options(self, out: Path, only: frozenset[str] | None = None) -> RunOptions:
-        return RunOptions(out, self.store, limit=self.options.limit, quiet=True, only=only, on_test=False)
+        return RunOptions(
+            out, self.store, limit=self.options.limit, quiet=True, only=only, on_test=False, pages=False
+        )
 
     def _run(self, plan: Any, options: RunOptions) -> Mapping[str, Any]:
         """Run the plan and return its report.
@@ -676,6 +686,18 @@ def _without_password(url: str) -> str:
     with suppress(Exception):
         return str(make_url(url).render_as_string(hide_password=True))
     return "--storage"
+
+
+def minutes(text: str) -> float:
+    """Return a time such as 90s, 30m, 2h or 1.5h in minutes.
+
+    Raises:
+        InputError: it is not a time.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|m|min|h)", text.strip())
+    if found is None or not float(found[1]):
+        raise InputError(f"expected a time such as 90s, 30m or 2h, got {text!r}.", code="wrong-value")
+    return float(found[1]) * {"s": 1 / 60, "m": 1, "min": 1, "h": 60}[found[2]]
 
 
 def _short(value: Any) -> str:

@@ -681,11 +681,7 @@ def open_storage(url: str | None, folder: Path) -> Any:
 
 
 def _without_password(url: str) -> str:
-    from sqlalchemy.engine import make_url
-
-    with suppress(Exception):
-        return str(make_url(url).render_as_string(hide_password=True))
-    return "--storage"
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
 
 
 def minutes(text: str) -> float:

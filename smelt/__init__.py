@@ -45,6 +45,7 @@ __all__ = [
     "package",
     "plan",
     "run",
+    "search",
 ]
 
 
@@ -136,6 +137,58 @@ def plan(
     from smelt.api.recipes import plan_recipe
 
     return plan_recipe(recipe, _override_list(overrides), until)
+
+
+def search(
+    recipe: str | Path,
+    *,
+    overrides: Sequence[str] | Mapping[str, Any] | None = None,
+    trials: int | None = None,
+    max_minutes: float | None = None,
+    sampler: str | None = None,
+    out: str | Path | None = None,
+    store: str | Path | None = None,
+    storage: str | None = None,
+    limit: int | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Search the space of a recipe and return the report, as `smelt search` does.
+
+    Args:
+        recipe: a file with `{search: ...}` in its settings and a key `search`.
+        overrides: settings to change, as for `smelt.run`.
+        trials: trials at most, of all workers (default: the recipe's, else 50).
+        max_minutes: time limit; the running trial is finished.
+        sampler: tpe, nsga2, random or grid (default: by the number of objectives).
+        out: the search's folder (default: runs/NAME-search). A search in the same folder is continued.
+        store: folder of stored artifacts.
+        storage: URL of the study's database (default: a file in `out`).
+        limit: use at most this many samples of every split.
+        quiet: print nothing.
+
+    Returns:
+        The content of search.json: `front` with the best trials, `trials`, `nearest`, `importances`.
+
+    Raises:
+        InputError: the recipe or the space has mistakes, or the study belongs to another recipe.
+        RunError: all of the first trials failed.
+    """
+    from smelt.pipeline.search.report import finish_search
+    from smelt.pipeline.search.space import read_space
+    from smelt.pipeline.search.study import Search, SearchOptions
+
+    options = SearchOptions(
+        out=None if out is None else Path(out),
+        store=None if store is None else Path(store),
+        trials=trials,
+        max_minutes=max_minutes,
+        storage=storage,
+        sampler=sampler,  # type: ignore[arg-type]
+        limit=limit,
+    )
+    job = Search(read_space(recipe, _override_list(overrides)), options)
+    ended = job.run(lambda text: None if quiet else print(text))
+    return finish_search(job, ended)
 
 
 def apply(

@@ -194,6 +194,49 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
         sys.exit(InputError.exit_code)
 
 
+@main.command(short_help="Search the settings of a recipe for a goal.")
+@click.argument("recipe")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="NAME.KEY=VALUE", help="Change one setting of the recipe."
+)
+@click.option("--trials", type=click.IntRange(min=1), metavar="N", help="Trials at most (default: 50).")
+@click.option("--timeout", metavar="TIME", help="Time limit, such as 90s, 30m or 2h.")
+@click.option(
+    "--sampler", type=click.Choice(("tpe", "nsga2", "random", "grid")), help="How points are chosen."
+)
+@click.option("--out", type=FOLDER_TYPE, help="The search's folder (default: runs/NAME-search).")
+@click.option("--store", type=FOLDER_TYPE, help="Folder of stored artifacts, shared by all trials.")
+@click.option("--storage", metavar="URL", help="Database of the study, such as sqlite:///study.db.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Use at most N samples of every split."
+)
+@click.option("--plan", "only_plan", is_flag=True, help="Check the space and show it, without running it.")
+@click.option("--quiet", is_flag=True, help="Print only the result.")
+def search(
+    recipe: str, overrides: tuple[str, ...], timeout: str | None, only_plan: bool, quiet: bool, **given: Any
+) -> None:
+    """Search the space of RECIPE: a recipe with `{search: ...}` in its settings and a key `search`.
+
+    An interrupted search goes on with the same command; further workers may run it at the same time. Exits
+    with 3 if no trial meets the constraints.
+    """
+    from smelt.pipeline.search.report import finish_search, summary_text
+    from smelt.pipeline.search.space import read_space
+    from smelt.pipeline.search.study import Search, SearchOptions, minutes
+
+    space = read_space(recipe, overrides)
+    if only_plan:
+        print_untrusted(str(space))
+        return
+    limit = None if timeout is None else minutes(timeout)
+    job = Search(space, SearchOptions(max_minutes=limit, **given))
+    ended = job.run(lambda text: None if quiet else print_untrusted(text))
+    report = finish_search(job, ended)
+    for line in summary_text(report, job.folder):
+        print_untrusted(line)
+    sys.exit(130 if ended == "interrupted" else 0 if report["front"] else 3)
+
+
 @main.command()
 @click.argument("name", required=False)
 def stages(name: str | None) -> None:

@@ -50,7 +50,10 @@ class RunOptions:
     out: the run's folder (default: runs/NAME in the current folder). store: folder for artifacts and scores
     (default: the nearest .store in a parent folder, else one next to the run's folder). rebuild: steps to
     build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether quality
-    and latency are measured.
+    and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
+    most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
+    on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts are
+    written besides report.json.
     """
 
     out: Path | None = None
@@ -59,6 +62,11 @@ class RunOptions:
     limit: int | None = None
     quiet: bool = False
     scored: bool = True
+    only: frozenset[str] | None = None
+    score_limit: int | None = None
+    timed: bool = True
+    on_test: bool = True
+    pages: bool = True
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -206,9 +214,11 @@ class _PlanRunner:
                 self._run_step(step)
             self._report_previous_steps()
             if self.options.scored:
-                self._measure_latency()
+                if self.options.timed:
+                    self._measure_latency()
                 self.report.judge_gates()
-                self._score_on_test()
+                if self.options.on_test:
+                    self._score_on_test()
             self.report.mark_finished()
         except KeyboardInterrupt:
             self.report.mark_interrupted()
@@ -301,7 +311,7 @@ class _PlanRunner:
         reasons = {
             "untrained": UNTRAINED_NOT_SCORED if artifact.manifest.details.get("untrained") else None,
             CANNOT_RUN_HERE: _unscored_reason(artifact),
-            "scoring-disabled": None if self.options.scored else _SCORING_DISABLED,
+            "scoring-disabled": None if self._is_scored(name) else _SCORING_DISABLED,
         }
         if why := next(((code, reason) for code, reason in reasons.items() if reason), None):
             self.artifacts[name] = artifact
@@ -328,9 +338,14 @@ class _PlanRunner:
         first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
         self.display.print_line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
 
+    def _is_scored(self, name: str) -> bool:
+        only = self.options.only
+        return self.options.scored and (only is None or name in only or name == self.plan.recipe.baseline)
+
     def _score(self, name: str, artifact: Artifact, on_test: bool = False) -> dict[str, Any]:
         self.display.start_work(f"{name}, scoring{' on test' if on_test else ''}")
         split = self.data["test" if on_test else self.plan.judged_on]
+        split = limit_split(split, self.options.score_limit)
         with self.store.lock(f"{artifact.key}-score", self._report_waiting(name)):
             return self.scorer.score(artifact, split, self.display.progress)
 
@@ -339,7 +354,9 @@ class _PlanRunner:
         if self.plan.judged_on == "test":
             return
         every = self.artifacts | self.previous_artifacts
-        for name in self.report.shortlisted_steps():
+        only = self.options.only
+        chosen = self.report.shortlisted_steps() if only is None else [self.plan.recipe.baseline, *only]
+        for name in (name for name in chosen if name in self.report.statistics):
             try:
                 with rust_panics_as_errors():
                     score = self._score(name, every[name], on_test=True)
@@ -419,7 +436,7 @@ class _PlanRunner:
             RunError: the last report cannot be written.
         """
         try:
-            write_report(self.folder, self.report.snapshot(), with_charts=last)
+            write_report(self.folder, self.report.snapshot(), with_charts=last, with_pages=self.options.pages)
         except OSError as error:
             failure = explain_step_error(error, "report", self.folder, self.display.log_path)
             if last:

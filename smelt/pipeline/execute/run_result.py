@@ -162,13 +162,20 @@ class Result:
         return folder
 
 
-def write_report(folder: Path, report: Mapping[str, Any], with_charts: bool = True) -> None:
-    """Write report.json, .md, .html and .csv to `folder`; `with_charts`: with charts, also as files."""
+def write_report(
+    folder: Path, report: Mapping[str, Any], with_charts: bool = True, with_pages: bool = True
+) -> None:
+    """Write the report to `folder`: report.json, and with pages .md, .html and .csv.
+
+    with_charts: with charts, also as files.
+    """
     from smelt.evaluate.report.chart import CHART_FILES, chart_files
     from smelt.evaluate.report.render import render_html, render_markdown
     from smelt.evaluate.report.schema import validate_report
 
     write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    if not with_pages:
+        return
     write_atomically(folder / "report.md", render_markdown(report))
     write_atomically(folder / "report.html", render_html(report, with_charts))
     write_atomically(folder / "report.csv", report_csv(report))

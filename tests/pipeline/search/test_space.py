@@ -1,0 +1,120 @@
+"""The search space of a recipe: parameters, the recipe of a point, and mistakes named with their lines."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from expected_errors import error_codes
+from search_recipes import QUICKSTART, RECIPE, small, write
+
+from smelt.core.errors import InputError
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.search.space import read_space
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    text = RECIPE.replace("keep: {search: {choices: [[0, 1], [0, 2]]}}", "decoder_layers: {search: [1, 2]}")
+    return read_space(write(tmp_path_factory.mktemp("space"), text))
+
+
+def test_parameters_and_goals_are_those_of_the_recipe(space):
+    found = {each.name: (each.kind, each.labels or (each.low, each.high)) for each in space.parameters}
+    assert found == {
+        "prune": ("used", (True, False)),
+        "prune.keep_ratio": ("float", (0.5, 0.9)),
+        "drop-layers.decoder_layers": ("int", (1, 2)),
+        "quantize.scheme": ("choice", ("int8-dynamic", "int4")),
+        "cut": ("order", ('["prune", "drop-layers"]', '["drop-layers", "prune"]')),
+    }
+    goals = [(each.name, each.maximize) for each in space.objectives]
+    assert goals == [("latency", False), ("size", False), ("bleu", True)]
+    assert (space.leaf, space.sampler) == ("onnx", "nsga2")
+
+
+def test_a_point_is_a_recipe_without_search(space, tmp_path):
+    point = space.defaults() | {"prune.keep_ratio": 0.7, "cut": '["drop-layers", "prune"]'}
+    value = space.recipe_at(point).value
+    assert [next(iter(item)) for item in value["stages"]] == ["drop-layers", "prune", "quantize", "onnx"]
+    assert value["stages"][1]["prune"]["keep_ratio"] == 0.7
+    assert value["gates"] == {"bleu": {"max_drop": 1.0, "at": "onnx"}, "on": "validation"}
+    without = space.recipe_at(point | {"prune": False}).value
+    assert [item["name"] for item in without["stages"]] == ["drop-layers", "quantize", "onnx"]
+    # the file of a point runs from another folder, and plans the same steps with the same settings
+    moved = tmp_path / "elsewhere" / "point.yaml"
+    moved.parent.mkdir()
+    moved.write_text(space.portable_recipe(point))
+    planned = {step.name: step.settings for step in load_plan(moved).steps}
+    assert planned == {step.name: step.settings for step in space.plan_at(point).steps}
+
+
+def test_relative_paths_of_a_point_are_absolute(tmp_path):
+    (tmp_path / "q").symlink_to(QUICKSTART)
+    space = read_space(write(tmp_path, small().replace(str(QUICKSTART), "q")))
+    value = yaml.safe_load(space.portable_recipe(space.defaults()))
+    assert value["model"] == str((QUICKSTART / "model").resolve())
+    assert all(Path(path).is_absolute() for path in value["data"].values())
+
+
+def test_another_space_or_goal_has_another_identity(tmp_path):
+    base = read_space(write(tmp_path, small()))
+    assert base.identity == read_space(write(tmp_path, small())).identity
+    for old, new in (
+        ("[0.5, 0.9]", "[0.5, 0.8]"),
+        ("max_drop: 1.0", "max_drop: 2.0"),
+        ("maximize: quality", ""),
+    ):
+        assert read_space(write(tmp_path, small().replace(old, new))).identity != base.identity
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "codes"),
+    [
+        ("[0.5, 0.9]", "{choices: []}", ["empty-choices"]),
+        ("[0.5, 0.9]", "{choices: [0.5, 0.5]}", ["duplicate-choice"]),
+        ("[0.5, 0.9]", "[0.9, 0.5]", ["wrong-search-range"]),
+        ("[0.5, 0.9]", "{low: 0, high: 0.5, log: true}", ["wrong-search-range"]),
+        ("[0.5, 0.9]", "0.5", ["wrong-search-range"]),
+        ("[0.5, 0.9]", "[0.5, 1.5]", ["wrong-value"]),  # refused by the setting itself
+        ("int8-dynamic, int4", "int8-dynamic, int5", ["wrong-value"]),
+        ("minimize: [latency, size]\n  maximize: quality", "trials: 3", ["missing-setting"]),
+        ("[latency, size]", "[latency, speed]", ["metric-not-scored"]),
+        ("[latency, size]", "[rouge1]", ["metric-not-scored"]),
+        ("[latency, size]", "[bleu]", ["wrong-direction"]),
+        ("quality: [bleu, chrf]", "quality: [bleu], latency: false", ["settings-conflict"]),
+        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}", ["unknown-metric"]),
+        ("{bleu: {max_drop: 1.0}}", "{bleu: {}}", ["missing-setting"]),
+        ("  - onnx\n", "  - onnx: {}\n    optional: search\n", ["not-a-chain"]),
+        ("  - onnx\n", "  - onnx: {}\n    from: prune\n", ["not-a-chain"]),
+        ("  minimize:", "  order: {cut: [prune, onnx]}\n  minimize:", ["wrong-order-group"]),
+        ("  minimize:", "  order: {cut: [prune, prun]}\n  minimize:", ["unknown-step"]),
+        (f"  validation: {QUICKSTART}/data/validation.jsonl.gz\n", "", ["missing-data"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_before_any_work(tmp_path, old, new, codes):
+    with pytest.raises(InputError) as raised:
+        read_space(write(tmp_path, small().replace(old, new)))
+    assert error_codes(raised.value) == codes
+
+
+def test_a_recipe_without_ranges_has_nothing_to_search(tmp_path):
+    text = (
+        small()
+        .replace("{search: [0.5, 0.9]}", "0.5")
+        .replace("{search: {choices: [int8-dynamic, int4]}}", "int4")
+    )
+    with pytest.raises(InputError) as raised:
+        read_space(write(tmp_path, text))
+    assert error_codes(raised.value) == ["empty-search-space"]
+
+
+def test_a_refused_value_is_named_with_the_line_of_the_file(tmp_path):
+    path = write(tmp_path, small().replace("[0.5, 0.9]", "[0.5, 1.5]"))
+    with pytest.raises(InputError) as raised:
+        read_space(path)
+    line = (
+        path.read_text().splitlines().index(next(x for x in path.read_text().splitlines() if "prune" in x))
+        + 1
+    )
+    assert f"{path}:{line}:" in str(raised.value)
+    assert raised.value.as_message().setting == "prune.keep_ratio"

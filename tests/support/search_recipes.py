@@ -1,0 +1,47 @@
+"""Recipes with a search space, of the included translator."""
+
+from pathlib import Path
+
+import smelt.configs
+
+QUICKSTART = Path(smelt.configs.__file__).parent / "quickstart"
+RECIPE = f"""\
+model: {QUICKSTART}/model
+task: translation
+data:
+  train: {QUICKSTART}/data/train.jsonl.gz
+  validation: {QUICKSTART}/data/validation.jsonl.gz
+  test: {QUICKSTART}/data/test.jsonl.gz
+stages:
+  - prune: {{targets: [ffn], keep_ratio: {{search: [0.5, 0.9]}}}}
+    optional: search
+  - drop-layers: {{keep: {{search: {{choices: [[0, 1], [0, 2]]}}}}}}
+  - quantize: {{scheme: {{search: {{choices: [int8-dynamic, int4]}}}}}}
+  - onnx
+score: {{quality: [bleu, chrf]}}
+search:
+  minimize: [latency, size]
+  maximize: quality
+  subject_to: {{bleu: {{max_drop: 1.0}}}}
+  order: {{cut: [prune, drop-layers]}}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "space.yaml"
+    path.write_text(text)
+    return path
+
+
+def small(**changes: str) -> str:
+    """The recipe with one parameter, or with some lines replaced."""
+    text = RECIPE
+    for old, new in {
+        "  - drop-layers: {keep: {search: {choices: [[0, 1], [0, 2]]}}}\n": "",
+        "  order: {cut: [prune, drop-layers]}\n": "",
+        "\n    optional: search": "",
+        **changes,
+    }.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    return text

@@ -160,8 +160,9 @@ EncodedTokens = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
 def _encode(model: Any, words: Any, layer: int, texts: Sequence[str]) -> EncodedTokens:
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     positions = getattr(model.config, "max_position_embeddings", None) or _MAX_TOKENS
-    if getattr(table, "padding_idx", None) is not None:  # positions start after that of the padding
-        positions -= table.padding_idx + 1
+    padding = getattr(table, "padding_idx", None)
+    if padding is not None:  # positions start after that of the padding
+        positions -= padding + 1
     limit = min(words.model_max_length, positions)
     batch = words(
         [text.strip() for text in texts],

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from functools import cache
 from os.path import relpath
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, Field, create_model
 
@@ -31,15 +32,15 @@ from smelt.pipeline.recipe.stages import all_stages
 
 Model = type[BaseModel]
 # A row for each metric that has settings.
-MetricTable: Model = create_model(
-    "MetricTable",
+_METRIC_FIELDS: dict[str, Any] = {
     **{
         name: (metric.settings | None, Field(default=None, description=metric.title))
         for name, metric in METRICS.items()
         if metric.settings
     },
     **{"module:function": (OwnMetricSettings | None, Field(default=None, description="your own metric"))},
-)
+}
+MetricTable: Model = create_model("MetricTable", **_METRIC_FIELDS)
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECIPE_TABLES: dict[str, Model] = {

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.files import json_hash
+from smelt.core.store import Store
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _check_inputs, _score
@@ -132,3 +134,23 @@ def _text_agreement(own: Sequence[str], base: Sequence[str]) -> dict[str, Any]:
         found[name] = float(scorer.corpus_score(own, [base]).score)
         found["signatures"][name] = str(scorer.get_signature())
     return found
+
+
+def cached_agreement(
+    store: Store, score: Mapping[str, Any], baseline: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return `smelt.evaluate.agreement.compare_outputs` of two scores; stored by their outputs and reused."""
+    from smelt.evaluate.agreement import AGREEMENT_VERSION, compare_outputs
+
+    sides = [{part: side.get(part) for part in _OUTPUT_PARTS} for side in (score, baseline)]
+    libraries = {"sacrebleu": version("sacrebleu")}
+    key = json_hash({"agreement": AGREEMENT_VERSION, "outputs": sides, "libraries": libraries})
+    kept = store.read_score(key)
+    if kept is None:
+        kept = {"artifact": score["artifact"], "agreement": compare_outputs(score, baseline)}
+        store.write_score(key, kept)
+    found: dict[str, Any] | None = kept["agreement"]
+    return found
+
+
+_OUTPUT_PARTS = ("predictions", "labels", "logits")

@@ -8,7 +8,7 @@ Shapes: n = examples or pairs, K = labels, T = texts, D = dimension of a vector.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -18,12 +18,23 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash
-from smelt.data.labels import MULTI_LABEL, REGRESSION
+from smelt.data.labels import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    class_names,
+    class_targets,
+    multi_label_targets,
+    problem_type,
+    regression_targets,
+)
+from smelt.data.splits import Example, Split
 from smelt.evaluate.metrics import (
     AGREEMENT_METRIC,
     CORRELATION_METRICS,
     EMBEDDING_METRICS,
     METRICS_BY_PROBLEM,
+    MetricSettingValues,
 )
 from smelt.evaluate.quality import (
     _BOOTSTRAP_SIGNATURE,
@@ -253,3 +264,61 @@ def _score_agreement(vectors: Vectors, texts: Sequence[str], reference: Referenc
     rows: list[list[int | float]] = [[value] for value in paired_cosines(vectors, reference.vectors).tolist()]
     examples = json_hash(list(texts))
     return _score(Statistics(metric=AGREEMENT_METRIC, signature=signature, examples=examples, rows=rows))
+
+
+def score_classifier(
+    metrics: Sequence[str],
+    config: Mapping[str, Any],
+    logits: NDArray[np.float32],
+    split: Split,
+    settings: MetricSettingValues | None = None,
+) -> tuple[dict[str, MetricScore], list[Any]]:
+    """Score a classifier's logits, float32 [n, C], on the samples of `split`.
+
+    settings: of metrics, as in the recipe: the class that F1, precision or recall is of.
+
+    Returns:
+        Scores by metric, and the prediction per sample: a class name, a list of names, or a number. Without
+        metrics the labels of the samples are not read.
+
+    Raises:
+        InputError: a label is not a class of the model, or a metric does not fit the problem type.
+    """
+    from smelt.evaluate.label_quality import score_label_sets, score_regression
+    from smelt.evaluate.quality import score_labels
+
+    names, problem = class_names(config), problem_type(config)
+    scores: dict[str, MetricScore] = {}
+    if problem == REGRESSION:
+        numbers = [float(row[0]) for row in logits]
+        if metrics:
+            scores = score_regression(metrics, numbers, regression_targets(split.examples, split.origin))
+        return scores, numbers
+    if problem == MULTI_LABEL:
+        found = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
+        if metrics:
+            gold = multi_label_targets(split.examples, names, split.origin)
+            scores = score_label_sets(metrics, found, gold, len(names), logits)
+        return scores, [[names[i] for i in row] for row in found]
+    predicted = [int(row.argmax()) for row in logits]
+    if metrics:
+        wanted = class_targets(split.examples, names, split.origin)
+        labels = {name: given["label"] for name, given in (settings or {}).items() if "label" in given}
+        chosen = class_targets([Example("", label=x) for x in labels.values()], names, "")
+        scores = score_labels(metrics, predicted, wanted, logits, dict(zip(labels, chosen, strict=True)))
+    return scores, [names[i] for i in predicted]
+
+
+def class_counts(
+    config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
+) -> list[dict[str, Any]] | None:
+    """Return the scores by class of a classifier with one label, as in report.json; None for others."""
+    from smelt.evaluate.label_quality import class_scores, confusion_matrix
+
+    names = class_names(config)
+    if problem_type(config) != SINGLE_LABEL:
+        return None
+    counts = confusion_matrix(
+        logits.argmax(axis=1).tolist(), class_targets(split.examples, names, split.origin), len(names)
+    )
+    return class_scores(counts, names)

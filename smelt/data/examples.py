@@ -9,7 +9,7 @@ student learns its teacher's outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from smelt.core.messages import find_lone_surrogate
 from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
+from smelt.data.labels import parse_score, require_all_or_none
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_npz
 from smelt.data.prompt_rows import (
     LAYOUT_COLUMNS,
@@ -45,50 +46,6 @@ from smelt.data.splits import (
     Windows,
     split_from_arrays,
 )
-
-
-def parse_score(value: Any, location: str, column: str) -> float | None:
-    """Return `value` as a number, None if it is empty.
-
-    Raises:
-        InputError: it is not a number.
-    """
-    if value is None or value == "":
-        return None
-    try:
-        score = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        score = math.nan
-    if not math.isfinite(score):
-        raise InputError(
-            f"{location}: column '{column}' must be a number, the similarity of the two texts, got"
-            f" {repr(value)[:80]}. Leave it empty in files without scores.",
-            code="wrong-column-type",
-        )
-    return score
-
-
-def require_all_or_none(present: Iterable[bool], lines: Iterable[int], column: str, description: str) -> None:
-    """Require that all rows have a value in `column`, or none of them.
-
-    Args:
-        present: whether each row has a value.
-        lines: the line of each row.
-        column: the name of the column.
-        description: of the value, for the message.
-
-    Raises:
-        InputError: only some rows have a value; the first of each kind are named.
-    """
-    firsts: dict[bool, int] = {}
-    for has, line in zip(present, lines, strict=True):
-        firsts.setdefault(has, line)
-    if len(firsts) == 2:
-        raise InputError(
-            f"row {firsts[True]} has a {description} (column '{column}'), but row {firsts[False]} has"
-            " none. Set it in all rows of a file, or in none.",
-            code="partly-missing-column",
-        )
 
 
 def read_split(

@@ -6,7 +6,8 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.data.examples import parse_score, read_split, require_all_or_none
+from smelt.data.examples import read_split
+from smelt.data.labels import parse_score, require_all_or_none
 from smelt.data.splits import SENTENCE_SIMILARITY, Columns, Example, Split, input_texts
 
 

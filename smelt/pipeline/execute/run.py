@@ -18,13 +18,14 @@ from smelt.core.messages import Message
 from smelt.core.store import Store
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CUSTOM_TASK, Split
+from smelt.evaluate.agreement import cached_agreement
 from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
 from smelt.pipeline.execute.run_result import Report, Result, write_report
-from smelt.pipeline.execute.scoring import Scorer, cached_agreement
+from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.execute.trackers import RunTrackers

@@ -16,15 +16,10 @@ from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
 from smelt.data.labels import (
     LABEL_SEPARATOR,
-    MULTI_LABEL,
     REGRESSION,
-    SINGLE_LABEL,
     check_labels,
     class_names,
-    class_targets,
-    multi_label_targets,
     problem_type,
-    regression_targets,
 )
 from smelt.data.splits import (
     CLASSIFICATION_TASKS,
@@ -38,6 +33,7 @@ from smelt.data.splits import (
     Task,
     input_texts,
 )
+from smelt.evaluate.label_quality import class_counts, score_classifier
 from smelt.evaluate.metrics import (
     AGREEMENT_METRIC,
     CHOICE_METRICS,
@@ -55,9 +51,6 @@ from smelt.runtimes.device import NO_PROVIDER, cuda_device_count, torch_device
 from smelt.runtimes.registry import find_runtime
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from smelt.evaluate.quality import MetricScore
     from smelt.runtimes.runner import ClassPrediction
 
@@ -417,26 +410,6 @@ def _response_perplexity(runner: Any, split: Split, batch_size: int) -> MetricSc
     return score_responses(losses, tokens, sizes, pairs, runner.config.get("vocab_size"))
 
 
-def cached_agreement(
-    store: Store, score: Mapping[str, Any], baseline: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return `smelt.evaluate.agreement.compare_outputs` of two scores; stored by their outputs and reused."""
-    from smelt.evaluate.agreement import AGREEMENT_VERSION, compare_outputs
-
-    sides = [{part: side.get(part) for part in _OUTPUT_PARTS} for side in (score, baseline)]
-    libraries = library_versions(("sacrebleu",))
-    key = json_hash({"agreement": AGREEMENT_VERSION, "outputs": sides, "libraries": libraries})
-    kept = store.read_score(key)
-    if kept is None:
-        kept = {"artifact": score["artifact"], "agreement": compare_outputs(score, baseline)}
-        store.write_score(key, kept)
-    found: dict[str, Any] | None = kept["agreement"]
-    return found
-
-
-_OUTPUT_PARTS = ("predictions", "labels", "logits")
-
-
 def _choice_scores(
     metrics: Sequence[str], runner: Any, split: Split, batch_size: int, progress: Progress
 ) -> dict[str, MetricScore]:
@@ -545,64 +518,6 @@ def _count_too_long(
 
         return truncated_prompts(runner, texts, runner.text.resolved_generation(generation, runner))[1]
     return encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs).truncated
-
-
-def score_classifier(
-    metrics: Sequence[str],
-    config: Mapping[str, Any],
-    logits: NDArray[np.float32],
-    split: Split,
-    settings: MetricSettingValues | None = None,
-) -> tuple[dict[str, MetricScore], list[Any]]:
-    """Score a classifier's logits, float32 [n, C], on the samples of `split`.
-
-    settings: of metrics, as in the recipe: the class that F1, precision or recall is of.
-
-    Returns:
-        Scores by metric, and the prediction per sample: a class name, a list of names, or a number. Without
-        metrics the labels of the samples are not read.
-
-    Raises:
-        InputError: a label is not a class of the model, or a metric does not fit the problem type.
-    """
-    from smelt.evaluate.label_quality import score_label_sets, score_regression
-    from smelt.evaluate.quality import score_labels
-
-    names, problem = class_names(config), problem_type(config)
-    scores: dict[str, MetricScore] = {}
-    if problem == REGRESSION:
-        numbers = [float(row[0]) for row in logits]
-        if metrics:
-            scores = score_regression(metrics, numbers, regression_targets(split.examples, split.origin))
-        return scores, numbers
-    if problem == MULTI_LABEL:
-        found = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
-        if metrics:
-            gold = multi_label_targets(split.examples, names, split.origin)
-            scores = score_label_sets(metrics, found, gold, len(names), logits)
-        return scores, [[names[i] for i in row] for row in found]
-    predicted = [int(row.argmax()) for row in logits]
-    if metrics:
-        wanted = class_targets(split.examples, names, split.origin)
-        labels = {name: given["label"] for name, given in (settings or {}).items() if "label" in given}
-        chosen = class_targets([Example("", label=x) for x in labels.values()], names, "")
-        scores = score_labels(metrics, predicted, wanted, logits, dict(zip(labels, chosen, strict=True)))
-    return scores, [names[i] for i in predicted]
-
-
-def class_counts(
-    config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
-) -> list[dict[str, Any]] | None:
-    """Return the scores by class of a classifier with one label, as in report.json; None for others."""
-    from smelt.evaluate.label_quality import class_scores, confusion_matrix
-
-    names = class_names(config)
-    if problem_type(config) != SINGLE_LABEL:
-        return None
-    counts = confusion_matrix(
-        logits.argmax(axis=1).tolist(), class_targets(split.examples, names, split.origin), len(names)
-    )
-    return class_scores(counts, names)
 
 
 # Escapes control characters in class names.

@@ -19,34 +19,38 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.errors import InputError, MissingDependencyError, RunError, SmeltError
+from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
 from smelt.evaluate.metrics import METRICS
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
-from smelt.pipeline.search.space import Parameter, Sampler, SearchSpace
+from smelt.pipeline.search.sampling import (
+    STUDY_FILE,
+    distribution_of,
+    grid_points,
+    make_sampler,
+    open_storage,
+)
+from smelt.pipeline.search.space import Sampler, SearchSpace
 
 if TYPE_CHECKING:
     import optuna
 
 DEFAULT_TRIALS = 50
-_STUDY_FILE = "study.log"
 _RESULT, _IDENTITY = "result", "identity"
-_STARTUP_TRIALS = 10  # random trials before the sampler uses their results
 _MAX_REPEATS = 50  # sampled points in a row that are known already: the space is exhausted
 _MAX_FIRST_FAILURES = 5  # a search whose first trials all fail has a mistake that no trial will avoid
 _RUNG_FACTOR = 4  # each part of the samples is this many times as large as the one before
 _MIN_RUNG = 32  # samples; intervals of fewer stop no trial
 _MAX_POINTS = 12  # of the front, scored on test
-_MAX_GRID = 100_000
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Search:
         assert space.plan is not None
         self.seed = space.plan.recipe.seed
         self.baseline = space.plan.recipe.baseline
-        self._distributions = {each.name: _distribution(each) for each in space.parameters}
+        self._distributions = {each.name: distribution_of(each) for each in space.parameters}
 
     def run(self, report: Any = lambda text: None) -> str:
         """Run trials until their number, the time limit or the end of the space; return why it ended.
@@ -284,12 +288,12 @@ class Search:
                 )
                 study.set_user_attr(_IDENTITY, self.space.identity)
                 if self.space.sampler == "grid":
-                    for point in _grid(self.space.parameters):
+                    for point in grid_points(self.space.parameters):
                         study.enqueue_trial(point)
                 return study
         study = optuna.load_study(storage=storage, study_name=name, pruner=pruner)
         if study.user_attrs.get(_IDENTITY) != self.space.identity:
-            place = self.options.storage or self.folder / _STUDY_FILE
+            place = self.options.storage or self.folder / STUDY_FILE
             raise InputError(
                 f"{place}: has the study of another recipe, space or goal named '{name}'. Choose another"
                 " folder with --out, or another storage; or undo the change of the recipe to go on with it.",
@@ -311,7 +315,7 @@ class Search:
             counted = [trial for trial in begun if "repeats" not in trial.user_attrs]
             if len(counted) >= self.trials or (self.space.sampler == "grid" and not waiting):
                 return None
-            study.sampler = _sampler(self.space.sampler, self.seed + len(begun))
+            study.sampler = make_sampler(self.space.sampler, self.seed + len(begun))
             trial = study.ask(self._distributions)
             stack.enter_context(file_lock(self._running_lock(trial.number)))
             return trial
@@ -597,91 +601,6 @@ def _is_locked(path: Path) -> bool:
             return False
     except _HeldError:
         return True
-
-
-def _distribution(each: Parameter) -> Any:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    if each.choices:
-        return CategoricalDistribution(each.labels)
-    if each.kind == "int":
-        return IntDistribution(int(each.low), int(each.high), log=each.log, step=int(each.step or 1))
-    return FloatDistribution(each.low, each.high, log=each.log, step=each.step)
-
-
-def _sampler(name: Sampler, seed: int) -> Any:
-    from optuna import samplers
-
-    if name == "tpe":
-        return samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS)
-    if name == "nsga2":
-        return samplers.NSGAIISampler(seed=seed, population_size=2 * _STARTUP_TRIALS)
-    return samplers.RandomSampler(seed=seed)  # the points of a grid are queued
-
-
-def _grid(parameters: Sequence[Parameter]) -> Iterator[dict[str, Any]]:
-    """Yield every point of a grid, the last parameter fastest.
-
-    Raises:
-        InputError: a range has no step, or there are too many points.
-    """
-    axes: list[Sequence[Any]] = []
-    for each in parameters:
-        if each.choices:
-            axes.append(each.labels)
-        elif each.kind == "float" and each.step is None:
-            raise InputError(
-                f"{each.name}: a grid needs a step: {{low: {each.low:g}, high: {each.high:g}, step: ...}}, or"
-                " choices.",
-                code="grid-without-step",
-                setting=each.name,
-            )
-        else:
-            size = each.step or 1
-            count = int((each.high - each.low) / size + 1e-9) + 1
-            axes.append([each.low + at * size for at in range(count)])
-    points = 1
-    for axis in axes:
-        points *= len(axis)
-    if points > _MAX_GRID:
-        raise InputError(
-            f"the grid has {points:,} points. Use larger steps, or another sampler.", code="grid-too-large"
-        )
-    for values in itertools.product(*axes):
-        yield dict(zip((each.name for each in parameters), values, strict=True))
-
-
-def open_storage(url: str | None, folder: Path) -> Any:
-    """Return Optuna's storage at `url`: a database, or for None a journal file in `folder`.
-
-    Raises:
-        InputError: it cannot be reached.
-        MissingDependencyError: the database's driver is not installed.
-    """
-    from optuna import storages
-
-    if url is None:
-        from optuna.storages.journal import JournalFileBackend
-
-        return storages.JournalStorage(JournalFileBackend(str(folder / _STUDY_FILE)))
-    try:
-        return storages.RDBStorage(url)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{_without_password(url)}: the database needs a driver: {error}. For PostgreSQL:"
-            " pip install 'psycopg[binary]'.",
-            code="not-installed",
-        ) from error
-    except Exception as error:  # every driver has errors of its own
-        raise InputError(
-            f"{_without_password(url)}: the storage cannot be opened: {str(error).splitlines()[0]}. Expected"
-            " a URL such as sqlite:///study.db or postgresql+psycopg://user@host/database.",
-            code="storage-unreachable",
-        ) from error
-
-
-def _without_password(url: str) -> str:
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
 
 
 def minutes(text: str) -> float:

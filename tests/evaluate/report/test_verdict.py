@@ -7,8 +7,8 @@ from sample_report import make_latency, make_scores, make_step, mark_disturbed, 
 
 from smelt.core.messages import message_codes
 from smelt.evaluate.report.render import render_html, render_markdown, render_table
-from smelt.evaluate.report.schema import pareto_front, validate_report
-from smelt.evaluate.report.verdict import decide, shortlisted, trial_text
+from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.verdict import decide, pareto_front, shortlisted, trial_text
 
 pytestmark = pytest.mark.quick
 

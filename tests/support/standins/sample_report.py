@@ -2,8 +2,8 @@
 
 from html.parser import HTMLParser
 
-from smelt.evaluate.report.schema import pareto_front, validate_report
-from smelt.evaluate.report.verdict import decide
+from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.verdict import decide, pareto_front
 
 # name, stage, parent, format, target, BLEU, p50 ms at batch 1, MB, million parameters
 STEPS = [

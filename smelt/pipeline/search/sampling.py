@@ -1,0 +1,103 @@
+"""How Optuna samples the points of a space, and where it keeps a study."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.pipeline.search.space import Parameter, Sampler
+
+STUDY_FILE = "study.log"
+_STARTUP_TRIALS = 10  # random trials before the sampler uses their results
+_MAX_GRID = 100_000
+
+
+def distribution_of(each: Parameter) -> Any:
+    """Return a parameter as a distribution of Optuna."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if each.choices:
+        return CategoricalDistribution(each.labels)
+    if each.kind == "int":
+        return IntDistribution(int(each.low), int(each.high), log=each.log, step=int(each.step or 1))
+    return FloatDistribution(each.low, each.high, log=each.log, step=each.step)
+
+
+def make_sampler(name: Sampler, seed: int) -> Any:
+    """Return the sampler `name`; a grid's points are queued, so none is sampled."""
+    from optuna import samplers
+
+    if name == "tpe":
+        return samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS)
+    if name == "nsga2":
+        return samplers.NSGAIISampler(seed=seed, population_size=2 * _STARTUP_TRIALS)
+    return samplers.RandomSampler(seed=seed)  # the points of a grid are queued
+
+
+def grid_points(parameters: Sequence[Parameter]) -> Iterator[dict[str, Any]]:
+    """Yield every point of a grid, the last parameter fastest.
+
+    Raises:
+        InputError: a range has no step, or there are too many points.
+    """
+    axes: list[Sequence[Any]] = []
+    for each in parameters:
+        if each.choices:
+            axes.append(each.labels)
+        elif each.kind == "float" and each.step is None:
+            raise InputError(
+                f"{each.name}: a grid needs a step: {{low: {each.low:g}, high: {each.high:g}, step: ...}}, or"
+                " choices.",
+                code="grid-without-step",
+                setting=each.name,
+            )
+        else:
+            size = each.step or 1
+            count = int((each.high - each.low) / size + 1e-9) + 1
+            axes.append([each.low + at * size for at in range(count)])
+    points = 1
+    for axis in axes:
+        points *= len(axis)
+    if points > _MAX_GRID:
+        raise InputError(
+            f"the grid has {points:,} points. Use larger steps, or another sampler.", code="grid-too-large"
+        )
+    for values in itertools.product(*axes):
+        yield dict(zip((each.name for each in parameters), values, strict=True))
+
+
+def open_storage(url: str | None, folder: Path) -> Any:
+    """Return Optuna's storage at `url`: a database, or for None a journal file in `folder`.
+
+    Raises:
+        InputError: it cannot be reached.
+        MissingDependencyError: the database's driver is not installed.
+    """
+    from optuna import storages
+
+    if url is None:
+        from optuna.storages.journal import JournalFileBackend
+
+        return storages.JournalStorage(JournalFileBackend(str(folder / STUDY_FILE)))
+    try:
+        return storages.RDBStorage(url)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{_without_password(url)}: the database needs a driver: {error}. For PostgreSQL:"
+            " pip install 'psycopg[binary]'.",
+            code="not-installed",
+        ) from error
+    except Exception as error:  # every driver has errors of its own
+        raise InputError(
+            f"{_without_password(url)}: the storage cannot be opened: {str(error).splitlines()[0]}. Expected"
+            " a URL such as sqlite:///study.db or postgresql+psycopg://user@host/database.",
+            code="storage-unreachable",
+        ) from error
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)

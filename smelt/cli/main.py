@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,20 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
         sys.exit(InputError.exit_code)
 
 
+def _minutes(text: str) -> float:
+    """Return a time such as 90s, 30m, 2h or 1.5h in minutes.
+
+    Raises:
+        InputError: it is not a time.
+    """
+    from smelt.core.errors import InputError
+
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|m|min|h)", text.strip())
+    if found is None or not float(found[1]):
+        raise InputError(f"expected a time such as 90s, 30m or 2h, got {text!r}.", code="wrong-value")
+    return float(found[1]) * {"s": 1 / 60, "m": 1, "min": 1, "h": 60}[found[2]]
+
+
 @main.command(short_help="Search the settings of a recipe for a goal.")
 @click.argument("recipe")
 @click.option(
@@ -222,13 +237,13 @@ def search(
     """
     from smelt.pipeline.search.report import finish_search, summary_text
     from smelt.pipeline.search.space import read_space
-    from smelt.pipeline.search.study import Search, SearchOptions, minutes
+    from smelt.pipeline.search.study import Search, SearchOptions
 
     space = read_space(recipe, overrides)
     if only_plan:
         print_untrusted(str(space))
         return
-    limit = None if timeout is None else minutes(timeout)
+    limit = None if timeout is None else _minutes(timeout)
     job = Search(space, SearchOptions(max_minutes=limit, **given))
     ended = job.run(lambda text: None if quiet else print_untrusted(text))
     report = finish_search(job, ended)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -601,18 +600,6 @@ def _is_locked(path: Path) -> bool:
             return False
     except _HeldError:
         return True
-
-
-def minutes(text: str) -> float:
-    """Return a time such as 90s, 30m, 2h or 1.5h in minutes.
-
-    Raises:
-        InputError: it is not a time.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|m|min|h)", text.strip())
-    if found is None or not float(found[1]):
-        raise InputError(f"expected a time such as 90s, 30m or 2h, got {text!r}.", code="wrong-value")
-    return float(found[1]) * {"s": 1 / 60, "m": 1, "min": 1, "h": 60}[found[2]]
 
 
 def _short(value: Any) -> str:

@@ -9,6 +9,7 @@ import pytest
 from expected_errors import raises_code
 from search_recipes import small, write
 
+from smelt.cli.main import _minutes
 from smelt.core.errors import InputError, RunError
 from smelt.pipeline.search.space import read_space
 from smelt.pipeline.search.study import (
@@ -16,7 +17,6 @@ from smelt.pipeline.search.study import (
     SearchOptions,
     Trial,
     TrialResult,
-    minutes,
     open_storage,
     pareto_optimal,
     spread,
@@ -269,7 +269,7 @@ def test_the_front_is_what_nothing_dominates():
 
 
 def test_times_are_read_with_their_unit():
-    assert [minutes(text) for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
+    assert [_minutes(text) for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
     for wrong in ("30", "0m", "later"):
         with raises_code("wrong-value"):
-            minutes(wrong)
+            _minutes(wrong)

@@ -45,7 +45,7 @@ from smelt.evaluate.quality import (
 )
 from smelt.evaluate.significance import Statistics, wilson_interval
 
-LABEL_SET_METRICS = METRICS_BY_PROBLEM[MULTI_LABEL]
+LABEL_SET_METRICS = tuple(name for name in METRICS_BY_PROBLEM[MULTI_LABEL] if name != AGREEMENT_METRIC)
 REGRESSION_METRICS = METRICS_BY_PROBLEM[REGRESSION]
 
 

@@ -47,7 +47,7 @@ from smelt.evaluate.significance import (
 from smelt.evaluate.text_similarity import bertscore_rows, encoder_hash, meteor_rows
 
 _ANSWER_METRICS = ("exact_match", "token_f1")
-CLASS_METRICS = METRICS_BY_PROBLEM[SINGLE_LABEL]
+CLASS_METRICS = tuple(name for name in METRICS_BY_PROBLEM[SINGLE_LABEL] if name != AGREEMENT_METRIC)
 CROSS_ENTROPY = "cross_entropy"
 _BOOTSTRAP_SIGNATURE = f"ci:bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
 

@@ -512,7 +512,6 @@ class _FlatValues:
                 self._reshape(flat, name, [-1, 1, width])
 
     def _reshape(self, name: str, result: str, shape: list[int]) -> None:
-        import numpy as np
         from onnx import helper, numpy_helper
 
         table = f"{result}.shape"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.files import load_json
@@ -38,11 +38,6 @@ from smelt.export.tensorrt.build_engine import (
 )
 from smelt.export.tensorrt.preflight import check_profile, load_graph
 from smelt.export.tensorrt.settings import ProviderSettings, TensorrtSettings
-from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, format_shapes, write_provider_options
-
-if TYPE_CHECKING:
-    from smelt.core.stage import Context
-
 
 DimensionRanges = dict[str, SizeRange]
 # Tokenizing more examples does not change a percentile noticeably.
@@ -304,6 +299,7 @@ def export_provider_options(
         InputError: there are no data to compute lengths from, and no lengths are set.
         RunError: the sizes do not fit a graph.
     """
+    from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, write_provider_options
     from smelt.runtimes.tensorrt_engine import graph_hash
 
     [ranges], limit = profile_ranges(source, settings.as_tensorrt_settings(), ctx, "onnx: {engine: {%s}}")
@@ -339,6 +335,8 @@ def tensorrt_options(
         quantized: whether the graph has QuantizeLinear and DequantizeLinear.
         shapes: min, opt and max shape by input.
     """
+    from smelt.runtimes.ort_tensorrt_backend import format_shapes
+
     return {
         "trt_fp16_enable": _bool_option(dtype == "fp16"),
         "trt_bf16_enable": _bool_option(dtype == "bf16"),

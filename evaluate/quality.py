@@ -27,6 +27,7 @@ from smelt.core.files import json_hash
 from smelt.data.bleu_tokenizer import UNSPACED_PATTERN, bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
 from smelt.evaluate.metrics import (
+    AGREEMENT_METRIC,
     CHOICE_METRICS,
     METRICS_BY_PROBLEM,
     RESPONSE_PERPLEXITY,
@@ -230,6 +231,8 @@ def chance_level(statistics: Statistics) -> float | None:
     other metrics.
     """
     metric, rows = statistics.metric, statistics.rows
+    if metric == AGREEMENT_METRIC:
+        return None
     if metric in TEXT_METRICS or metric in ("pearson", "spearman"):
         return 0.0
     if metric == "mse":

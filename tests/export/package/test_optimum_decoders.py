@@ -49,7 +49,7 @@ def test_every_layout_gives_the_logits_of_smelts_graphs(kind):
 
 
 def test_names_and_their_order_are_those_that_optimum_numbers_layers_by():
-    layout = optimum_graphs(*graphs("marian"))
+    layout = optimum_graphs(*graphs("marian int8"))
     assert names(layout.encoder.graph.input) == ["input_ids", "attention_mask"]
     assert names(layout.encoder.graph.output) == ["last_hidden_state"]
     states = ["input_ids", "encoder_attention_mask", "encoder_hidden_states"]

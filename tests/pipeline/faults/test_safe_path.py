@@ -76,7 +76,7 @@ def python(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300,
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
 
 

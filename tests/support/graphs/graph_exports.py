@@ -32,12 +32,12 @@ ONE_LAYER_PER_STACK: dict[str, Any] = dict.fromkeys(every_family.ENCODER_DECODER
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
 FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "marian": (tiny.write_marian, "translation"),
-    "t5": (partial(seq2seq.write_t5, num_layers=1, num_decoder_layers=1), "summarization"),
+    "t5": (seq2seq.write_t5, "summarization"),
     "bart": (partial(seq2seq.write_bart, **ONE_LAYER_PER_STACK), "summarization"),
     "bert": (classifiers.write_bert, "text-classification"),
     "distilbert": (partial(classifiers.distilbert, n_layers=1), "text-classification"),
     "gpt2": (partial(causal.write_model, family="gpt2", n_embd=64), "language-modeling"),
-    "qwen2": (partial(causal.write_model, family="qwen2", **ONE_LAYER), "language-modeling"),
+    "qwen2": (partial(causal.write_model, family="qwen2"), "language-modeling"),
     "roberta": (partial(classifiers.roberta, **ONE_LAYER), "text-classification"),
     "llama": (partial(causal.write_model, family="llama", **ONE_LAYER), "language-modeling"),
     "embedder": (embedders.write_embedder, embedders.TASK),

@@ -114,6 +114,7 @@ def _point_entry(search: Search, trial: Trial, scored: Mapping[str, Any] | None)
     leaf = None if scored is None else next(s for s in scored["steps"] if s["name"] == search.space.leaf)
     test = (leaf or {}).get("test")
     result = trial.result
+    latency = result.latency or next(iter((leaf or {}).get("latency") or []), None)
     folder = search.folder / "points" / trial.name
     return _trial_entry(trial) | {
         "validation": {"quality": dict(result.quality), "against_baseline": dict(result.differences)},
@@ -121,8 +122,8 @@ def _point_entry(search: Search, trial: Trial, scored: Mapping[str, Any] | None)
         "passes_on_test": None
         if test is None
         else all(gate["passed"] is not False for gate in test.get("gates") or []),
-        "latency": result.latency and {
-            key: result.latency.get(key)
+        "latency": latency and {
+            key: latency.get(key)
             for key in ("batch_size", "p50_ms", "speedup", "speedup_ci95", "cpu_speedup", "stable")
         },
         "memory_bytes": result.memory_bytes,

@@ -29,6 +29,7 @@ from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.model_and_data import DataSettings
 from smelt.pipeline.recipe.recipe import GateSettings, RecipeKeys, ScoreSettings
 from smelt.pipeline.recipe.stages import all_stages
+from smelt.pipeline.search.space import SearchSettings
 
 Model = type[BaseModel]
 # A row for each metric that has settings.
@@ -51,6 +52,7 @@ RECIPE_TABLES: dict[str, Model] = {
     "score.latency": LatencySettings,
     "generation": GenerationSettings,
     "gates": GateSettings,
+    "search": SearchSettings,
 }
 TABLES = {name: stage.settings_type for name, stage in all_stages().items()} | RECIPE_TABLES
 _MARKED = re.compile(r"(<!-- settings: (\S+) -->\n).*?(<!-- end of settings -->)", flags=re.S)

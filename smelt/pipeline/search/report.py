@@ -161,7 +161,7 @@ def hypervolumes(trials: Sequence[Trial], search: Search) -> list[float]:
     areas = [
         area_dominated([p for p in points[: at + 1] if p is not None], worst) for at in range(len(points))
     ]
-    return [area / areas[-1] if areas[-1] else 0.0 for area in areas]
+    return [area / areas[-1] for area in areas] if areas[-1] else []  # all equal in one objective: no area
 
 
 def area_dominated(points: Sequence[tuple[float, ...]], worst: tuple[float, float]) -> float:

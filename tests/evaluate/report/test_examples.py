@@ -193,8 +193,9 @@ def test_pages_show_texts_as_texts():
 def test_the_open_examples_are_those_of_the_step_to_ship():
     report = report_with([changed(7, "a", "b", "c")])
     shipped = report | {"verdict": with_verdict(report)["verdict"] | {"step": "onnx-int8"}}
-    for drawn, name in ((report, "control"), (shipped, "onnx-int8")):
-        assert re.findall(r'<details class="examples" open>\s+<summary>(\S+)', render_html(drawn)) == [name]
+    for shown, name in ((report, "control"), (shipped, "onnx-int8")):
+        assert examples.step_shown_first(validate_report(shown)).name == name
+    assert '<details class="examples" open>\n<summary>control ' in render_html(report)
 
 
 def test_a_page_without_examples_has_no_script():

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 from expected_errors import raises_code
@@ -13,7 +14,8 @@ from search_recipes import small, write
 
 from smelt.cli.main import _minutes
 from smelt.core.errors import InputError, RunError
-from smelt.pipeline.search.space import read_space
+from smelt.pipeline.search.report import hypervolumes
+from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.study import (
     Search,
     SearchOptions,
@@ -308,6 +310,16 @@ def test_the_front_is_what_nothing_dominates():
     assert [t.number for t in pareto_optimal(trials, {"a": 1, "b": 1})] == [0, 1, 3, 4]
     assert [t.number for t in pareto_optimal(trials, {"a": -1, "b": 1})] == [3]
     assert [t.number for t in spread(trials, 3)] == [0, 2, 4]
+
+
+def test_without_an_area_there_is_no_hypervolume(space, tmp_path):
+    both = replace(space, objectives=(Objective("size", False), Objective("bleu", True)))
+    results = [TrialResult("feasible", {"size": size, "bleu": 99.0}) for size in (2.0, 1.0)]
+    trials = [Trial(at, {}, result) for at, result in enumerate(results)]
+    assert hypervolumes(trials, search(both, tmp_path)) == []
+    trials.append(Trial(2, {}, TrialResult("feasible", {"size": 3.0, "bleu": 99.5})))
+    trials.append(Trial(3, {}, TrialResult("feasible", {"size": 2.0, "bleu": 100.0})))
+    assert hypervolumes(trials, search(both, tmp_path)) == [0, 0, 0, 1]
 
 
 def test_times_are_read_with_their_unit():

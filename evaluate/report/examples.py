@@ -293,6 +293,14 @@ def steps_with_examples(report: ReportData) -> list[StepReport]:
     ]
 
 
+def step_shown_first(report: ReportData) -> StepReport | None:
+    """Return the step whose examples are open in the page: the verdict's, else the first with examples."""
+    shown = steps_with_examples(report)
+    named = (report.verdict.step, report.verdict.closest) if report.verdict else ()
+    ranked = [step for name in named for step in shown if step.name == name]
+    return next(iter([*ranked, *(step for step in shown if step.examples), *shown]), None)
+
+
 def agreement_columns(report: ReportData) -> list[tuple[str, str]]:
     """Return (field, title) of the values of `Agreement` that a step of the report has."""
     titles = {

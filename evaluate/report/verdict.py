@@ -105,7 +105,9 @@ def decide(report: ReportData) -> Verdict:
         return _none("not-scored", "the quality of no step was compared with the baseline's.")
     useful = [step for step in compared if not step.quality[metric].at_chance]
     if not useful:
-        return _none("at-chance", _chance_text(compared[0], metric))
+        sign = 1 if compared[0].quality[metric].higher_is_better else -1
+        best = max(compared, key=lambda step: sign * step.quality[metric].value)
+        return _none("at-chance", _chance_text(best, metric))
     passing = [step for step in useful if all(gate.passed is not False for gate in step.gates)]
     if not passing:
         return _closest("gates-failed", "none passes all its gates.", useful, metric, report)
@@ -383,7 +385,7 @@ def _too_few_examples(
 def _chance_text(step: StepReport, metric: str) -> str:
     score = step.quality[metric]
     return (
-        f"none is better than chance ({step.name}: {view.metric_label(metric)}"
+        f"none is better than chance (the best, {step.name}: {view.metric_label(metric)}"
         f" {view.number_text(score.value, view.metric_digits(metric))}, chance level"
         f" {view.number_text(score.chance, view.metric_digits(metric))})."
     )

@@ -23,7 +23,9 @@ from smelt.evaluate.metrics import (
     DEFAULTS_BY_PROBLEM,
     METRICS,
     METRICS_BY_TASK,
+    is_own_metric,
     scores_agreement_alone,
+    takes_own_metrics,
 )
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
@@ -84,6 +86,8 @@ def evaluate_artifact(
         if metric not in METRICS_BY_TASK[task]:
             known = ", ".join(METRICS_BY_TASK[task])
             hint = did_you_mean(metric, METRICS_BY_TASK[task])
+            if is_own_metric(metric) and takes_own_metrics(task):
+                hint = f" Your own metric is scored by a recipe: score: {{quality: ['{metric}']}}."
             raise InputError(
                 f"--metric {metric}: not a metric for {task}. Available metrics: {known}.{hint}",
                 code="unknown-metric",

@@ -13,6 +13,7 @@ from smelt.core.stage import Settings
 from smelt.data.splits import (
     ALL_TASKS,
     SENTENCE_SIMILARITY,
+    TEXT_TO_TEXT_TASKS,
     Task,
     Windows,
 )
@@ -368,8 +369,9 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
             continue  # a function, which the plan imports
         elif metric not in fitting:
             bad.add("score.quality")
-            elsewhere = metric in everything
-            what = f"is a metric for {everything[metric]}" if elsewhere else "is not a metric"
+            elsewhere = metric in everything or is_own_metric(metric)
+            owner = everything.get(metric, ", ".join(sorted(TEXT_TO_TEXT_TASKS)))
+            what = f"is a metric for {owner}" if elsewhere else "is not a metric"
             mistakes.add(
                 path,
                 f"{value_text(metric)} {what}. {known}{did_you_mean(metric, fitting)}",

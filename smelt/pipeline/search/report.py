@@ -22,12 +22,17 @@ from smelt.evaluate.report import view
 from smelt.evaluate.report.drawing import PageFigure, css_colors, new_figure, page_svg, shorten, style_axes
 from smelt.evaluate.report.render import escaped, markdown_table
 from smelt.evaluate.report.schema import ScoreDifference
+from smelt.pipeline.search.space import SearchSpace, objective_text, parameter_text
 from smelt.pipeline.search.study import Search, Trial
 
 SEARCH_SCHEMA = 1
 _REPORT_FILES = ("search.json", "search.md", "search.html")
 _STATUS_COLORS = {"feasible": "accent", "infeasible": "bad", "stopped": "soft", "failed": "line"}
 _TITLES = {"latency": "time of a call, share of the baseline's", "size": "MB", "memory": "peak memory, MB"}
+_RUN_TEXT = (
+    "In the folder of the search: `smelt run recipes/TRIAL.yaml --store trials/.store` runs a trial's recipe,"
+    " its artifact is in `points/TRIAL/artifacts`."
+)
 _WIDE, _HEIGHT = 640, 300
 
 
@@ -40,7 +45,8 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
             scored on test.
 
     Returns:
-        `trials` with parameters, values, violations and status; `front`, the Pareto-optimal trials that meet
+        `trials` with parameters (`used`: without the settings of absent stages), values, violations and
+        status; `front`, the Pareto-optimal trials that meet
         the constraints, each with its scores on validation and `test`, its recipe and artifact; `nearest`,
         where no trial meets them; `store`, what the store saved; `importances` of the parameters.
     """
@@ -54,6 +60,7 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
         "ended": ended,
         "sampler": space.sampler,
         "seed": search.seed,
+        "limit": search.options.limit,
         "baseline": search.baseline,
         "objectives": [{"name": each.name, "maximize": each.maximize} for each in space.objectives],
         "subject_to": {
@@ -61,7 +68,7 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
             for name, gate in space.settings.subject_to.items()
         },
         "parameters": [each.name for each in space.parameters],
-        "trials": [_trial_entry(trial) for trial in trials],
+        "trials": [_trial_entry(trial, space) for trial in trials],
         "store": {
             "steps": sum(cost.steps for cost in costs),
             "cached_steps": sum(cost.cached_steps for cost in costs),
@@ -74,7 +81,7 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
         "nearest": None,
     }
     if not front and (nearest := search.nearest()) is not None:
-        report["nearest"] = _trial_entry(nearest)
+        report["nearest"] = _trial_entry(nearest, space)
     for trial in front:
         scored = search.score_on_test(trial) if ended != "interrupted" else None
         report["front"].append(_point_entry(search, trial, scored))
@@ -91,12 +98,13 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
     return report
 
 
-def _trial_entry(trial: Trial) -> dict[str, Any]:
+def _trial_entry(trial: Trial, space: SearchSpace) -> dict[str, Any]:
     result = trial.result
     return {
         "name": trial.name,
         "number": trial.number,
         "parameters": dict(trial.parameters),
+        "used": [*space.used_values(trial.parameters)],
         "status": result.status,
         "values": dict(result.values),
         "violations": dict(result.violations),
@@ -116,7 +124,7 @@ def _point_entry(search: Search, trial: Trial, scored: Mapping[str, Any] | None)
     result = trial.result
     latency = result.latency or next(iter((leaf or {}).get("latency") or []), None)
     folder = search.folder / "points" / trial.name
-    return _trial_entry(trial) | {
+    return _trial_entry(trial, search.space) | {
         "validation": {"quality": dict(result.quality), "against_baseline": dict(result.differences)},
         "test": test,
         "passes_on_test": None
@@ -154,7 +162,7 @@ def hypervolumes(trials: Sequence[Trial], search: Search) -> list[float]:
     areas = [
         area_dominated([p for p in points[: at + 1] if p is not None], worst) for at in range(len(points))
     ]
-    return [area / areas[-1] if areas[-1] else 0.0 for area in areas]
+    return [area / areas[-1] for area in areas] if areas[-1] else []  # all equal in one objective: no area
 
 
 def area_dominated(points: Sequence[tuple[float, ...]], worst: tuple[float, float]) -> float:
@@ -204,6 +212,8 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
         f" {share:.0f} % of {view.count_text(store['steps'], 'step')} came from the store, which saved"
         f" {store['saved_seconds'] / 60:.1f} minutes."
     ]
+    if report["limit"]:
+        found.append(f"A search on at most {report['limit']} samples per split, not a result.")
     if not report["front"]:
         nearest = report["nearest"]
         found.append(
@@ -227,17 +237,19 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
 
 def _violation_text(entry: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{name} beyond its limit by {amount:.3g}"
+        f"{name} beyond its limit by {objective_text(name, amount)}"
         for name, amount in entry["violations"].items()
         if amount > 0
     )
 
 
+def _values_text(entry: Mapping[str, Any], names: Sequence[str]) -> str:
+    values = {**entry["quality"], **entry["values"]}
+    return ", ".join(f"{name} {objective_text(name, values[name])}" for name in names)
+
+
 def _parameters_text(entry: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
-        for name, value in entry["parameters"].items()
-    )
+    return ", ".join(f"{name} = {parameter_text(entry['parameters'][name])}" for name in entry["used"])
 
 
 def _front_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -282,7 +294,12 @@ def _parameter_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[st
     rows = [
         [
             parameter,
-            *(_value_text(point["parameters"][parameter]) for point in report["front"]),
+            *(
+                parameter_text(point["parameters"][parameter])
+                if parameter in point["used"]
+                else view.MISSING_TEXT
+                for point in report["front"]
+            ),
             *(
                 f"{100 * shares[parameter]:.0f} %" if parameter in shares else view.MISSING_TEXT
                 for shares in report["importances"].values()
@@ -293,17 +310,13 @@ def _parameter_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[st
     return head, rows
 
 
-def _value_text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def search_markdown(report: Mapping[str, Any]) -> str:
     """Return the report in GitHub's Markdown."""
     parts = [f"# Search of {escaped(Path(report['recipe']).name)}", escaped(" ".join(_sentences(report)))]
     if report["front"]:
         parts.append("## Front\n\n" + _table(*_front_table(report)))
         if any(point["recipe"] for point in report["front"]):
-            parts.append("Each trial is a recipe: `smelt run recipes/TRIAL.yaml --store trials/.store`.")
+            parts.append(_RUN_TEXT)
     parts.append("## Parameters\n\n" + _table(*_parameter_table(report)))
     return "\n\n".join(parts) + "\n"
 
@@ -320,12 +333,14 @@ def search_html(report: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    found = {trial["status"] for trial in report["trials"]}
+    keys = [(status, color) for status, color in _STATUS_COLORS.items() if status in found]
     figures = [
-        (title, page_svg(figure))
-        for title, figure in (
-            ("Trials and front", _front_figure(report)),
-            ("History", _history_figure(report)),
-            ("Parameters of the trials", _parallel_figure(report)),
+        (title, page_svg(figure), legend)
+        for title, figure, legend in (
+            ("Trials and front", _front_figure(report), keys),
+            ("History", _history_figure(report), []),
+            ("Parameters of the trials", _parallel_figure(report), keys),
         )
         if figure is not None
     ]
@@ -340,7 +355,7 @@ def search_html(report: Mapping[str, Any]) -> str:
             for name, (head, rows) in tables
         ],
         figures=figures,
-        keys=list(_STATUS_COLORS.items()),
+        how_to_run=_RUN_TEXT if any(point["recipe"] for point in report["front"]) else "",
         colors=css_colors,
     )
     return page
@@ -354,7 +369,7 @@ def _trials_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
             trial["name"],
             trial["status"] if not trial["error"] else f"failed: {trial['error']['code']}",
             *(
-                f"{trial['values'][name]:.4g}" if name in trial["values"] else view.MISSING_TEXT
+                objective_text(name, trial["values"][name]) if name in trial["values"] else view.MISSING_TEXT
                 for name in names
             ),
             f"{trial['seconds']:.0f}",
@@ -406,20 +421,21 @@ def _front_figure(report: Mapping[str, Any]) -> PageFigure | None:
         return figure
 
     titles = {
-        f"trial-{at}": f"{trial['name']}: {names[0]} {x:.4g}, {names[1]} {y:.4g}; {_parameters_text(trial)}"
-        for at, (trial, x, y) in enumerate(points)
+        f"trial-{at}": f"{trial['name']}: {_values_text(trial, names)}; {_parameters_text(trial)}"
+        for at, (trial, *_) in enumerate(points)
     }
     return PageFigure(draw, "front", _WIDE, _HEIGHT, f"{names[1]} against {names[0]} of the trials", titles)
 
 
 def _history_figure(report: Mapping[str, Any]) -> PageFigure | None:
     """Return the best value so far by trial, or for two objectives the area that the front dominates."""
-    objective = report["objectives"][0]
+    objective, numbers = report["objectives"][0], [trial["number"] for trial in report["trials"]]
     if report["hypervolumes"]:
-        values, title = list(enumerate(report["hypervolumes"])), "hypervolume, share of the final one"
+        values = list(zip(numbers, report["hypervolumes"], strict=True))
+        title = "hypervolume, share of the final one"
     elif len(report["objectives"]) == 1:
         values, best, sign = [], math.inf, -1 if objective["maximize"] else 1
-        for at, trial in enumerate(report["trials"]):
+        for at, trial in zip(numbers, report["trials"], strict=True):
             found = _objective_value(trial, objective["name"])
             if trial["status"] == "feasible" and found is not None:
                 best = min(best, sign * found)
@@ -434,6 +450,7 @@ def _history_figure(report: Mapping[str, Any]) -> PageFigure | None:
     def draw(colors: Mapping[str, str]) -> Any:
         figure, axes = _axes(colors)
         axes.step(*zip(*values, strict=True), where="post", color=colors["accent"], linewidth=2)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         _label(axes, "trial", title, colors)
         return figure
 
@@ -483,9 +500,9 @@ def _places(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
         heights = [(value - low) / span for value in values]
     else:
         heights = [kinds.index(value) / max(1, len(kinds) - 1) for value in values]
-    ends = [(0.0, _value_text(kinds[0]))]
+    ends = [(0.0, parameter_text(kinds[0]))]
     if len(kinds) > 1:
-        ends.append((1.0, _value_text(kinds[-1])))
+        ends.append((1.0, parameter_text(kinds[-1])))
     return heights, ends
 
 

@@ -185,6 +185,15 @@ class SearchSpace:
         """Return the point with the lower bounds, the first choices, all stages, and the order as written."""
         return {p.name: p.labels[0] if p.choices else p.low for p in self.parameters}
 
+    def used_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of one point without the settings of stages that it does not have."""
+        absent = {each.path[1] for each in self.parameters if each.kind == "used" and not values[each.name]}
+        return {
+            each.name: values[each.name]
+            for each in self.parameters
+            if each.kind in ("used", "order") or each.path[:1] != ("stages",) or each.path[1] not in absent
+        }
+
     def recipe_at(self, values: Mapping[str, Any]) -> YamlDocument:
         """Return the recipe of one point, with the lines of the file. values: by parameter name."""
         value = copy.deepcopy({key: part for key, part in self.value.items() if key != SEARCH_KEY})
@@ -240,6 +249,16 @@ class SearchSpace:
             if path.exists():
                 holder[key] = str(path.resolve())
         return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+
+
+def objective_text(name: str, value: float) -> str:
+    """Return the value of an objective for a reader: sizes in MB, `latency` as a share."""
+    return f"{value / 1e6:.4g} MB" if name in ("size", "memory", "size_bytes") else f"{value:.4g}"
+
+
+def parameter_text(value: Any) -> str:
+    """Return the value of a parameter for a reader."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _places_of_paths(value: dict[str, Any], plan: Plan) -> Iterator[tuple[Any, Any]]:

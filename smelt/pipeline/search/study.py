@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, RunError, SmeltError
-from smelt.core.files import write_atomically
-from smelt.core.locks import file_lock
+from smelt.core.files import json_hash, write_atomically
+from smelt.core.locks import file_lock, has_owner
 from smelt.evaluate.metrics import METRICS
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import default_store
@@ -38,7 +39,7 @@ from smelt.pipeline.search.sampling import (
     make_sampler,
     open_storage,
 )
-from smelt.pipeline.search.space import Sampler, SearchSpace
+from smelt.pipeline.search.space import Sampler, SearchSpace, objective_text, parameter_text
 
 if TYPE_CHECKING:
     import optuna
@@ -220,7 +221,9 @@ class Search:
             def value(trial: Any, at: int = at, sign: int = sign) -> float:
                 return float(sign * trial.values[at])
 
-            with suppress(ValueError, RuntimeError):  # too few trials, or all values equal
+            # too few trials, or all values equal; the evaluator warns of targets, which are signed here
+            with suppress(ValueError, RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 found[objective] = {
                     name: float(share)
                     for name, share in optuna.importance.get_param_importances(study, target=value).items()
@@ -229,12 +232,13 @@ class Search:
 
     def trial_text(self, trial: Trial) -> str:
         """Return a line about a trial: parameters, values and cost."""
-        chosen = " ".join(f"{name}={_short(value)}" for name, value in trial.parameters.items())
+        used = self.space.used_values(trial.parameters)
+        chosen = " ".join(f"{name}={parameter_text(value)}" for name, value in used.items())
         result = trial.result
         if result.error is not None:
             failure = f"error[{result.error['code']}]: {result.error['message']}"
             return f"trial {trial.number}: {chosen}: failed: {failure}"
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in result.values.items())
+        shown = ", ".join(f"{name} {objective_text(name, value)}" for name, value in result.values.items())
         note = "" if result.status == "feasible" else f" {result.status}"
         if result.status in ("infeasible", "stopped"):
             worst = ", ".join(name for name, over in result.violations.items() if over > 0)
@@ -262,6 +266,11 @@ class Search:
                     code="unusable-folder",
                 ) from error
 
+    @property
+    def _identity(self) -> str:
+        limit = self.options.limit  # values of few samples and of all cannot be compared
+        return self.space.identity if limit is None else json_hash([self.space.identity, limit])
+
     def _open_study(self) -> optuna.Study:
         """Return the study, created if it is new.
 
@@ -285,17 +294,17 @@ class Search:
                 study = optuna.create_study(
                     storage=storage, study_name=name, directions=directions, pruner=pruner
                 )
-                study.set_user_attr(_IDENTITY, self.space.identity)
+                study.set_user_attr(_IDENTITY, self._identity)
                 if self.space.sampler == "grid":
                     for point in grid_points(self.space.parameters):
                         study.enqueue_trial(point)
                 return study
         study = optuna.load_study(storage=storage, study_name=name, pruner=pruner)
-        if study.user_attrs.get(_IDENTITY) != self.space.identity:
+        if study.user_attrs.get(_IDENTITY) != self._identity:
             place = self.options.storage or self.folder / STUDY_FILE
             raise InputError(
-                f"{place}: has the study of another recipe, space or goal named '{name}'. Choose another"
-                " folder with --out, or another storage; or undo the change of the recipe to go on with it.",
+                f"{place}: has the study of another recipe, space, goal or --limit named '{name}'. Choose"
+                " another folder with --out, or another storage; or undo the change to go on with it.",
                 code="other-study",
             )
         return study
@@ -320,29 +329,31 @@ class Search:
             return trial
 
     def _is_grid_done(self, study: optuna.Study) -> bool:
-        from optuna.trial import TrialState
-
-        if self.space.sampler != "grid":
-            return False
-        return not any(t.state == TrialState.WAITING for t in study.get_trials(deepcopy=False))
+        trials = study.get_trials(deepcopy=False)
+        return self.space.sampler == "grid" and not any(t.state.name == "WAITING" for t in trials)
 
     def _running_lock(self, number: int) -> Path:
         return self.folder / "running" / f"{number}.lock"
 
     def _reclaim(self, study: optuna.Study) -> None:
-        """End the running trials whose worker has died, and queue them again."""
+        """End the running trials whose worker has died, and queue those without a result again."""
         from optuna.trial import TrialState
 
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if not _is_locked(self._running_lock(trial.number)):
-                self._abandon(study, trial.number)
+            if not has_owner(self._running_lock(trial.number)):
+                if _RESULT in trial.user_attrs:  # its worker died before `tell`
+                    self._finish(study, trial.number, TrialResult(**trial.user_attrs[_RESULT]))
+                else:
+                    self._abandon(study, trial.number)
 
     def _abandon(self, study: optuna.Study, number: int) -> None:
-        """End a trial without a result, and queue its point again."""
+        """End a trial without a result, and queue its point again, if all of it was sampled."""
         import optuna
 
         study.tell(number, state=optuna.trial.TrialState.FAIL)
-        study.enqueue_trial(study.get_trials(deepcopy=False)[number].params)
+        point = study.get_trials(deepcopy=False)[number].params
+        if len(point) == len(self._distributions):  # else the next trial, with the same seed, samples it
+            study.enqueue_trial(point)
 
     def _known_result(self, study: optuna.Study, trial: optuna.Trial) -> tuple[int, TrialResult] | None:
         """Return number and result of an earlier trial of the same recipe; None if there is none.
@@ -359,20 +370,23 @@ class Search:
     def _tell(
         self, study: optuna.Study, trial: optuna.Trial, result: TrialResult, repeated: int | None = None
     ) -> None:
-        from optuna.trial import TrialState
-
         for name, over in result.violations.items():
             trial.set_constraint(name, over)
-        trial.set_user_attr(_RESULT, json.loads(json.dumps(asdict(result))))
         if repeated is not None:
             trial.set_user_attr("repeats", repeated)
+        trial.set_user_attr(_RESULT, json.loads(json.dumps(asdict(result))))  # last: it is complete now
+        self._finish(study, trial.number, result)
+
+    def _finish(self, study: optuna.Study, number: int, result: TrialResult) -> None:
+        from optuna.trial import TrialState
+
         values = [result.values[name] for name in self._signs() if name in result.values]
         if result.status == "failed":
-            study.tell(trial, state=TrialState.FAIL)
+            study.tell(number, state=TrialState.FAIL)
         elif len(values) < len(self.space.objectives) or result.status == "stopped":
-            study.tell(trial, state=TrialState.PRUNED)
+            study.tell(number, state=TrialState.PRUNED)
         else:
-            study.tell(trial, values)
+            study.tell(number, values)
 
     def _require_success(self, study: optuna.Study) -> None:
         """Require that not all of the first trials failed.
@@ -584,23 +598,3 @@ def _is_abandoned(trial: optuna.trial.FrozenTrial) -> bool:
     from optuna.trial import TrialState
 
     return trial.state == TrialState.FAIL and _RESULT not in trial.user_attrs
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock `path`."""
-
-    class _HeldError(Exception):
-        pass
-
-    def refuse(holder: str) -> None:
-        raise _HeldError
-
-    try:
-        with file_lock(path, refuse):
-            return False
-    except _HeldError:
-        return True
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 from sacrebleu.metrics.bleu import BLEU
-from sample_report import HtmlOutline, ten_step_report
+from sample_report import HtmlOutline, ten_step_report, with_verdict
 from sklearn.metrics import confusion_matrix
 
 from smelt.data.splits import Example, Split
@@ -188,6 +188,14 @@ def test_pages_show_texts_as_texts():
     assert "71.50" in markdown
     assert "61.2" in render_table(report, width=120)
     assert "same %" not in render_table(report, width=60)
+
+
+def test_the_open_examples_are_those_of_the_step_to_ship():
+    report = report_with([changed(7, "a", "b", "c")])
+    shipped = report | {"verdict": with_verdict(report)["verdict"] | {"step": "onnx-int8"}}
+    for shown, name in ((report, "control"), (shipped, "onnx-int8")):
+        assert examples.step_shown_first(validate_report(shown)).name == name
+    assert '<details class="examples" open>\n<summary>control ' in render_html(report)
 
 
 def test_a_page_without_examples_has_no_script():

@@ -138,6 +138,15 @@ def test_without_a_step_to_ship_the_reason_is_told(report, change, reason, close
     assert closest is None or closest in found.text
 
 
+def test_at_chance_the_best_step_is_named(report):
+    for step in report["steps"]:
+        step["gates"] = []
+        if step["quality"]:
+            step["quality"]["bleu"].update(chance=99.0)
+    report["steps"][4]["quality"]["bleu"]["value"] = 60.0
+    assert f"{report['steps'][4]['name']}: BLEU 60.00" in _decide(report).text
+
+
 def _without_times(*steps, task="translation"):
     """A report of `steps`, (name, MB, BLEU, difference, p), whose baseline has 10 MB; nothing was timed."""
     report = ten_step_report()

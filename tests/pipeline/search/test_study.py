@@ -3,7 +3,10 @@
 import os
 import random
 import signal
+import sys
 import time
+import warnings
+from dataclasses import replace
 
 import pytest
 from expected_errors import raises_code
@@ -11,7 +14,8 @@ from search_recipes import small, write
 
 from smelt.cli.main import _minutes
 from smelt.core.errors import InputError, RunError
-from smelt.pipeline.search.space import read_space
+from smelt.pipeline.search.report import hypervolumes
+from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.study import (
     Search,
     SearchOptions,
@@ -70,7 +74,9 @@ def test_the_best_point_meets_the_constraint(space, tmp_path):
     # the optimum is int4 with 0.775: TPE finds it within a few percent, which 40 random points need not
     assert best.parameters["quantize.scheme"] == "int4"
     assert best.result.values["size"] < 1.05 * 50 * 0.775
-    shares = job.importances()["size"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shares = job.importances()["size"]
     assert sum(shares.values()) == pytest.approx(1)
 
 
@@ -99,6 +105,26 @@ def test_killed_searches_go_on_to_the_same_trials(space, tmp_path, monkeypatch):
         time.sleep(draw.uniform(0.02, 0.3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+    job = search(space, tmp_path / "killed")
+    job.run()
+    assert history(job) == history(undisturbed)
+
+
+@pytest.mark.parametrize("moment", ["while parameters are drawn", "before the result is told"])
+def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tmp_path, monkeypatch, moment):
+    undisturbed = search(space, tmp_path / "undisturbed")
+    undisturbed.run()
+    search(space, tmp_path / "killed", trials=5).run()
+    job = search(space, tmp_path / "killed")
+    if moment == "while parameters are drawn":
+        job._distributions = dict([*job._distributions.items()][:1])
+        with pytest.raises(KeyError):
+            job.run()
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr("optuna.study.Study.tell", lambda *given, **more: sys.exit())
+            with pytest.raises(SystemExit):
+                job.run()
     job = search(space, tmp_path / "killed")
     job.run()
     assert history(job) == history(undisturbed)
@@ -168,6 +194,24 @@ def test_a_stage_that_is_not_used_makes_its_settings_irrelevant(tmp_path):
     job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=100)
     assert job.run() == "exhausted"
     assert len(job.finished_trials()) == 2 * (2 + 1)
+
+
+def test_a_trial_is_shown_in_mb_without_settings_of_absent_stages(tmp_path):
+    text = small().replace("[0.5, 0.9]}}", "[0.5, 0.9]}}\n    optional: search")
+    job = search(read_space(write(tmp_path, text)), tmp_path / "out")
+    point = {"prune": False, "prune.keep_ratio": 0.7, "quantize.scheme": "int4"}
+    result = TrialResult("feasible", {"latency": 0.25, "size": 3_518_000.0, "bleu": 98.91})
+    shown = job.trial_text(Trial(3, point, result))
+    assert "keep_ratio" not in shown
+    assert "latency 0.25, size 3.518 MB" in shown
+    assert "prune.keep_ratio=0.7" in job.trial_text(Trial(3, point | {"prune": True}, result))
+
+
+def test_a_study_of_few_samples_is_not_continued_on_all(space, tmp_path):
+    search(space, tmp_path, trials=1, limit=100).run()
+    search(space, tmp_path, trials=2, limit=100).run()
+    with raises_code("other-study", InputError):
+        search(space, tmp_path, trials=2).run()
 
 
 def test_another_recipe_cannot_use_the_study(space, tmp_path):
@@ -266,6 +310,16 @@ def test_the_front_is_what_nothing_dominates():
     assert [t.number for t in pareto_optimal(trials, {"a": 1, "b": 1})] == [0, 1, 3, 4]
     assert [t.number for t in pareto_optimal(trials, {"a": -1, "b": 1})] == [3]
     assert [t.number for t in spread(trials, 3)] == [0, 2, 4]
+
+
+def test_without_an_area_there_is_no_hypervolume(space, tmp_path):
+    both = replace(space, objectives=(Objective("size", False), Objective("bleu", True)))
+    results = [TrialResult("feasible", {"size": size, "bleu": 99.0}) for size in (2.0, 1.0)]
+    trials = [Trial(at, {}, result) for at, result in enumerate(results)]
+    assert hypervolumes(trials, search(both, tmp_path)) == []
+    trials.append(Trial(2, {}, TrialResult("feasible", {"size": 3.0, "bleu": 99.5})))
+    trials.append(Trial(3, {}, TrialResult("feasible", {"size": 2.0, "bleu": 100.0})))
+    assert hypervolumes(trials, search(both, tmp_path)) == [0, 0, 0, 1]
 
 
 def test_times_are_read_with_their_unit():

@@ -426,3 +426,19 @@ def _touch_repeatedly(marker: Path, ended: threading.Event) -> None:
     while not ended.wait(HEARTBEAT_S):
         with contextlib.suppress(OSError):
             os.utime(marker)
+
+
+def is_file_lock_held(path: Path) -> bool:
+    """Return whether a process holds the `file_lock` of `path`."""
+
+    class _HeldError(Exception):
+        pass
+
+    def refuse(holder: str) -> None:
+        raise _HeldError
+
+    try:
+        with file_lock(path, refuse):
+            return False
+    except _HeldError:
+        return True

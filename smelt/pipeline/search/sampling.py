@@ -7,10 +7,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.pipeline.search.space import Parameter, Sampler
+
+if TYPE_CHECKING:
+    import optuna
 
 STUDY_FILE = "study.log"
 _IDENTITY, _GRID_QUEUED = "identity", "grid_queued"
@@ -109,7 +112,7 @@ def open_study(
     maximize: Sequence[bool],
     pruner: Any,
     grid: Sequence[Parameter],
-) -> Any:
+) -> optuna.Study:
     """Return the study `name`, created if it is new, with all points of `grid` queued.
 
     A process that was killed while it created the study is made up for: identity and points that are missing

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
-from smelt.evaluate.metrics import RESPONSE_PERPLEXITY, WINDOW_METRICS, find_metric
+from smelt.evaluate.metrics import AGREEMENT_METRIC, RESPONSE_PERPLEXITY, WINDOW_METRICS, find_metric
 
 Array = NDArray[np.float64]
 
@@ -269,12 +269,12 @@ def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Inte
     low, high = _central_interval(_resampled_values(statistics), confidence)
     point = high - low <= _POINT_TOLERANCE
     [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
-    limits = find_metric(metric).limits
+    limits = _limits(statistics)
     if not point and (limits is None or n - equal >= min_examples(metric, confidence)):
         return low, high
     if limits is None:
         return None
-    return _widen_for_unseen((low, high), n, metric, metric_value(statistics), confidence, limits)
+    return _widen_for_unseen((low, high), n, statistics, metric_value(statistics), confidence, limits)
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
@@ -298,7 +298,7 @@ def difference_interval(step: Statistics, other: Statistics, confidence: float =
     ends = _central_interval(_resampled_differences(step, other), confidence)
     if changed >= least and ends[1] - ends[0] > _POINT_TOLERANCE:
         return ends
-    return _widen_for_unseen(ends, n, step.metric, metric_value(other), confidence)
+    return _widen_for_unseen(ends, n, step, metric_value(other), confidence)
 
 
 def min_examples(metric: str, confidence: float = 0.95) -> int:
@@ -326,10 +326,20 @@ def _have_different_windows(step: Statistics, other: Statistics) -> bool:
     return step.metric in WINDOW_METRICS and [r[1:] for r in step.rows] != [r[1:] for r in other.rows]
 
 
+def _limits(statistics: Statistics) -> Interval | None:
+    """Return the lowest and highest value of a metric; None if it has none.
+
+    Agreement of texts and classes is no cosine: it is not below 0.
+    """
+    if statistics.metric == AGREEMENT_METRIC and "cosine" not in statistics.signature:
+        return 0.0, 100.0
+    return find_metric(statistics.metric).limits
+
+
 def _widen_for_unseen(
     ends: Interval,
     n: int,
-    metric: str,
+    statistics: Statistics,
     value: float,
     confidence: float,
     limits: Interval = (-math.inf, math.inf),
@@ -340,10 +350,10 @@ def _widen_for_unseen(
     precision by that share) a changed example loses at most its contribution. value: the score that may
     change.
     """
-    known = find_metric(metric)
-    if known.limits is None:
+    known, own = find_metric(statistics.metric), _limits(statistics)
+    if own is None:
         return None
-    least, greatest = known.limits
+    least, greatest = own
     share = wilson_interval(0, n, confidence)[1] / 100
     lost, gained = (greatest - least,) * 2 if known.kind == "corpus" else (value - least, greatest - value)
     return max(ends[0] - share * lost, limits[0]), min(ends[1] + share * gained, limits[1])

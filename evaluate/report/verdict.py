@@ -307,7 +307,8 @@ def _recommend(pick: _Pick | None, metric: str, report: ReportData) -> Verdict:
 def _reason_text(step: StepReport, metric: str) -> str:
     """Return why the loss of a step is accepted."""
     if step.gates:
-        return "that passes its gates"
+        judged = all(gate.passed for gate in step.gates)
+        return "that passes its gates" if judged else "that fails no gate, of which not all were judged"
     if _is_worse(step, metric):
         return f"that loses at most {_NEGLIGIBLE_POINTS:g} point"
     return "without a significant loss"

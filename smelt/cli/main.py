@@ -249,7 +249,7 @@ def search(
     report = finish_search(job, ended)
     for line in summary_text(report, job.folder):
         print_untrusted(line)
-    sys.exit(130 if ended == "interrupted" else 0 if report["front"] else 3)
+    sys.exit(130 if report["ended"] == "interrupted" else 0 if report["front"] else 3)
 
 
 @main.command()

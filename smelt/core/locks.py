@@ -192,22 +192,6 @@ def file_lock(path: Path, on_wait: Callable[[str], None] = _ignore_wait) -> Iter
         _release(path, descriptor)
 
 
-def has_owner(path: Path) -> bool:
-    """Return whether a process holds the lock or the lease `path`."""
-
-    class _OwnedError(Exception):
-        pass
-
-    def refuse(holder: str) -> None:
-        raise _OwnedError
-
-    try:
-        with file_lock(path, refuse):
-            return False
-    except _OwnedError:
-        return True
-
-
 def try_lock(descriptor: int) -> bool | None:
     """Take the kernel's lock on an open file; False: another process has it; None: no lock support.
 
@@ -442,3 +426,19 @@ def _touch_repeatedly(marker: Path, ended: threading.Event) -> None:
     while not ended.wait(HEARTBEAT_S):
         with contextlib.suppress(OSError):
             os.utime(marker)
+
+
+def is_file_lock_held(path: Path) -> bool:
+    """Return whether a process holds the `file_lock` of `path`."""
+
+    class _HeldError(Exception):
+        pass
+
+    def refuse(holder: str) -> None:
+        raise _HeldError
+
+    try:
+        with file_lock(path, refuse):
+            return False
+    except _HeldError:
+        return True

@@ -10,7 +10,7 @@ from smelt.evaluate import agreement
 from smelt.evaluate.agreement import compare_outputs, pack_logits, score_agreement, unpack_logits
 from smelt.evaluate.label_quality import score_label_sets
 from smelt.evaluate.quality import score_texts
-from smelt.evaluate.significance import example_values
+from smelt.evaluate.significance import example_values, wilson_interval
 
 pytestmark = pytest.mark.quick
 
@@ -30,6 +30,12 @@ def test_texts_agree_as_sacrebleu_scores_them_with_the_baselines_as_references(t
     score = score_agreement(own, base, False, "k" * 20, own)
     each = [CHRF().sentence_score(a, [b]).score for a, b in zip(own, base, strict=True)]
     assert (score.value, score.unit) == (pytest.approx(np.mean(each)), "chrF")
+
+
+def test_the_interval_of_equal_classes_is_wilsons():
+    """Agreement of classes is a share: what is not equal is 0, not a cosine of -1."""
+    score = score_agreement(["a"] * 300, ["a"] * 300, True, "k", ["x"])
+    assert score.ci95 == pytest.approx(wilson_interval(300, 300))
 
 
 @pytest.mark.parametrize("multi_label", [False, True])

@@ -83,7 +83,12 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
     if not front and (nearest := search.nearest()) is not None:
         report["nearest"] = _trial_entry(nearest, space)
     for trial in front:
-        scored = search.score_on_test(trial) if ended != "interrupted" else None
+        scored = None
+        if report["ended"] != "interrupted":
+            try:
+                scored = search.score_on_test(trial)
+            except KeyboardInterrupt:
+                report["ended"] = "interrupted"
         report["front"].append(_point_entry(search, trial, scored))
     for name, text in zip(
         _REPORT_FILES,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.pipeline.search.space import Parameter, Sampler
 
+if TYPE_CHECKING:
+    import optuna
+
 STUDY_FILE = "study.log"
+_IDENTITY, _GRID_QUEUED = "identity", "grid_queued"
 _STARTUP_TRIALS = 10  # random trials before the sampler uses their results
 _MAX_GRID = 100_000
 
@@ -58,7 +63,7 @@ def grid_points(parameters: Sequence[Parameter]) -> Iterator[dict[str, Any]]:
         else:
             size = each.step or 1
             count = int((each.high - each.low) / size + 1e-9) + 1
-            axes.append([each.low + at * size for at in range(count)])
+            axes.append([min(each.low + at * size, each.high) for at in range(count)])
     points = 1
     for axis in axes:
         points *= len(axis)
@@ -97,6 +102,54 @@ def open_storage(url: str | None, folder: Path) -> Any:
             " a URL such as sqlite:///study.db or postgresql+psycopg://user@host/database.",
             code="storage-unreachable",
         ) from error
+
+
+def open_study(
+    url: str | None,
+    folder: Path,
+    name: str,
+    identity: str,
+    maximize: Sequence[bool],
+    pruner: Any,
+    grid: Sequence[Parameter],
+) -> optuna.Study:
+    """Return the study `name`, created if it is new, with all points of `grid` queued.
+
+    A process that was killed while it created the study is made up for: identity and points that are missing
+    are added. The caller holds a lock.
+
+    Raises:
+        InputError: the storage cannot be opened, has a study of another search, or as `grid_points`.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    storage = open_storage(url, folder)
+    points = [] if not grid else list(grid_points(grid))
+    way = optuna.study.StudyDirection
+    directions = [way.MAXIMIZE if each else way.MINIMIZE for each in maximize]
+    if name in optuna.get_all_study_names(storage):
+        study = optuna.load_study(storage=storage, study_name=name, pruner=pruner)
+    else:
+        study = optuna.create_study(storage=storage, study_name=name, directions=directions, pruner=pruner)
+    found = study.user_attrs.get(_IDENTITY)
+    if found is None and study.directions == directions and not study.get_trials(deepcopy=False):
+        study.set_user_attr(_IDENTITY, identity)
+    elif found != identity:
+        raise InputError(
+            f"{folder / STUDY_FILE if url is None else _without_password(url)}: has the study of another"
+            f" recipe, space, goal or --limit named '{name}'. Choose another folder with --out, or another"
+            " storage; or undo the change to go on with it.",
+            code="other-study",
+        )
+    if points and not study.user_attrs.get(_GRID_QUEUED):
+        known = [each.params or each.system_attrs.get("fixed_params") for each in study.get_trials()]
+        queued = {json.dumps(point, sort_keys=True) for point in known}
+        for point in points:
+            if json.dumps(point, sort_keys=True) not in queued:
+                study.enqueue_trial(point)
+        study.set_user_attr(_GRID_QUEUED, True)
+    return study
 
 
 def _without_password(url: str) -> str:

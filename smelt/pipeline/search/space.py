@@ -30,7 +30,7 @@ from pydantic import Field
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash, resolve_path
 from smelt.core.stage import Settings
-from smelt.evaluate.metrics import LOWER_IS_BETTER
+from smelt.evaluate.metrics import is_lower_better
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.recipe.mistakes import Mistakes, validate_settings, value_text
@@ -406,8 +406,8 @@ def _parameter(name: str, path: KeyPath, given: Any, mistakes: Mistakes) -> Para
         if log and low <= 0
         else "step and log exclude each other"
         if log and step is not None
-        else "step must be greater than 0"
-        if step is not None and step <= 0
+        else "step must be greater than 0, and at most high minus low"
+        if step is not None and not 0 < step <= high - low
         else "log must be true or false"
         if not isinstance(log, bool)
         else None
@@ -415,6 +415,8 @@ def _parameter(name: str, path: KeyPath, given: Any, mistakes: Mistakes) -> Para
     if problem:
         mistakes.add(where, f"{problem}, got {value_text(given)}.", code="wrong-search-range")
         return None
+    if step is not None:  # the highest value that the steps reach
+        high = min(high, low + int((high - low) / step + 1e-9) * step)
     whole = all(isinstance(number, int) for number in (low, high, *([] if step is None else [step])))
     return Parameter(name, "int" if whole else "float", path, low, high, step, log)
 
@@ -426,8 +428,14 @@ def _is_number(value: Any) -> bool:
 def _order_parameters(
     settings: SearchSettings, names: Sequence[str], items: Sequence[Any], mistakes: Mistakes
 ) -> Iterator[Parameter]:
+    seen: dict[str, str] = {}
     for group, members in settings.order.items():
         path: KeyPath = (SEARCH_KEY, "order", group)
+        if group.split(".")[0] in names:
+            mistakes.add(
+                path, f"'{group}' is the name of a step. Rename the group.", code="wrong-order-group"
+            )
+            continue
         unknown = [name for name in members if name not in names]
         if unknown:
             mistakes.add(
@@ -436,6 +444,14 @@ def _order_parameters(
                 code="unknown-step",
             )
             continue
+        if twice := [name for name in members if name in seen]:
+            mistakes.add(
+                path,
+                f"{twice[0]} is in the group '{seen[twice[0]]}' too. Make one group of both.",
+                code="wrong-order-group",
+            )
+            continue
+        seen |= dict.fromkeys(members, group)
         places = sorted(names.index(name) for name in members)
         if len(set(members)) < 2 or places != list(range(places[0], places[0] + len(members))):
             mistakes.add(
@@ -541,7 +557,7 @@ def _objectives(settings: SearchSettings, plan: Plan, mistakes: Mistakes) -> tup
                     f"{did_you_mean(written, (*COSTS, *scored))}",
                     code="metric-not-scored",
                 )
-            elif maximize == (name in COSTS or name in LOWER_IS_BETTER):
+            elif maximize == (name in COSTS or is_lower_better(name, plan.recipe.metric_settings)):
                 other = "minimize" if maximize else "maximize"
                 mistakes.add(path, f"{name}: {other} it instead.", code="wrong-direction")
             elif name in [each.name for each in found]:

@@ -27,25 +27,22 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.files import json_hash, write_atomically
-from smelt.core.locks import file_lock, has_owner
-from smelt.evaluate.metrics import METRICS
+from smelt.core.locks import file_lock, is_file_lock_held
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 from smelt.pipeline.search.sampling import (
-    STUDY_FILE,
     distribution_of,
-    grid_points,
     make_sampler,
-    open_storage,
+    open_study,
 )
-from smelt.pipeline.search.space import Sampler, SearchSpace, objective_text, parameter_text
+from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace, objective_text, parameter_text
 
 if TYPE_CHECKING:
     import optuna
 
 DEFAULT_TRIALS = 50
-_RESULT, _IDENTITY = "result", "identity"
+_RESULT = "result"
 _MAX_REPEATS = 50  # sampled points in a row that are known already: the space is exhausted
 _MAX_FIRST_FAILURES = 5  # a search whose first trials all fail has a mistake that no trial will avoid
 _RUNG_FACTOR = 4  # each part of the samples is this many times as large as the one before
@@ -157,7 +154,7 @@ class Search:
                 if known is not None:
                     repeats += 1
                     self._tell(study, trial, known[1], repeated=known[0])
-                    if repeats >= _MAX_REPEATS:
+                    if repeats >= _MAX_REPEATS and self.space.sampler != "grid":
                         return "exhausted"
                     continue
                 repeats = 0
@@ -199,13 +196,19 @@ class Search:
         """Score a trial's last step and the baseline on test, once; return the report of that run.
 
         The run's folder is points/NAME in the search's folder, its recipe is recipes/NAME.yaml.
+
+        Raises:
+            KeyboardInterrupt: the user stopped the run.
         """
         recipe = self.folder / "recipes" / f"{trial.name}.yaml"
         recipe.parent.mkdir(exist_ok=True)
         write_atomically(recipe, self.space.portable_recipe(trial.parameters))
         plan = self.space.plan_at(trial.parameters)
         options = self._run_options(self.folder / "points" / trial.name, only=frozenset({self.space.leaf}))
-        return dict(run_plan(plan, replace(options, on_test=True, pages=True)).report)
+        report = dict(run_plan(plan, replace(options, on_test=True, pages=True)).report)
+        if report["status"] == "interrupted":
+            raise KeyboardInterrupt
+        return report
 
     def importances(self) -> dict[str, dict[str, float]]:
         """Return the importance of each parameter for each objective; the shares of an objective sum to 1.
@@ -221,9 +224,9 @@ class Search:
             def value(trial: Any, at: int = at, sign: int = sign) -> float:
                 return float(sign * trial.values[at])
 
-            # too few trials, or all values equal; the evaluator warns of targets, which are signed here
-            with suppress(ValueError, RuntimeError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with suppress(ValueError, RuntimeError), warnings.catch_warnings():  # too few, or all equal
+                # that low targets count as good: they are, by their sign
+                warnings.simplefilter("ignore", UserWarning)
                 found[objective] = {
                     name: float(share)
                     for name, share in optuna.importance.get_param_importances(study, target=value).items()
@@ -266,11 +269,6 @@ class Search:
                     code="unusable-folder",
                 ) from error
 
-    @property
-    def _identity(self) -> str:
-        limit = self.options.limit  # values of few samples and of all cannot be compared
-        return self.space.identity if limit is None else json_hash([self.space.identity, limit])
-
     def _open_study(self) -> optuna.Study:
         """Return the study, created if it is new.
 
@@ -279,35 +277,17 @@ class Search:
         """
         import optuna
 
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        storage = open_storage(self.options.storage, self.folder)
-        ways = optuna.study.StudyDirection
-        directions = [ways.MAXIMIZE if each.maximize else ways.MINIMIZE for each in self.space.objectives]
-        first_rung = next(iter(self._rungs()), 1)
         pruner = optuna.pruners.SuccessiveHalvingPruner(
-            min_resource=first_rung, reduction_factor=_RUNG_FACTOR
+            min_resource=next(iter(self._rungs()), 1), reduction_factor=_RUNG_FACTOR
         )
+        goals = [each.maximize for each in self.space.objectives]
+        grid = self.space.parameters if self.space.sampler == "grid" else ()
+        # with --limit the same point has other values
+        identity = json_hash([self.space.identity, self.options.limit])
         with file_lock(self.folder / "study.lock"):
-            names = optuna.get_all_study_names(storage)
-            name = self.space.path.stem
-            if name not in names:
-                study = optuna.create_study(
-                    storage=storage, study_name=name, directions=directions, pruner=pruner
-                )
-                study.set_user_attr(_IDENTITY, self._identity)
-                if self.space.sampler == "grid":
-                    for point in grid_points(self.space.parameters):
-                        study.enqueue_trial(point)
-                return study
-        study = optuna.load_study(storage=storage, study_name=name, pruner=pruner)
-        if study.user_attrs.get(_IDENTITY) != self._identity:
-            place = self.options.storage or self.folder / STUDY_FILE
-            raise InputError(
-                f"{place}: has the study of another recipe, space, goal or --limit named '{name}'. Choose"
-                " another folder with --out, or another storage; or undo the change to go on with it.",
-                code="other-study",
+            return open_study(
+                self.options.storage, self.folder, self.space.path.stem, identity, goals, pruner, grid
             )
-        return study
 
     def _ask(self, study: optuna.Study, stack: ExitStack) -> optuna.Trial | None:
         """Return the next trial, locked as running until `stack` is closed; None if there are enough."""
@@ -339,21 +319,27 @@ class Search:
         """End the running trials whose worker has died, and queue those without a result again."""
         from optuna.trial import TrialState
 
-        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if not has_owner(self._running_lock(trial.number)):
-                if _RESULT in trial.user_attrs:  # its worker died before `tell`
-                    self._finish(study, trial.number, TrialResult(**trial.user_attrs[_RESULT]))
-                else:
-                    self._abandon(study, trial.number)
+        running = (TrialState.RUNNING,)
+        numbers = [trial.number for trial in study.get_trials(deepcopy=False, states=running)]
+        free = [number for number in numbers if not is_file_lock_held(self._running_lock(number))]
+        # read again: a worker may have finished its trial, and unlocked it, since the first reading
+        for trial in study.get_trials(deepcopy=False, states=running) if free else ():
+            if trial.number not in free:
+                continue
+            if _RESULT in trial.user_attrs:  # its worker died before `tell`
+                self._finish(study, trial.number, TrialResult(**trial.user_attrs[_RESULT]))
+            else:
+                self._abandon(study, trial.number)
 
     def _abandon(self, study: optuna.Study, number: int) -> None:
         """End a trial without a result, and queue its point again, if all of it was sampled."""
         import optuna
 
-        study.tell(number, state=optuna.trial.TrialState.FAIL)
         point = study.get_trials(deepcopy=False)[number].params
+        # queued first: a worker that dies in between leaves the point twice, not lost
         if len(point) == len(self._distributions):  # else the next trial, with the same seed, samples it
             study.enqueue_trial(point)
+        study.tell(number, state=optuna.trial.TrialState.FAIL)
 
     def _known_result(self, study: optuna.Study, trial: optuna.Trial) -> tuple[int, TrialResult] | None:
         """Return number and result of an earlier trial of the same recipe; None if there is none.
@@ -459,11 +445,12 @@ class Search:
                 values=self._values(leaf),
                 violations=_violations(leaf, self.space.settings.subject_to),
                 memory_bytes=leaf["peak_memory_bytes"],
-                latency=next(iter(leaf["latency"] or []), None),
+                latency=_smallest_batch(leaf),
             )
         if any(over > 0 for over in result.violations.values()):
             return result
         missing = [each.name for each in self.space.objectives if each.name not in result.values]
+        missing += [name for name in self.space.settings.subject_to if name not in result.violations]
         if missing:
             raise RunError(
                 f"{', '.join(missing)} of {self.space.leaf} was not measured; see {options.out}/log.txt.",
@@ -517,7 +504,7 @@ class Search:
             elif objective.name == "memory":
                 value = leaf["peak_memory_bytes"]
             elif objective.name == "latency":
-                row = next(iter(leaf["latency"] or []), None) or {}
+                row = _smallest_batch(leaf) or {}
                 ratio = row.get("cpu_speedup") if row.get("stable") is False else row.get("speedup")
                 value = 1 / ratio if ratio else None
             elif objective.name in (leaf["quality"] or {}):
@@ -548,18 +535,29 @@ class Search:
         Trials are compared by their paired difference from the baseline on the same samples.
         """
         [first, *more] = self.space.objectives
-        if more or first.name not in METRICS:
+        if more or first.name in COSTS:
             return False
         test = (leaf["against_baseline"] or {}).get(first.name)
         trial.report(test["difference"] if test else leaf["quality"][first.name]["value"], rows)
         return trial.should_prune()
 
 
+def _smallest_batch(leaf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the times of a step at its smallest batch size; None if not measured."""
+    return min(leaf["latency"] or [], key=lambda row: row["batch_size"], default=None)
+
+
 def _violations(leaf: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much each gate of the constraints is violated; negative within the limit."""
+    """Return by how much each gate of the constraints is violated; negative within the limit.
+
+    The speed-up is by processor time where other work disturbed the rounds, as in the objective.
+    """
     over: dict[str, float] = {}
+    row = _smallest_batch(leaf) or {}
     for gate in leaf["gates"] or []:
         value = gate["value"] if gate["bound"] is None else gate["bound"]
+        if gate["metric"] == "speedup" and row.get("stable") is False:
+            value = row.get("cpu_speedup") or value
         if gate["metric"] in limits and value is not None:
             amount = gate["limit"] - value if gate["kind"] == "min" else value - gate["limit"]
             over[gate["metric"]] = max(amount, over.get(gate["metric"], amount))

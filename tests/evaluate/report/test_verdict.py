@@ -102,6 +102,15 @@ def test_the_fastest_step_that_may_be_shipped_is_named(report, change, expected)
     assert _decide(report).step == expected
 
 
+def test_a_gate_that_was_not_judged_is_not_called_passed(report):
+    [step] = [step for step in report["steps"] if step["name"] == "onnx-int8"]
+    texts = set()
+    for passed in (True, None):
+        step["gates"] = [gate("bleu", passed) | {"reason": "no GPU"}]
+        texts.add(_decide(report).text.partition(":")[0])
+    assert len(texts) == 2
+
+
 def test_only_steps_other_than_the_baseline_and_the_smallest_batch_count(report):
     for step in report["steps"]:
         step["latency"].reverse()

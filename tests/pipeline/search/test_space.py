@@ -1,5 +1,6 @@
 """The search space of a recipe: parameters, the recipe of a point, and mistakes named with their lines."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from search_recipes import QUICKSTART, RECIPE, small, write
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.search.sampling import grid_points
 from smelt.pipeline.search.space import read_space
 
 
@@ -88,6 +90,9 @@ def test_another_space_or_goal_has_another_identity(tmp_path):
         ("  - onnx\n", "  - onnx: {}\n    from: prune\n", ["not-a-chain"]),
         ("  minimize:", "  order: {cut: [prune, onnx]}\n  minimize:", ["wrong-order-group"]),
         ("  minimize:", "  order: {cut: [prune, prun]}\n  minimize:", ["unknown-step"]),
+        ("  minimize:", "  order: {prune: [prune, quantize]}\n  minimize:", ["wrong-order-group"]),
+        ("  minimize:", "  order: {a: &b [prune, quantize], b: *b}\n  minimize:", ["wrong-order-group"]),
+        ("[0.5, 0.9]", "{low: 0.5, high: 0.9, step: 0.5}", ["wrong-search-range"]),
         (f"  validation: {QUICKSTART}/data/validation.jsonl.gz\n", "", ["missing-data"]),
     ],
 )  # fmt: skip
@@ -95,6 +100,22 @@ def test_mistakes_are_named_before_any_work(tmp_path, old, new, codes):
     with pytest.raises(InputError) as raised:
         read_space(write(tmp_path, small().replace(old, new)))
     assert error_codes(raised.value) == codes
+
+
+def test_a_users_own_metric_is_minimized_where_lower_is_better(tmp_path, monkeypatch):
+    (tmp_path / "own_loss.py").write_text("def loss(prediction, references):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = small().replace("chrf]", '"own_loss:loss": {greater_is_better: false}]')
+    text = text.replace("[latency, size]", "[size, own_loss:loss]")
+    assert [each.name for each in read_space(write(tmp_path, text)).objectives][1] == "own_loss:loss"
+
+
+def test_the_upper_bound_is_one_that_the_steps_reach(tmp_path):
+    text = small().replace("[0.5, 0.9]", "{low: 0.5, high: 1.05, step: 0.2}")  # 1.05 would be refused
+    keep = read_space(write(tmp_path, text)).parameters[0]
+    assert keep.corner_values() == (0.5, pytest.approx(0.9))
+    floating = replace(keep, low=0.1, high=0.7, step=0.1)
+    assert max(point[keep.name] for point in grid_points([floating])) == 0.7
 
 
 def test_a_recipe_without_ranges_has_nothing_to_search(tmp_path):

@@ -7,21 +7,23 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
+import optuna
 import pytest
 from expected_errors import raises_code
 from search_recipes import small, write
 
 from smelt.cli.main import _minutes
 from smelt.core.errors import InputError, RunError
-from smelt.pipeline.search.report import hypervolumes
+from smelt.pipeline.search.report import finish_search, hypervolumes
+from smelt.pipeline.search.sampling import open_storage
 from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.study import (
     Search,
     SearchOptions,
     Trial,
     TrialResult,
-    open_storage,
     pareto_optimal,
     spread,
 )
@@ -222,6 +224,101 @@ def test_another_recipe_cannot_use_the_study(space, tmp_path):
         search(other, tmp_path / "out").run()
 
 
+def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(space, tmp_path, monkeypatch):
+    job = search(space, tmp_path)
+    job._prepare()
+    study = job._open_study()
+    trial = study.ask(job._distributions)
+    finish = lambda path: bool(job._tell(study, trial, formula(trial.params)))  # noqa: E731
+    monkeypatch.setattr("smelt.pipeline.search.study.is_file_lock_held", finish)
+    job._reclaim(study)
+    assert [each.state.name for each in study.trials] == ["COMPLETE"]
+
+
+def test_an_interruption_while_the_front_is_scored_ends_the_scoring(space, tmp_path, monkeypatch):
+    job, asked = search(space, tmp_path), []
+    job.run()
+    monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:2])
+    interrupted = SimpleNamespace(report={"status": "interrupted", "steps": []})
+    monkeypatch.setattr(
+        "smelt.pipeline.search.study.run_plan", lambda plan, options: asked.append(plan) or interrupted
+    )
+    report = finish_search(job, "trials")
+    assert (len(asked), report["ended"]) == (1, "interrupted")
+    assert [point["test"] for point in report["front"]] == [None, None]
+
+
+def test_another_limit_cannot_use_the_study(space, tmp_path):
+    search(space, tmp_path, trials=1, limit=100).run()
+    with raises_code("other-study", InputError):
+        search(space, tmp_path).run()
+
+
+def stepped(folder):
+    """A grid of six points."""
+    text = small().replace("[0.5, 0.9]", "{low: 0.5, high: 0.9, step: 0.2}")
+    return read_space(
+        write(folder, text.replace("[latency, size]\n  maximize: quality", "size\n  sampler: grid"))
+    )
+
+
+@pytest.mark.parametrize(("method", "calls"), [("set_user_attr", 0), *(("enqueue_trial", n) for n in (2, 6))])
+def test_a_worker_may_die_while_it_writes_the_study(tmp_path, monkeypatch, method, calls):
+    """It dies before it sets the identity, between two points of the grid, or in an interrupted trial."""
+
+    class Killed(BaseException):
+        pass
+
+    undisturbed, done = getattr(optuna.Study, method), []
+
+    def die(self, *args, **kwargs):
+        done.append(args)
+        if len(done) > calls:
+            raise Killed
+        return undisturbed(self, *args, **kwargs)
+
+    def interrupt(self, trial):
+        if trial.number:
+            raise KeyboardInterrupt
+        return formula(trial.params)
+
+    job = search(stepped(tmp_path), tmp_path / "out", trials=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Study, method, die)
+        patch.setattr(Search, "_measure", interrupt)
+        with pytest.raises(Killed):
+            job.run()
+    job = search(stepped(tmp_path), tmp_path / "out", trials=100)
+    assert job.run() == "exhausted"
+    assert len(job.finished_trials()) == 6
+
+
+def test_another_sampler_may_go_on_as_a_grid(tmp_path):
+    search(stepped(tmp_path), tmp_path / "out", trials=2, sampler="random").run()
+    job = search(stepped(tmp_path), tmp_path / "out", trials=100)
+    job.run()
+    assert len(job.finished_trials()) == 6
+
+
+def test_a_grid_goes_on_after_many_points_without_a_stage(tmp_path, monkeypatch):
+    """The settings of a stage that is not used give many points of the same recipe in a row."""
+    cut = "  - drop-layers: {decoder_layers: {search: [1, 2]}}\n  - quantize:"
+    text = (
+        small(**{"\n    optional: search": "\n    optional: search", "  - quantize:": cut})
+        .replace("[0.5, 0.9]", "{choices: [0.5, 0.6, 0.7, 0.8]}")
+        .replace("{search: {choices: [int8-dynamic, int4]}}", "int4")
+        .replace("[latency, size]\n  maximize: quality", "size\n  sampler: grid")
+    )
+    lines = text.splitlines(keepends=True)  # the range that both values are wanted of comes first
+    at = lines.index("  - drop-layers: {decoder_layers: {search: [1, 2]}}\n")
+    lines.insert(lines.index("stages:\n") + 1, lines.pop(at))
+    monkeypatch.setattr("smelt.pipeline.search.study._MAX_REPEATS", 3)
+    monkeypatch.setattr(Search, "_measure", lambda self, trial: TrialResult("feasible", {"size": 1.0}, {}))
+    job = search(read_space(write(tmp_path, "".join(lines))), tmp_path / "out", trials=100)
+    assert job.run() == "exhausted"
+    assert len(job.finished_trials()) == 2 * (4 + 1)
+
+
 def test_a_storage_that_cannot_be_opened_is_named_without_its_password(tmp_path):
     with pytest.raises(InputError) as raised:
         open_storage("sqlite:////nowhere/at/all/study.db", tmp_path)
@@ -278,6 +375,33 @@ def test_quality_is_scored_on_growing_parts(space, tmp_path, monkeypatch, drop, 
     job.run()
     assert asked == scored
     assert job.finished_trials()[0].result.status == status
+
+
+@pytest.mark.parametrize(
+    ("gates", "status"),
+    [
+        ([], "failed"),  # what is constrained was not measured
+        ([{"metric": "speedup", "value": 1.5}], "feasible"),  # by the clock, which was disturbed, it is not
+    ],
+)
+def test_constraints_must_be_measured_and_a_disturbed_clock_does_not_decide(
+    tmp_path, monkeypatch, gates, status
+):
+    monkeypatch.undo()
+    text = small().replace("[latency, size]\n  maximize: quality", "latency")
+    text = text.replace("{bleu: {max_drop: 1.0}}", "{speedup: {min: 2}}")
+    report = report_of(39, 0.2)
+    [step] = report["steps"]
+    step["gates"] = [gate | {"kind": "min", "limit": 2, "bound": None} for gate in gates]
+    row = {"speedup": 1.5, "cpu_speedup": 2.5, "stable": False}
+    step["latency"] = [row | {"batch_size": 8, "cpu_speedup": 1.0}, row | {"batch_size": 1}]
+    monkeypatch.setattr(Search, "_run", lambda self, plan, options: report)
+    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=1)
+    job.run()
+    [trial] = job.finished_trials()
+    assert trial.result.status == status
+    if status == "feasible":
+        assert (trial.result.values, trial.result.violations) == ({"latency": 0.4}, {"speedup": -0.5})
 
 
 def test_parts_are_quarters_of_the_validation_samples(space, tmp_path):

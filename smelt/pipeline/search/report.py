@@ -11,11 +11,11 @@ import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import smelt
 from smelt.core.files import write_atomically
 from smelt.core.messages import escape_controls
 from smelt.evaluate.report import view
@@ -49,7 +49,7 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
     costs = [trial.result for trial in trials]
     report: dict[str, Any] = {
         "schema": SEARCH_SCHEMA,
-        "smelt": smelt.__version__,
+        "smelt": version("smelt"),
         "recipe": str(space.path),
         "ended": ended,
         "sampler": space.sampler,

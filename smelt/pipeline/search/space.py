@@ -570,6 +570,12 @@ def _objectives(settings: SearchSettings, plan: Plan, mistakes: Mistakes) -> tup
                 )
             else:
                 found.append(Objective(name, maximize))
+    for name in (name for name, gate in settings.subject_to.items() if gate.at is not None):
+        mistakes.add(
+            (SEARCH_KEY, "subject_to", name, "at"),
+            "constraints are on the last step. Remove `at`; a limit on another step belongs into `gates`.",
+            code="wrong-value",
+        )
     limited = [name for name in settings.subject_to if name in SPEED_METRICS]
     if limited and not plan.recipe.score.latency:
         mistakes.add(

@@ -18,9 +18,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     import optuna
 
 DEFAULT_TRIALS = 50
-_RESULT = "result"
+_RESULT, _REPEATS = "result", "repeats"
 _MAX_REPEATS = 50  # sampled points in a row that are known already: the space is exhausted
 _MAX_FIRST_FAILURES = 5  # a search whose first trials all fail has a mistake that no trial will avoid
 _RUNG_FACTOR = 4  # each part of the samples is this many times as large as the one before
@@ -140,7 +139,7 @@ class Search:
             RunError: all of the first trials failed.
         """
         self._prepare()
-        study = self._open_study()
+        study = self.open_study()
         ends = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
         repeats = 0
         while True:
@@ -150,10 +149,10 @@ class Search:
                 trial = self._ask(study, stack)
                 if trial is None:
                     return "trials" if not self._is_grid_done(study) else "exhausted"
-                known = self._known_result(study, trial)
+                known = self._same_trial(study, trial)
                 if known is not None:
                     repeats += 1
-                    self._tell(study, trial, known[1], repeated=known[0])
+                    self._repeat(study, trial, known)
                     if repeats >= _MAX_REPEATS and self.space.sampler != "grid":
                         return "exhausted"
                     continue
@@ -169,7 +168,7 @@ class Search:
 
     def finished_trials(self) -> list[Trial]:
         """Return the finished trials in the order of their numbers, without repeated ones."""
-        return _finished(self._open_study())
+        return _finished(self.open_study())
 
     def front(self) -> list[Trial]:
         """Return the Pareto-optimal trials that meet the constraints, the best in the first objective first.
@@ -177,7 +176,7 @@ class Search:
         At most `_MAX_POINTS`, spread over the first objective.
         """
         able = [trial for trial in self.finished_trials() if trial.result.status == "feasible"]
-        return spread(sorted(pareto_optimal(able, self._signs()), key=self._first_objective), _MAX_POINTS)
+        return spread(sorted(pareto_optimal(able, self.signs()), key=self._first_objective), _MAX_POINTS)
 
     def nearest(self) -> Trial | None:
         """Return the trial that violates the constraints least, relative to their limits, or None."""
@@ -210,29 +209,6 @@ class Search:
             raise KeyboardInterrupt
         return report
 
-    def importances(self) -> dict[str, dict[str, float]]:
-        """Return the importance of each parameter for each objective; the shares of an objective sum to 1.
-
-        It is by how much the best tenth of the trials differs from all of them in a parameter. Source:
-        Watanabe et al. 2023, PED-ANOVA, arXiv:2304.10255.
-        """
-        import optuna
-
-        study, found = self._open_study(), {}
-        for at, (objective, sign) in enumerate(self._signs().items()):
-
-            def value(trial: Any, at: int = at, sign: int = sign) -> float:
-                return float(sign * trial.values[at])
-
-            with suppress(ValueError, RuntimeError), warnings.catch_warnings():  # too few, or all equal
-                # that low targets count as good: they are, by their sign
-                warnings.simplefilter("ignore", UserWarning)
-                found[objective] = {
-                    name: float(share)
-                    for name, share in optuna.importance.get_param_importances(study, target=value).items()
-                }
-        return found
-
     def trial_text(self, trial: Trial) -> str:
         """Return a line about a trial: parameters, values and cost."""
         used = self.space.used_values(trial.parameters)
@@ -251,11 +227,12 @@ class Search:
             f" {result.cached_steps} of {result.steps} steps from the store"
         )
 
-    def _signs(self) -> dict[str, int]:
+    def signs(self) -> dict[str, int]:
+        """Return 1 for each objective that is minimized, -1 for each that is maximized."""
         return {each.name: -1 if each.maximize else 1 for each in self.space.objectives}
 
     def _first_objective(self, trial: Trial) -> tuple[float, int]:
-        name, sign = next(iter(self._signs().items()))
+        name, sign = next(iter(self.signs().items()))
         return sign * trial.result.values[name], trial.result.size_bytes or 0
 
     def _prepare(self) -> None:
@@ -269,7 +246,7 @@ class Search:
                     code="unusable-folder",
                 ) from error
 
-    def _open_study(self) -> optuna.Study:
+    def open_study(self) -> optuna.Study:
         """Return the study, created if it is new.
 
         Raises:
@@ -300,7 +277,7 @@ class Search:
             begun = [
                 trial for trial in trials if not _is_abandoned(trial) and trial.state != TrialState.WAITING
             ]
-            counted = [trial for trial in begun if "repeats" not in trial.user_attrs]
+            counted = [trial for trial in begun if _REPEATS not in trial.user_attrs]
             if len(counted) >= self.trials or (self.space.sampler == "grid" and not waiting):
                 return None
             study.sampler = make_sampler(self.space.sampler, self.seed + len(begun))
@@ -341,17 +318,29 @@ class Search:
             study.enqueue_trial(point)
         study.tell(number, state=optuna.trial.TrialState.FAIL)
 
-    def _known_result(self, study: optuna.Study, trial: optuna.Trial) -> tuple[int, TrialResult] | None:
-        """Return number and result of an earlier trial of the same recipe; None if there is none.
+    def _same_trial(self, study: optuna.Study, trial: optuna.Trial) -> optuna.trial.FrozenTrial | None:
+        """Return an earlier trial of the same recipe, finished or still running; None if there is none.
 
         Parameters of stages that are not used make no difference.
         """
+        from optuna.trial import TrialState
+
         own = self.space.recipe_at(trial.params).value
-        for other in study.get_trials(deepcopy=False):
-            known = other.number < trial.number and _RESULT in other.user_attrs
+        for other in study.get_trials(deepcopy=False)[: trial.number]:
+            known = _RESULT in other.user_attrs or other.state == TrialState.RUNNING
             if known and self.space.recipe_at(other.params).value == own:
-                return other.number, TrialResult(**other.user_attrs[_RESULT])
+                return other
         return None
+
+    def _repeat(self, study: optuna.Study, trial: optuna.Trial, known: optuna.trial.FrozenTrial) -> None:
+        """End a trial that repeats the trial `known`, with the same result if that is finished."""
+        from optuna.trial import TrialState
+
+        if _RESULT in known.user_attrs:
+            self._tell(study, trial, TrialResult(**known.user_attrs[_RESULT]), repeated=known.number)
+        else:
+            trial.set_user_attr(_REPEATS, known.number)
+            study.tell(trial, state=TrialState.FAIL)
 
     def _tell(
         self, study: optuna.Study, trial: optuna.Trial, result: TrialResult, repeated: int | None = None
@@ -359,14 +348,14 @@ class Search:
         for name, over in result.violations.items():
             trial.set_constraint(name, over)
         if repeated is not None:
-            trial.set_user_attr("repeats", repeated)
+            trial.set_user_attr(_REPEATS, repeated)
         trial.set_user_attr(_RESULT, json.loads(json.dumps(asdict(result))))  # last: it is complete now
         self._finish(study, trial.number, result)
 
     def _finish(self, study: optuna.Study, number: int, result: TrialResult) -> None:
         from optuna.trial import TrialState
 
-        values = [result.values[name] for name in self._signs() if name in result.values]
+        values = [result.values[name] for name in self.signs() if name in result.values]
         if result.status == "failed":
             study.tell(number, state=TrialState.FAIL)
         elif len(values) < len(self.space.objectives) or result.status == "stopped":
@@ -587,7 +576,7 @@ def _finished(study: optuna.Study) -> list[Trial]:
     return [
         Trial(trial.number, trial.params, TrialResult(**trial.user_attrs[_RESULT]))
         for trial in study.get_trials(deepcopy=False)
-        if _RESULT in trial.user_attrs and "repeats" not in trial.user_attrs
+        if _RESULT in trial.user_attrs and _REPEATS not in trial.user_attrs
     ]
 
 
@@ -595,4 +584,4 @@ def _is_abandoned(trial: optuna.trial.FrozenTrial) -> bool:
     """Return whether the trial ended without a result, so that its point was queued again."""
     from optuna.trial import TrialState
 
-    return trial.state == TrialState.FAIL and _RESULT not in trial.user_attrs
+    return trial.state == TrialState.FAIL and not {_RESULT, _REPEATS} & trial.user_attrs.keys()

@@ -16,7 +16,7 @@ from search_recipes import small, write
 
 from smelt.cli.main import _minutes
 from smelt.core.errors import InputError, RunError
-from smelt.pipeline.search.report import finish_search, hypervolumes
+from smelt.pipeline.search.report import finish_search, hypervolumes, importances
 from smelt.pipeline.search.sampling import open_storage
 from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.study import (
@@ -78,7 +78,7 @@ def test_the_best_point_meets_the_constraint(space, tmp_path):
     assert best.result.values["size"] < 1.05 * 50 * 0.775
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        shares = job.importances()["size"]
+        shares = importances(job)["size"]
     assert sum(shares.values()) == pytest.approx(1)
 
 
@@ -227,7 +227,7 @@ def test_another_recipe_cannot_use_the_study(space, tmp_path):
 def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(space, tmp_path, monkeypatch):
     job = search(space, tmp_path)
     job._prepare()
-    study = job._open_study()
+    study = job.open_study()
     trial = study.ask(job._distributions)
     finish = lambda path: bool(job._tell(study, trial, formula(trial.params)))  # noqa: E731
     monkeypatch.setattr("smelt.pipeline.search.study.is_file_lock_held", finish)
@@ -451,3 +451,20 @@ def test_times_are_read_with_their_unit():
     for wrong in ("30", "0m", "later"):
         with raises_code("wrong-value"):
             _minutes(wrong)
+
+
+def test_a_point_that_another_worker_is_running_is_not_run_again(tmp_path, monkeypatch):
+    text = small().replace("[0.5, 0.9]", "{choices: [0.5, 0.9]}")
+    text = text.replace("[latency, size]\n  maximize: quality", "size\n  sampler: random")
+    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=100)
+    asked = []
+
+    def measure(self, trial):
+        asked.append(tuple(trial.params.values()))
+        if len(asked) == 1:  # a second worker, while this trial is running
+            assert search(self.space, tmp_path / "out", trials=100).run() == "exhausted"
+        return formula(trial.params)
+
+    monkeypatch.setattr(Search, "_measure", measure)
+    assert job.run() == "exhausted"
+    assert len(asked) == len(set(asked)) == len(job.finished_trials()) == 4

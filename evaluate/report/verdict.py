@@ -120,10 +120,15 @@ def decide(report: ReportData) -> Verdict:
 def shortlisted(report: ReportData) -> list[str]:
     """Return the steps to score on test after they were chosen on validation; the baseline is first.
 
-    They are the baseline, the Pareto-optimal steps and the step that the verdict names.
+    They are the baseline, the Pareto-optimal steps and the step that the verdict names; where it names none,
+    the smallest graph for ONNX Runtime that fails no gate.
     """
     found = decide(report)
     named = [report.baseline, *report.frontier, found.step, found.closest]
+    if not (found.step or found.closest):
+        able = [step for step in report.steps if step.artifact and _is_cpu_graph(step)]
+        able = [step for step in able if all(gate.passed is not False for gate in step.gates)]
+        named += [step.name for step in sorted(able, key=lambda step: step.size_bytes or 0)[:1]]
     scored = {step.name for step in report.steps if step.quality}
     return [name for name in dict.fromkeys(named) if name in scored]
 

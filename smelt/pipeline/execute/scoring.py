@@ -204,15 +204,18 @@ class Scorer:
         )
         references = [e.references for e in split.examples]
         language = read_text_rules(runner.folder).target_language
-        scores = score_texts(
-            [name for name in self.metrics if name in TEXT_METRICS],
-            predictions,
-            references,
-            self.metric_settings,
-            language,
-            self.base,
-            torch_device(self.device) if "bertscore" in self.metrics else "cpu",
-        )
+        metrics = [name for name in self.metrics if name in TEXT_METRICS]
+        scores: dict[str, MetricScore] = {}
+        if metrics:  # samples that only agreement is scored on have no references
+            scores = score_texts(
+                metrics,
+                predictions,
+                references,
+                self.metric_settings,
+                language,
+                self.base,
+                torch_device(self.device) if "bertscore" in metrics else "cpu",
+            )
         scores |= self._own_scores(predictions, references, split)
         scores |= self._score_agreement(runner, predictions, split, progress)
         value = {
@@ -246,7 +249,8 @@ class Scorer:
         }
 
     def _score_responses(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        generated = any(name in TEXT_METRICS or is_own_metric(name) for name in self.metrics)
+        written = (*TEXT_METRICS, AGREEMENT_METRIC)
+        generated = any(name in written or is_own_metric(name) for name in self.metrics)
         value = self._score_texts(runner, split, progress) if generated else None
         value = value or {"quality": {}, "statistics": {}, "predictions": []}
         if RESPONSE_PERPLEXITY in self.metrics:

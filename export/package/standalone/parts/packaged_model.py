@@ -19,6 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+
+class QueueFullError(Exception):
+    """The queue of waiting inputs is full."""
+
+
 TASK_CLASSES = {
     "language-modeling": "Writer",
     "text-generation": "Answerer",
@@ -99,10 +104,6 @@ def describe_value(value: Any) -> str:
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     cut = isinstance(value, str) and len(value) > 60
     return f"{json.dumps(value[:60])}..." if cut else json.dumps(value)
-
-
-class QueueFullError(Exception):
-    """The queue of waiting inputs is full."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from smelt.core.files import json_hash
 from smelt.core.store import Store
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.evaluate.metrics import AGREEMENT_METRIC
-from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _check_inputs, _score
+from smelt.evaluate.quality import BOOTSTRAP_SIGNATURE, MetricScore, check_inputs, metric_score
 from smelt.evaluate.significance import Statistics
 
 # Raised whenever equal outputs would give another result of `compare_outputs`.
@@ -48,7 +48,7 @@ def score_agreement(
     Raises:
         InputError: no examples, or lengths that differ.
     """
-    _check_inputs((), (), len(outputs), len(expected))
+    check_inputs((), (), len(outputs), len(expected))
     if classes:
         values, how = [float(a == b) for a, b in zip(outputs, expected, strict=True)], "equal predictions"
     else:
@@ -62,11 +62,11 @@ def score_agreement(
         how = f"mean sentence chrF|{scorer.get_signature()}"
     statistics = Statistics(
         metric=AGREEMENT_METRIC,
-        signature=f"{how}|x100|reference:{key[:12]}|{_BOOTSTRAP_SIGNATURE}",
+        signature=f"{how}|x100|reference:{key[:12]}|{BOOTSTRAP_SIGNATURE}",
         examples=json_hash(examples),
         rows=[[value] for value in values],
     )
-    return _score(statistics).model_copy(update={"unit": "%" if classes else "chrF"})
+    return metric_score(statistics).model_copy(update={"unit": "%" if classes else "chrF"})
 
 
 def pack_logits(logits: Logits) -> dict[str, Any]:

@@ -37,11 +37,11 @@ from smelt.evaluate.metrics import (
     MetricSettingValues,
 )
 from smelt.evaluate.quality import (
-    _BOOTSTRAP_SIGNATURE,
+    BOOTSTRAP_SIGNATURE,
     CROSS_ENTROPY,
     MetricScore,
-    _check_inputs,
-    _score,
+    check_inputs,
+    metric_score,
 )
 from smelt.evaluate.significance import Statistics, wilson_interval
 
@@ -73,7 +73,7 @@ def score_label_sets(
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
     """
-    _check_inputs(metrics, LABEL_SET_METRICS, len(predicted), len(gold))
+    check_inputs(metrics, LABEL_SET_METRICS, len(predicted), len(gold))
     guess, truth = _multi_hot(predicted, labels), _multi_hot(gold, labels)
     examples = json_hash([sorted(map(int, found)) for found in gold])
     both = np.concatenate([guess, truth], axis=1).tolist()
@@ -84,7 +84,7 @@ def score_label_sets(
         if metric == "subset_accuracy":
             rows: list[list[int | float]] = [[int(hit), 1] for hit in hits]
             statistics = Statistics(metric=metric, signature="ci:wilson", examples=examples, rows=rows)
-            found = _score(statistics, interval=wilson_interval(int(hits.sum()), len(rows)))
+            found = metric_score(statistics, interval=wilson_interval(int(hits.sum()), len(rows)))
             [(_, most)] = Counter(map(tuple, truth.tolist())).most_common(1)
             scores[metric] = found.model_copy(update={"chance": 100 * most / len(rows)})
             continue
@@ -93,8 +93,10 @@ def score_label_sets(
             scores[metric] = _score_binary_cross_entropy(logits, truth, examples)
             continue
         average = metric.rpartition("_")[2]
-        signature = f"average:{average}|threshold:0.5|empty:0|{_BOOTSTRAP_SIGNATURE}|formula:{library}"
-        scores[metric] = _score(Statistics(metric=metric, signature=signature, examples=examples, rows=both))
+        signature = f"average:{average}|threshold:0.5|empty:0|{BOOTSTRAP_SIGNATURE}|formula:{library}"
+        scores[metric] = metric_score(
+            Statistics(metric=metric, signature=signature, examples=examples, rows=both)
+        )
     return scores
 
 
@@ -106,9 +108,9 @@ def _score_binary_cross_entropy(
 
     values = logits.astype(np.float64)
     losses = -np.where(truth == 1, log_expit(values), log_expit(-values)).mean(axis=1)
-    signature = f"logits:float32|labels:mean|average:mean|{_BOOTSTRAP_SIGNATURE}"
+    signature = f"logits:float32|labels:mean|average:mean|{BOOTSTRAP_SIGNATURE}"
     rows: list[list[int | float]] = [[float(loss)] for loss in losses]
-    score = _score(Statistics(metric=CROSS_ENTROPY, signature=signature, examples=examples, rows=rows))
+    score = metric_score(Statistics(metric=CROSS_ENTROPY, signature=signature, examples=examples, rows=rows))
     share = truth.mean(axis=0)
     chance = float(-(xlogy(share, share) + xlogy(1 - share, 1 - share)).mean())
     return score.model_copy(update={"chance": chance})
@@ -131,15 +133,15 @@ def score_regression(
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
     """
-    _check_inputs(metrics, REGRESSION_METRICS, len(predicted), len(gold))
+    check_inputs(metrics, REGRESSION_METRICS, len(predicted), len(gold))
     examples = json_hash([float(value) for value in gold])
     rows: list[list[int | float]] = [[float(p), float(g)] for p, g in zip(predicted, gold, strict=True)]
     settings = {"pearson": "x100|constant:0", "spearman": "x100|ties:mean rank|constant:0", "mse": "mean"}
     scores = {}
     for metric in metrics:
-        signature = f"{settings[metric]}|{_BOOTSTRAP_SIGNATURE}"
+        signature = f"{settings[metric]}|{BOOTSTRAP_SIGNATURE}"
         statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=rows)
-        scores[metric] = _score(statistics)
+        scores[metric] = metric_score(statistics)
     return scores
 
 
@@ -260,10 +262,12 @@ def score_vectors(
 
 
 def _score_agreement(vectors: Vectors, texts: Sequence[str], reference: ReferenceVectors) -> MetricScore:
-    signature = f"mean cosine|x100|reference:{reference.key[:12]}|{_BOOTSTRAP_SIGNATURE}"
+    signature = f"mean cosine|x100|reference:{reference.key[:12]}|{BOOTSTRAP_SIGNATURE}"
     rows: list[list[int | float]] = [[value] for value in paired_cosines(vectors, reference.vectors).tolist()]
     examples = json_hash(list(texts))
-    return _score(Statistics(metric=AGREEMENT_METRIC, signature=signature, examples=examples, rows=rows))
+    return metric_score(
+        Statistics(metric=AGREEMENT_METRIC, signature=signature, examples=examples, rows=rows)
+    )
 
 
 def score_classifier(

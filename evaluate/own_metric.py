@@ -2,12 +2,12 @@
 
 The function has the signature
 
-    def metric(predictions: list[str], references: list[str | list[str]], sources: list[str])
+    def metric(predictions: list[str], references: list[list[str]], sources: list[str])
         -> list[float] | float
 
-The three lists have an entry per example; an entry of `references` is a text, or a list where the example has
-several. A list of values, one for each example, is averaged, and gets an interval and paired tests. A single
-number is a value of the whole set, without interval; its differences have a p-value of 1.
+The three lists have an entry per example; an entry of `references` is the list of its references. A list of
+values, one for each example, is averaged, and gets an interval and paired tests. A single number is a value
+of the whole set, without interval; its differences have a p-value of 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash, sha256_of
-from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _score
+from smelt.evaluate.quality import BOOTSTRAP_SIGNATURE, MetricScore, metric_score
 from smelt.evaluate.significance import Statistics
 
 _PROTOCOL = "function(predictions, references, sources) -> list of numbers, or a number"
@@ -35,7 +35,7 @@ class OwnMetric:
     """An imported metric. source_hash: of the module's file; "" for a module without one."""
 
     name: str
-    function: Callable[[list[str], list[str | list[str]], list[str]], Any]
+    function: Callable[[list[str], list[list[str]], list[str]], Any]
     source_hash: str
 
 
@@ -121,9 +121,9 @@ def score_own_metric(
             for alone; `wrong-metric-result`: it does not return numbers, or not one for each example;
             `metric-not-finite`: a value is NaN or infinite.
     """
-    texts = [each[0] if len(each) == 1 else list(each) for each in references]
+    texts = [list(each) for each in references]
     try:
-        result = metric.function(list(predictions), list(texts), list(sources))
+        result = metric.function(list(predictions), texts, list(sources))
     except Exception as error:  # whatever the user's function does
         where, cause = _failing_example(metric, predictions, texts, sources, places, error)
         raise InputError(
@@ -140,21 +140,21 @@ def score_own_metric(
                 code="metric-not-finite",
             )
     per_example = len(values) == len(predictions) and not isinstance(result, int | float)
-    kind = f"average:mean|{_BOOTSTRAP_SIGNATURE}" if per_example else "of the whole set"
+    kind = f"average:mean|{BOOTSTRAP_SIGNATURE}" if per_example else "of the whole set"
     statistics = Statistics(
         metric=metric.name,
         signature=f"function:{metric.name}|source:{metric.source_hash[:12]}|{kind}",
         examples=json_hash([list(each) for each in references]),
         rows=[[value] for value in values],  # a number of the whole set is one observation
     )
-    score = _score(statistics)
+    score = metric_score(statistics)
     return score.model_copy(update={"n": len(predictions), "higher_is_better": greater_is_better})
 
 
 def _failing_example(
     metric: OwnMetric,
     predictions: Sequence[str],
-    references: Sequence[str | list[str]],
+    references: Sequence[list[str]],
     sources: Sequence[str],
     places: Sequence[str],
     error: Exception,

@@ -50,7 +50,7 @@ from smelt.evaluate.text_similarity import bertscore_rows, encoder_hash, meteor_
 _ANSWER_METRICS = ("exact_match", "token_f1")
 CLASS_METRICS = tuple(name for name in METRICS_BY_PROBLEM[SINGLE_LABEL] if name != AGREEMENT_METRIC)
 CROSS_ENTROPY = "cross_entropy"
-_BOOTSTRAP_SIGNATURE = f"ci:bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
+BOOTSTRAP_SIGNATURE = f"ci:bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
 
 
 class MetricScore(BaseModel):
@@ -104,7 +104,7 @@ def score_texts(
             split the references, or as `bertscore_rows`.
         MissingDependencyError: METEOR's data are not installed.
     """
-    _check_inputs(metrics, TEXT_METRICS, len(predictions), len(references))
+    check_inputs(metrics, TEXT_METRICS, len(predictions), len(references))
     for index, texts in enumerate(references, start=1):
         if isinstance(texts, str) or not texts:
             raise InputError(
@@ -122,17 +122,19 @@ def score_texts(
             signature, rows = _answer_statistics(metric, predictions, references)
         elif metric == "meteor":
             rows = meteor_rows(predictions, references)
-            signature = f"alpha:0.9|beta:3|gamma:0.5|tok:nltk|refs:best|{_BOOTSTRAP_SIGNATURE}"
+            signature = f"alpha:0.9|beta:3|gamma:0.5|tok:nltk|refs:best|{BOOTSTRAP_SIGNATURE}"
             signature += f"|version:nltk {version('nltk')}"
         elif metric == "bertscore":
             own = (settings or {})[metric]
             rows = bertscore_rows(predictions, references, own, base, device)
             model = f"model:{Path(own['model']).name}|weights:{encoder_hash(own, base)[:12]}"
-            signature = f"{model}|layer:{own['layer']}|idf:no|rescaled:no|refs:best|{_BOOTSTRAP_SIGNATURE}"
+            signature = f"{model}|layer:{own['layer']}|idf:no|rescaled:no|refs:best|{BOOTSTRAP_SIGNATURE}"
         else:
             tokenize = (settings or {}).get(metric, {}).get("tokenize")
             signature, rows = _sacrebleu_statistics(metric, predictions, references, tokenize, language)
-        scores[metric] = _score(Statistics(metric=metric, signature=signature, examples=examples, rows=rows))
+        scores[metric] = metric_score(
+            Statistics(metric=metric, signature=signature, examples=examples, rows=rows)
+        )
     return scores
 
 
@@ -159,7 +161,7 @@ def score_labels(
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
     """
-    _check_inputs(metrics, CLASS_METRICS, len(predicted), len(gold))
+    check_inputs(metrics, CLASS_METRICS, len(predicted), len(gold))
     from sklearn.metrics import accuracy_score, f1_score
 
     only = only or {}
@@ -173,21 +175,21 @@ def score_labels(
             scores[metric] = _score_cross_entropy(logits, gold, examples)
             continue
         average = f"class:{only[metric]}" if metric in only else "average:macro"
-        signature = f"{average}|{_BOOTSTRAP_SIGNATURE}|{library}"
+        signature = f"{average}|{BOOTSTRAP_SIGNATURE}|{library}"
         if metric == "accuracy":
             signature = f"ci:wilson|{library}"
         elif metric == "matthews":
-            signature = f"x100|constant:0|{_BOOTSTRAP_SIGNATURE}|formula:{library}"
+            signature = f"x100|constant:0|{BOOTSTRAP_SIGNATURE}|formula:{library}"
         own = [[*row, only[metric]] for row in rows] if metric in only else rows
         statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=own)
         if metric == "accuracy":
             value = 100 * float(accuracy_score(gold, predicted))
             hits = int(accuracy_score(gold, predicted, normalize=False))
-            scores[metric] = _score(statistics, value, wilson_interval(hits, len(rows)))
+            scores[metric] = metric_score(statistics, value, wilson_interval(hits, len(rows)))
         elif metric == "f1" and metric not in only:
-            scores[metric] = _score(statistics, 100 * float(f1_score(gold, predicted, average="macro")))
+            scores[metric] = metric_score(statistics, 100 * float(f1_score(gold, predicted, average="macro")))
         else:
-            scores[metric] = _score(statistics)
+            scores[metric] = metric_score(statistics)
     return scores
 
 
@@ -197,18 +199,19 @@ def _score_cross_entropy(logits: NDArray[np.float32], gold: Sequence[int], examp
     from scipy.stats import entropy
 
     losses = -log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(gold)), list(gold)]
-    signature = f"logits:float32|average:mean|{_BOOTSTRAP_SIGNATURE}"
+    signature = f"logits:float32|average:mean|{BOOTSTRAP_SIGNATURE}"
     rows: list[list[int | float]] = [[float(loss)] for loss in losses]
-    score = _score(Statistics(metric=CROSS_ENTROPY, signature=signature, examples=examples, rows=rows))
+    score = metric_score(Statistics(metric=CROSS_ENTROPY, signature=signature, examples=examples, rows=rows))
     frequency = float(entropy(list(Counter(map(int, gold)).values())))
     return score.model_copy(update={"chance": frequency})
 
 
-def _score(
+def metric_score(
     statistics: Statistics,
     value: float | None = None,
     interval: tuple[float, float] | None = None,
 ) -> MetricScore:
+    """Return the score of `statistics`, with `value` and `interval` in its unit instead of the usual ones."""
     known = find_metric(statistics.metric)
     return MetricScore(
         metric=statistics.metric,
@@ -247,7 +250,12 @@ def chance_level(statistics: Statistics) -> float | None:
     return metric_value(statistics.model_copy(update={"rows": constant}))
 
 
-def _check_inputs(metrics: Sequence[str], known: Sequence[str], outputs: int, expected: int) -> None:
+def check_inputs(metrics: Sequence[str], known: Sequence[str], outputs: int, expected: int) -> None:
+    """Check that the metrics are `known`, and that there is one output for each example.
+
+    Raises:
+        InputError: they are not.
+    """
     for metric in metrics:
         if metric not in known:
             raise InputError(
@@ -340,7 +348,7 @@ def _rouge_signature(metric: str, references: Sequence[Sequence[str]]) -> str:
     settings = "case:lower|tok:smelt-unicode-words-2|stem:no|refs:best F1|average:mean"
     if metric == "rougeLsum":
         settings += "|sentences:line ends and .!?"
-    return f"nrefs:{number}|{settings}|{_BOOTSTRAP_SIGNATURE}|version:rouge-score {version('rouge-score')}"
+    return f"nrefs:{number}|{settings}|{BOOTSTRAP_SIGNATURE}|version:rouge-score {version('rouge-score')}"
 
 
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -374,7 +382,7 @@ def _answer_statistics(
         else:
             own = normalize_answer(text)
             rows.append([int(any(own == normalize_answer(reference) for reference in wanted)), 1])
-    interval = "ci:wilson" if metric == "exact_match" else _BOOTSTRAP_SIGNATURE
+    interval = "ci:wilson" if metric == "exact_match" else BOOTSTRAP_SIGNATURE
     return f"norm:squad v1.1|refs:best|{interval}", rows
 
 
@@ -399,15 +407,15 @@ def score_responses(
     Raises:
         InputError: no examples, or lengths that differ.
     """
-    _check_inputs((), (), len(losses), len(tokens))
-    signature = f"refs:first|tokens:response and its end|{_BOOTSTRAP_SIGNATURE}"
+    check_inputs((), (), len(losses), len(tokens))
+    signature = f"refs:first|tokens:response and its end|{BOOTSTRAP_SIGNATURE}"
     statistics = Statistics(
         metric=RESPONSE_PERPLEXITY,
         signature=signature,
         examples=json_hash(examples),
         rows=[list(row) for row in zip(losses, tokens, sizes, strict=True)],
     )
-    score = _score(statistics)
+    score = metric_score(statistics)
     return score.model_copy(update={"chance": float(vocabulary) if vocabulary else None})
 
 
@@ -433,7 +441,7 @@ def score_choices(
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
     """
-    _check_inputs(metrics, CHOICE_METRICS, len(losses), len(choices))
+    check_inputs(metrics, CHOICE_METRICS, len(losses), len(choices))
     scores = {}
     random = 100 * float(np.mean([1 / len(each) for each in choices]))
     for metric in metrics:
@@ -448,7 +456,7 @@ def score_choices(
             examples=json_hash(examples),
             rows=rows,
         )
-        scores[metric] = _score(statistics).model_copy(update={"chance": random})
+        scores[metric] = metric_score(statistics).model_copy(update={"chance": random})
     return scores
 
 

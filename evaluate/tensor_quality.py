@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, RunError, did_you_mean
 from smelt.evaluate.metrics import AGREEMENT_METRIC, OUTPUT_METRICS, RELATIVE_ERROR_METRIC, TOP1_METRIC
-from smelt.evaluate.quality import _BOOTSTRAP_SIGNATURE, MetricScore, _score
+from smelt.evaluate.quality import BOOTSTRAP_SIGNATURE, MetricScore, metric_score
 from smelt.evaluate.significance import Statistics, wilson_interval
 
 _MAX_NAMED_ROWS = 5  # samples named in a warning
@@ -65,12 +65,12 @@ def score_outputs(
             statistics = Statistics(
                 metric=metric, signature=f"{signature}|ci:wilson", examples=rows, rows=hits
             )
-            found[metric] = _score(statistics, interval=wilson_interval(int(sum(values)), len(values)))
+            found[metric] = metric_score(statistics, interval=wilson_interval(int(sum(values)), len(values)))
         else:
             means: list[list[int | float]] = [[float(value)] for value in values]
-            found[metric] = _score(
+            found[metric] = metric_score(
                 Statistics(
-                    metric=metric, signature=f"{signature}|{_BOOTSTRAP_SIGNATURE}", examples=rows, rows=means
+                    metric=metric, signature=f"{signature}|{BOOTSTRAP_SIGNATURE}", examples=rows, rows=means
                 )
             )
     return found

@@ -19,7 +19,7 @@ def lengths(predictions, references, sources):
     return [len(p) - len(s) for p, s in zip(predictions, sources)]
 
 def array(predictions, references, sources):
-    return np.array([float(isinstance(r, list)) for r in references])
+    return np.array([float(len(r) > 1) for r in references])
 
 def whole(predictions, references, sources):
     return np.float64(len("".join(predictions)))

@@ -37,7 +37,7 @@ _MAX_ERROR_LENGTH = 300
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told when a run starts.
+    """What a tracker gets at the start of a run.
 
     project: the recipe's name; a tracker's own environment variable takes precedence. name: of the run.
     folder: the run's. config: what is run, and the paths of the artifacts to be made.

@@ -196,6 +196,12 @@ class SearchSpace:
 
     def recipe_at(self, values: Mapping[str, Any]) -> YamlDocument:
         """Return the recipe of one point, with the lines of the file. values: by parameter name."""
+        value, chain = self.value_at(values)
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+        return YamlDocument(self.document.name, value, text, self._lines(chain))
+
+    def value_at(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """Return the recipe of one point as plain values, and which stages of the file it has, in order."""
         value = copy.deepcopy({key: part for key, part in self.value.items() if key != SEARCH_KEY})
         sequence, unused = list(range(len(value["stages"]))), set[int]()
         for each in self.parameters:
@@ -215,8 +221,7 @@ class SearchSpace:
         for metric, gate in self.settings.subject_to.items():
             gates[metric] = gate.model_dump(exclude_none=True, mode="json") | {"at": self.leaf}
         value["gates"] = gates | {"on": "validation"}
-        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
-        return YamlDocument(self.document.name, value, text, self._lines(chain))
+        return value, chain
 
     def _lines(self, chain: Sequence[int]) -> dict[KeyPath, int]:
         """Return the lines of the file by the paths in the recipe of a point."""

@@ -325,10 +325,10 @@ class Search:
         """
         from optuna.trial import TrialState
 
-        own = self.space.recipe_at(trial.params).value
+        own = self.space.value_at(trial.params)
         for other in study.get_trials(deepcopy=False)[: trial.number]:
             known = _RESULT in other.user_attrs or other.state == TrialState.RUNNING
-            if known and self.space.recipe_at(other.params).value == own:
+            if known and self.space.value_at(other.params) == own:
                 return other
         return None
 

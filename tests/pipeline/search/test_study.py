@@ -112,7 +112,7 @@ def test_killed_searches_go_on_to_the_same_trials(space, tmp_path, monkeypatch):
     assert history(job) == history(undisturbed)
 
 
-@pytest.mark.parametrize("moment", ["while parameters are drawn", "before the result is told"])
+@pytest.mark.parametrize("moment", ["while parameters are drawn", "before the trial is finished"])
 def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tmp_path, monkeypatch, moment):
     undisturbed = search(space, tmp_path / "undisturbed")
     undisturbed.run()

@@ -94,6 +94,8 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         self.probe: Callable[[], Mapping[str, float]] | None = None
         self.sign = 1  # of reported scores: -1 if `score` is a negated metric
         self.evals, self.ema, self.progress = 0, ema, progress
+        self.patience: int | None = None
+        self.stopped_early = False
         self.extension = extension or TrainingExtension()
         self.average: dict[str, Tensor] = {}
         self.best_weights: dict[str, Tensor] = {}
@@ -125,6 +127,14 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             self._add_to_curve(step, args.gradient_accumulation_steps, kwargs["lr_scheduler"])
         if self.evals and step in {round(total * k / self.evals) for k in range(1, self.evals + 1)}:
             self._validate(step)
+            if self._out_of_patience() and step < total:
+                self.stopped_early = control.should_training_stop = True
+
+    def _out_of_patience(self) -> bool:
+        """Return whether the last `patience` validations were not better than the one before them."""
+        if self.patience is None or self.best is None:
+            return False
+        return sum(found.step > self.best.step for found in self.validations) >= self.patience
 
     def details(self, steps: int) -> dict[str, Any]:
         """Return the details for the report after `steps` updates."""
@@ -132,6 +142,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             "train_loss": self.recent_loss(),
             "validation_loss": self.best.loss if self.best else None,
             "kept_step": self.best.step if self.best else steps,
+            **({"stopped_early": True} if self.stopped_early else {}),
             **self._history(),
         }
         losses = self.recent_losses()

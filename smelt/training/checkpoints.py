@@ -208,6 +208,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         groups = self.saved.state["groups"]
         kwargs["optimizer"].load_state_dict({"state": moments, "param_groups": groups})
         kwargs["lr_scheduler"].load_state_dict(self.saved.state["schedule"])
+        if (scaler := getattr(kwargs["optimizer"], "scaler", None)) is not None:
+            scaler.load_state_dict(self.saved.state["scaler"])
         state.global_step, self._random_pending = self.saved.step, True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -235,6 +237,9 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             "keeper": self.keeper.state_dict(),
             "groups": optimizer["param_groups"],
             "schedule": kwargs["lr_scheduler"].state_dict(),
+            "scaler": scaler.state_dict()
+            if (scaler := getattr(kwargs["optimizer"], "scaler", None))
+            else None,
             "random": random_told,
         }
         self._write(state.global_step, tensors, metadata)

@@ -8,16 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import SettingError
+from smelt.core.errors import SettingError, did_you_mean
 from smelt.core.files import read_json_object
 from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.models.families.registry import find_family
 
 LOSS_METRIC = "loss"  # the default of `metric_for_best_model`
 PEFT_VERSION = "0.18"  # the oldest supported release
+BITSANDBYTES_VERSION = "0.48"
+# Of transformers' `OptimizerNames`: those that need no settings of their own and step inside the usual loop,
+# with the bytes of their state per weight.
+_TORCH_OPTIMIZERS = {
+    "adafactor": 0, "adagrad": 4, "adamw_torch": 8, "adamw_torch_fused": 8, "rmsprop": 4, "sgd": 0,
+}  # fmt: skip
+_BITSANDBYTES_OPTIMIZERS = {
+    "adamw_8bit": 2, "adamw_bnb_8bit": 2, "ademamix": 12, "ademamix_8bit": 3, "lion_32bit": 4, "lion_8bit": 1,
+    "paged_adamw_32bit": 8, "paged_adamw_8bit": 2, "paged_ademamix_32bit": 12, "paged_ademamix_8bit": 3,
+    "paged_lion_32bit": 4, "paged_lion_8bit": 1, "rmsprop_bnb": 4, "rmsprop_bnb_32bit": 4,
+    "rmsprop_bnb_8bit": 1,
+}  # fmt: skip
+OPTIMIZERS = _TORCH_OPTIMIZERS | _BITSANDBYTES_OPTIMIZERS
 
 
 class LoraSettings(Settings):
@@ -44,7 +57,12 @@ class TrainingSettings(Settings):
     learning_rate: float | None = Field(
         default=None,
         gt=0,
-        description="peak learning rate of AdamW; default: by family, width and what is trained",
+        description="peak learning rate; default, for AdamW: by family, width and what is trained",
+    )
+    optimizer: str = Field(
+        default="adamw_torch_fused",
+        max_length=60,
+        description="an optimizer of transformers by name, such as adafactor, sgd or adamw_bnb_8bit",
     )
     lr_schedule: Literal["linear", "cosine", "constant"] = Field(
         default="linear", description="shape of the learning rate after the warm-up"
@@ -68,9 +86,13 @@ class TrainingSettings(Settings):
         lt=1,
         description="replaces all dropout rates of the model; `distill` with only the logits loss: default 0",
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
-        description="auto: bf16 if a trial measures a gain",
+        description="auto: bf16 if a trial measures a gain; fp16: on a GPU, with loss scaling",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="compute a layer's activations again in the backward pass: less memory, more time",
     )
     max_length: int | None = Field(
         default=None, ge=2, description="texts are truncated to this many tokens; default: the model's limit"
@@ -84,6 +106,11 @@ class TrainingSettings(Settings):
         default=4,
         ge=0,
         description="validations during training; 0: the last weights are kept",
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="stop after this many validations without a better one (early stopping)",
     )
     max_validation_samples: int = Field(
         default=1000,
@@ -118,8 +145,22 @@ class TrainingSettings(Settings):
         return self.lora is None
 
     def required_packages(self) -> dict[str, str]:
-        """Return peft if there are adapters."""
-        return {} if self.lora is None else {"peft": PEFT_VERSION}
+        """Return peft if there are adapters, and the package of the optimizer."""
+        found = {} if self.lora is None else {"peft": PEFT_VERSION}
+        return found | (
+            {"bitsandbytes": BITSANDBYTES_VERSION} if self.optimizer in _BITSANDBYTES_OPTIMIZERS else {}
+        )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _known_optimizer(cls, name: str) -> str:
+        if name not in OPTIMIZERS:
+            raise SettingError(
+                f"optimizer: '{name}' is not supported; supported: {', '.join(sorted(OPTIMIZERS))}."
+                f"{did_you_mean(name, OPTIMIZERS)}",
+                code="unknown-optimizer",
+            )
+        return name
 
     @model_validator(mode="after")
     def _selects(self) -> Self:
@@ -127,6 +168,11 @@ class TrainingSettings(Settings):
             raise SettingError(
                 f"metric_for_best_model: {self.metric_for_best_model[:60]} requires validations during"
                 " training; set num_evals to 1 or more",
+                code="no-evaluation",
+            )
+        if self.patience is not None and not self.num_evals:
+            raise SettingError(
+                "patience requires validations during training; set num_evals to 1 or more",
                 code="no-evaluation",
             )
         return self

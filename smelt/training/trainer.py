@@ -42,6 +42,7 @@ from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by
 from smelt.training.settings import TrainingSettings, with_learning_rate
 from smelt.training.training_state import (
     autocast,
+    gradient_checkpointing,
     pick_precision,
     require_training_memory,
     torch_threads,
@@ -159,10 +160,14 @@ def run_training(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
         stack.enter_context(torch_threads(ctx.threads))
-        args = _training_arguments(settings, folder, ctx)
-        precision = pick_precision(settings.precision, args.device)
+        # raises if CUDA is missing; Trainer would silently use the CPU
+        device = torch.device(torch_device(ctx.device))
+        precision = pick_precision(settings.precision, device)
+        args = _training_arguments(settings, folder, precision, ctx)
         stack.enter_context(modules_attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
+        if settings.gradient_checkpointing:
+            stack.enter_context(gradient_checkpointing(model))
         stack.enter_context(extension.training_context())
         keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
         resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx)
@@ -181,14 +186,19 @@ def run_training(
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
             batches = [collate([validation[i] for i in group], model.config) for group in groups]
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
-            keeper.evals = settings.num_evals
+            keeper.evals, keeper.patience = settings.num_evals, settings.patience
             keeper.score = None if score is None else partial(_as_stored, model, extension, score)
             keeper.probe = None if probe is None else partial(_as_stored, model, extension, probe)
             keeper.sign = -1 if settings.metric_for_best_model in ctx.negated_metrics else 1
         require_training_memory(
-            model, args.device, keeps_best=bool(keeper.evals), keeps_average=settings.ema_decay is not None
+            model,
+            args.device,
+            optimizer=settings.optimizer,
+            keeps_best=bool(keeper.evals),
+            keeps_average=settings.ema_decay is not None,
         )
         loop.train()
+        loop.accelerator.unwrap_model(loop.model_wrapped, keep_fp32_wrapper=False)  # of fp16's forward
         steps = int(loop.state.global_step)
         keeper.load_best()
         _require_finite(model, keeper)
@@ -257,13 +267,13 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
             )
 
 
-def _training_arguments(settings: TrainingSettings, folder: str, ctx: Context) -> Any:
-    if ctx.device == "cuda":
-        torch_device(ctx.device)  # raises if CUDA is missing; Trainer would silently use the CPU
-    return transformers.TrainingArguments(
+def _training_arguments(settings: TrainingSettings, folder: str, precision: str, ctx: Context) -> Any:
+    args = transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,  # the plan of batches covers all epochs
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        optim=settings.optimizer,
+        fp16=precision == "fp16",
         learning_rate=settings.learning_rate,
         lr_scheduler_type=_LR_SCHEDULES[settings.lr_schedule],
         warmup_steps=settings.warmup,
@@ -280,3 +290,7 @@ def _training_arguments(settings: TrainingSettings, folder: str, ctx: Context) -
         dataloader_pin_memory=False,
         accelerator_config={"even_batches": False},
     )
+    # With several visible GPUs Trainer would wrap the model in DataParallel, which splits batches whose items
+    # were counted as a whole.
+    args._n_gpu = min(1, args.n_gpu)
+    return args

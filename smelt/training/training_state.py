@@ -1,8 +1,9 @@
 """Prepare a model for training, restore it afterwards, and check the memory before a training starts.
 
-AdamW keeps a gradient and two moments in float32 for every trained weight (Loshchilov & Hutter 2019,
-arXiv:1711.05101); the best and the averaged weights are copies. A training needs this memory for any batch
-size, and more for activations: a training that passes the check may still run out of memory.
+Every trained weight has a gradient in float32 and the state of its optimizer, such as AdamW's two moments
+(Loshchilov & Hutter 2019, arXiv:1711.05101); the best and the averaged weights are copies. A training needs
+this memory for any batch size, and more for activations: a training that passes the check may still run out
+of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from smelt.core.system import available_bytes, require_memory
 from smelt.models.edits import is_masked
 from smelt.models.families.registry import family_of
 from smelt.runtimes.device import bf16_speedup
+from smelt.training.settings import OPTIMIZERS
 
 _MIN_SPEEDUP = 1.3  # below it bf16 is not worth its lower precision
 
@@ -37,19 +39,24 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 def pick_precision(requested: str, device: torch.device) -> str:
-    """Return fp32 or bf16; `auto` is bf16 on a GPU with bf16 and on a CPU if it is 1.3 times as fast.
+    """Return fp32, bf16 or fp16; `auto` is bf16 on a GPU with bf16 and on a CPU if it is 1.3 times as fast.
 
     Raises:
-        InputError: bf16 is set and the processor does not support it.
+        InputError: bf16 is set and the processor does not support it, or fp16 is set without a GPU.
     """
+    if requested == "fp16" and device.type != "cuda":
+        raise InputError(
+            "precision: fp16 requires a GPU: its loss scaling is not available on"
+            " a CPU. Set precision: bf16, fp32, or auto.",
+            code="no-fp16",
+            setting="precision",
+        )
     if requested == "fp32" or device.type not in {"cpu", "cuda"}:
         return requested if requested != "auto" else "fp32"
     if device.type == "cuda":
-        return (
-            "bf16"
-            if requested == "bf16" or torch.cuda.is_bf16_supported(including_emulation=False)
-            else "fp32"
-        )
+        if requested != "auto":
+            return requested
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     # torch has no public API for this; without native bf16 no trial is needed
     native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     gain = bf16_speedup() if native or requested == "bf16" else 0.0
@@ -63,8 +70,9 @@ def pick_precision(requested: str, device: torch.device) -> str:
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return the autocast context for bf16, or a disabled one."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+    """Return the autocast context for bf16 or fp16, or a disabled one."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
 
 
 @contextlib.contextmanager
@@ -107,6 +115,34 @@ def training_state(model: Any, dropout: float | None, device: torch.device) -> I
             model.zero_grad(set_to_none=True)
             model.to("cpu")
             model.eval()
+
+
+@contextlib.contextmanager
+def gradient_checkpointing(model: Any) -> Iterator[None]:
+    """Compute each layer's activations again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
+
+    Raises:
+        InputError: the model's class does not support it.
+    """
+    found = [m for m in model.modules() if getattr(m, "supports_gradient_checkpointing", False)]
+    if not found:
+        raise InputError(
+            f"gradient_checkpointing: transformers does not support it for {type(model).__name__}. Lower"
+            " batch_size and raise gradient_accumulation_steps instead.",
+            code="no-gradient-checkpointing",
+            setting="gradient_checkpointing",
+        )
+    top = found[0]  # a sentence embedder contains the model of transformers
+    name = (
+        "activation_checkpointing"
+        if hasattr(top, "activation_checkpointing_enable")
+        else "gradient_checkpointing"
+    )
+    getattr(top, f"{name}_enable")({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        getattr(top, f"{name}_disable")()
 
 
 def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStack) -> None:
@@ -160,17 +196,18 @@ def _freeze_pad_rows(model: Any) -> list[Any]:
     return [weight.register_hook(partial(without, row)) for weight, row in rows.values()]
 
 
-_GRADIENT_BYTES, _MOMENT_BYTES, _COPY_BYTES = 4, 8, 4  # bytes a weight
+_GRADIENT_BYTES, _COPY_BYTES = 4, 4  # bytes a weight
 
 
 def require_training_memory(
-    model: nn.Module, device: torch.device, *, keeps_best: bool, keeps_average: bool
+    model: nn.Module, device: torch.device, *, optimizer: str, keeps_best: bool, keeps_average: bool
 ) -> None:
     """Require memory for the gradients and the optimizer state of a training.
 
     Args:
         model: float32, on the CPU.
         device: the training device.
+        optimizer: its name.
         keeps_best: whether a copy of the best weights is kept (validation).
         keeps_average: whether a moving average of the weights is kept.
 
@@ -179,7 +216,7 @@ def require_training_memory(
     """
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     copies = _COPY_BYTES * weights * (keeps_best + keeps_average)  # on the CPU, wherever the model is trained
-    work = (_GRADIENT_BYTES + _MOMENT_BYTES) * weights
+    work = (_GRADIENT_BYTES + OPTIMIZERS[optimizer]) * weights
     remedy = (
         f"That is for the gradients, the optimizer and the copies of {weights / 1e6:,.1f} million weights,"
         " before any batch. Make the model smaller first, or use a machine with more memory."

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import harness
 import pytest
@@ -43,11 +44,14 @@ def test_the_need_is_what_adam_and_the_copies_take(model, monkeypatch):
         training_state, "require_memory", lambda need, what, remedy, free_bytes: asked.append(need)
     )
     cpu = torch.device("cpu")
-    require_training_memory(model, cpu, keeps_best=False, keeps_average=False)
-    require_training_memory(model, cpu, keeps_best=True, keeps_average=True)
+    need = partial(require_training_memory, model, cpu, optimizer="adamw_torch")
+    need(keeps_best=False, keeps_average=False)
+    need(keeps_best=True, keeps_average=True)
+    need(keeps_best=False, keeps_average=False, optimizer="adamw_bnb_8bit")  # two moments of a byte each
     model.classifier.weight.requires_grad_(False)
-    require_training_memory(model, cpu, keeps_best=True, keeps_average=False)
-    assert asked == [12 * weights, 20 * weights, 16 * (weights - model.classifier.weight.numel())]
+    need(keeps_best=True, keeps_average=False)
+    rest = weights - model.classifier.weight.numel()
+    assert asked == [12 * weights, 20 * weights, 6 * weights, 16 * rest]
 
 
 def test_a_training_that_cannot_fit_is_refused_before_its_first_step(model, tmp_path, monkeypatch):
@@ -88,4 +92,4 @@ def test_training_asks_for_memory_with_what_it_will_keep(model, tmp_path, monkey
         training_loop, "require_training_memory", lambda model, device, **kept: asked.append(kept)
     )
     _train(model, tmp_path, label_objective(), max_steps=1, num_evals=1, ema_decay=0.9)
-    assert asked == [{"keeps_best": True, "keeps_average": True}]
+    assert asked == [{"optimizer": "adamw_torch_fused", "keeps_best": True, "keeps_average": True}]

@@ -1,0 +1,138 @@
+"""Optimizers by name, gradient checkpointing, early stopping and fp16."""
+
+import causal
+import harness
+import pytest
+import seq2seq
+import tiny
+import torch
+from expected_errors import raises_code, raises_setting_codes
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.optimization import Adafactor
+from transformers.training_args import OptimizerNames
+
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.stage import Distill
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.models.checkpoint import load_model
+from smelt.training.extension import label_objective
+from smelt.training.samples import EncodedSample, collate
+from smelt.training.settings import OPTIMIZERS
+from smelt.training.trainer import run_training
+from smelt.training.training_state import gradient_checkpointing, training_state
+
+PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_schedule": "constant", "warmup": 0,
+         "max_grad_norm": 1e9, "weight_decay": 0.0, "learning_rate": 1e-2, "max_steps": 1}  # fmt: skip
+ROWS = [EncodedSample(list(range(5, 5 + n)), None, [*range(9, 9 + n), 0]) for n in (3, 7, 12, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [("sgd", lambda p: torch.optim.SGD(p, lr=1e-2)),
+     ("adagrad", lambda p: torch.optim.Adagrad(p, lr=1e-2)),
+     ("adafactor", lambda p: Adafactor(p, lr=1e-2, scale_parameter=False, relative_step=False))],
+)  # fmt: skip
+def test_an_update_is_that_of_the_named_optimizer(tmp_path, name, reference):
+    folder = tiny.write_marian(tmp_path / "model")
+    model, other = load_model(folder)[0], load_model(folder)[0]
+    settings = FinetuneSettings(**PLAIN, optimizer=name)
+    ctx = harness.make_context(tmp_path / "work" / "out", seed=5)
+    run_training(model, ROWS, None, objective=label_objective(), settings=settings, ctx=ctx)
+    other.set_attn_implementation("eager")
+    trained = [p for n, p in other.named_parameters() if dict(model.named_parameters())[n].requires_grad]
+    label_objective()(other, collate(ROWS, other.config)).backward()
+    other.get_input_embeddings().weight.grad[other.config.pad_token_id] = 0  # the row is frozen
+    reference(trained).step()
+    mine = dict(model.named_parameters())
+    for key, theirs in other.named_parameters():
+        if theirs.grad is not None and mine[key].requires_grad:
+            clear = theirs.grad.abs() > 1e-5  # the gradient of a key's bias is rounding
+            torch.testing.assert_close(mine[key][clear], theirs[clear], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.quick
+def test_optimizers_are_names_of_transformers_and_unknown_ones_are_refused():
+    assert {str(name.value) for name in OptimizerNames} >= set(OPTIMIZERS)
+    with raises_setting_codes("unknown-optimizer"):
+        FinetuneSettings(optimizer="adamw")
+    needed = FinetuneSettings(optimizer="adamw_bnb_8bit").required_packages()
+    assert set(needed) == {"bitsandbytes"}
+
+
+def saved_bytes(model, rows):
+    """Return the gradients of one batch, and the bytes that the forward pass keeps for the backward pass."""
+    kept = []
+    parameters = {p.data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in parameters:
+            kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    model.train()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = label_objective()(model, collate(rows, model.config))
+    total = sum(kept)
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, total
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5", "llama", "gpt2"])
+def test_checkpointed_layers_keep_less_and_give_the_same_gradients(tmp_path, kind):
+    write = {"marian": tiny.write_marian, "t5": seq2seq.write_t5}.get(
+        kind, lambda folder: causal.write_model(folder, kind)
+    )
+    folder = write(tmp_path / "model")
+    rows = ROWS if kind in ("marian", "t5") else [EncodedSample(r.input_ids, None, None) for r in ROWS]
+    model, other = load_model(folder)[0], load_model(folder)[0]
+    cpu = torch.device("cpu")
+    with training_state(model, 0.0, cpu):
+        plain, many = saved_bytes(model, rows)
+    with training_state(other, 0.0, cpu), gradient_checkpointing(other):
+        found, few = saved_bytes(other, rows)
+    assert few < 0.6 * many
+    assert plain.keys() == found.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    assert not any(getattr(m, "gradient_checkpointing", False) for m in other.modules())
+
+
+def test_a_distillation_with_checkpointed_layers_ends_with_the_same_weights(tmp_path):
+    """The teacher's losses read states inside of layers, which the backward pass computes a second time."""
+    folder, found = tiny.write_marian(tmp_path / "m"), []
+    for checkpointed in (False, True):
+        settings = DistillSettings.model_validate(
+            {"losses": {"hidden_states": 1.0, "attention": 1.0, "logits": 1.0}, "max_steps": 3,
+             "batch_size": 4, "learning_rate": 1e-3, "precision": "fp32", "dropout": 0.2, "num_evals": 0,
+             "student": {"decoder_layers": 1}, "gradient_checkpointing": checkpointed}
+        )  # fmt: skip
+        out = tmp_path / str(checkpointed) / "out"
+        harness.run_stage(Distill(), settings, folder, out, data=tiny.read_pairs(tmp_path))
+        found.append(load_model(out)[0].state_dict())
+    for name, weight in found[0].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_a_training_stops_when_validations_do_not_improve(tmp_path):
+    settings = FinetuneSettings(
+        **(PLAIN | {"learning_rate": 3.0, "max_steps": 8, "num_evals": 4, "patience": 2})
+    )
+    folder, data = tiny.write_marian(tmp_path / "m"), tiny.read_pairs(tmp_path)
+    ctx = harness.run_stage(Finetune(), settings, folder, tmp_path / "work" / "out", data=data)
+    training = ctx.details["training"]
+    assert training["kept_step"] == 0
+    assert [found["step"] for found in training["validations"]] == [0, 2, 4]
+    assert (training["steps"], training["stopped_early"]) == (4, True)
+
+
+@pytest.mark.quick
+def test_patience_without_validations_is_refused():
+    with raises_setting_codes("no-evaluation"):
+        FinetuneSettings(patience=1, num_evals=0)
+
+
+def test_fp16_requires_a_gpu(tmp_path):
+    settings = FinetuneSettings(**(PLAIN | {"precision": "fp16"}))
+    folder, data = tiny.write_marian(tmp_path / "m"), tiny.read_pairs(tmp_path)
+    with raises_code("no-fp16"):
+        harness.run_stage(Finetune(), settings, folder, tmp_path / "work" / "out", data=data)

@@ -50,6 +50,7 @@ _Place = tuple[str, int, str]
 _EMBEDDINGS, _BLOCK, _OUTPUT = "embeddings", "block", "output"
 _PARTS = (_EMBEDDINGS, _BLOCK, "self-attention", "cross-attention", "feed-forward", _OUTPUT)
 
+
 @dataclass
 class _Ratio:
     """Sums of squares of a layer's outputs and of their errors."""
@@ -244,7 +245,7 @@ def _block_positions(
     return found
 
 
-# Called with the place and the hidden states before a block; returns the states that it gets instead, or None.
+# Called with the place and the input of a block; returns the states that it gets instead, or None.
 BlockStart = Callable[[str, int, Tensor], Tensor | None]
 # The same for the output of a block, or of a part of it.
 BlockEnd = Callable[[_Place, Tensor, bool], Tensor | None]
@@ -361,7 +362,7 @@ class _StepStates:
             self.ratios.setdefault(place, _Ratio()).add(expected, output)
 
     def compare_removed(self) -> None:
-        """Compare the layers of the baseline that the step lacks; the parts of a removed block are left out."""
+        """Compare the layers of the baseline that the step lacks, without parts of removed blocks."""
         for place, expected in self.base.outputs.items():
             stack, index, part = place
             if place in self.present:

@@ -301,7 +301,7 @@ class Examples(_ReportModel):
 
 
 class LayerRatio(_ReportModel):
-    """The SQNR of one layer, dB; None: its outputs equal the baseline's. removed: the step lacks the layer."""
+    """The SQNR of one layer, dB; None: outputs equal to the baseline's. removed: the step lacks the layer."""
 
     name: str
     part: str

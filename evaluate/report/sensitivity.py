@@ -77,7 +77,7 @@ def find_layer_table(report: ReportData) -> LayerTable | None:
 
 
 def ratio_text(ratio: LayerRatio | None) -> str:
-    """Return `21.3`, `= ` for equal outputs, or `removed 4.2`."""
+    """Return `21.3`, `equal`, or `removed, 4.2`."""
     if ratio is None:
         return view.MISSING_TEXT
     text = "equal" if ratio.sqnr_db is None else view.number_text(ratio.sqnr_db, 1)
@@ -128,6 +128,6 @@ def summary_rows(table: LayerTable, num_layers: int = 3) -> tuple[Sequence[str],
 
 LEGEND = (
     "Signal-to-quantization-noise ratio (SQNR) in dB against the baseline, on the baseline's hidden states:"
-    " 40 dB is an error of 1 % of the output, 20 dB of 10 %, 0 dB of 100 %. Lower is worse; training lowers it"
-    " too. Outputs: each model on its own."
+    " 40 dB is an error of 1 % of the output, 20 dB of 10 %, 0 dB of 100 %. Lower is worse; training changes"
+    " it too. Outputs: each model on its own."
 )

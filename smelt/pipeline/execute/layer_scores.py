@@ -1,4 +1,4 @@
-"""Compare the layers of a run's torch steps with the baseline's; results are stored by artifact and samples."""
+"""Compare the layers of a run's torch steps with the baseline's; results are stored and reused."""
 
 from __future__ import annotations
 
@@ -42,9 +42,6 @@ class LayerScores:
             baseline: name of the baseline.
             progress: called after each step.
             on_compared: called with the result of each step.
-
-        Raises:
-            Exception: of a model that cannot run; the steps before it were compared.
         """
         base = artifacts.get(baseline)
         if base is None or base.format != "torch":
@@ -116,8 +113,9 @@ def kept_blocks(
     found: dict[str, list[int]] = {}
     for step in reversed(chain if at == baseline else []):
         details = artifacts[step].manifest.details if step in artifacts else {}
-        shortened = dict(details.get("kept_layers") or {})
-        shortened |= {stack: kept for stack in STACK_NAMES if (kept := details.get(f"kept_{stack}"))}
+        shortened = {stack: kept for stack in STACK_NAMES if (kept := details.get(f"kept_{stack}"))}
+        if isinstance(dropped := shortened.get("layers"), Mapping):  # of drop-layers, all stacks
+            shortened = dict(dropped)
         for stack, kept in shortened.items():
             before = found.get(stack)
             found[stack] = [before[i] for i in kept] if before and max(kept) < len(before) else list(kept)

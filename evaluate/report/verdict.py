@@ -142,7 +142,7 @@ def _closest(reason: Any, text: str, steps: Sequence[StepReport], metric: str, r
     sign = 1 if steps[0].quality[metric].higher_is_better else -1
     best = max(steps, key=lambda step: sign * step.quality[metric].value)
     failed = [f"{view.metric_label(gate.metric)} {gate.kind}" for gate in best.gates if gate.passed is False]
-    named = f" {best.name} comes closest: {_loss_text(best, best, metric, report)}"
+    named = f" {best.name} comes closest: {_score_text(best, best, metric, report)}"
     hint = (
         f"; it fails {' and '.join(failed)}."
         if failed

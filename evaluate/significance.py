@@ -521,7 +521,10 @@ def _resample_weights(n: int) -> Iterable[Array]:
 
 @lru_cache(maxsize=1)  # all metrics and steps of a run have the same n
 def _kept_weights(n: int) -> tuple[Array, ...]:
-    return tuple(_draw_weights(n))
+    found = tuple(_draw_weights(n))
+    for block in found:
+        block.flags.writeable = False
+    return found
 
 
 def _draw_weights(n: int) -> Iterator[Array]:

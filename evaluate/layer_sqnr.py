@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from smelt.calibration.samples import draw_samples, make_batches, model_outputs,
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.core.system import available_bytes
-from smelt.data.splits import Split, Task
+from smelt.data.labels import REGRESSION, class_names, problem_type
+from smelt.data.splits import CLASSIFICATION_TASKS, TEXT_TO_TEXT_TASKS, Split, Task
 from smelt.models.checkpoint import load_model
 from smelt.models.families.family import Stack
 from smelt.models.families.model_blocks import Block, blocks_of, output_modules
@@ -77,6 +78,11 @@ class NotComparableError(Exception):
     """The layers of two models cannot be compared; the text is the reason."""
 
 
+def not_compared(reason: str | None) -> dict[str, Any]:
+    """Return the `layer_sqnr` of a step without any ratio."""
+    return {"samples": 0, "output_sqnr_db": None, "layers": [], "reason": reason}
+
+
 @dataclass(frozen=True)
 class SampleSource:
     """What samples are drawn from, for both models. count: number of samples; of running text, windows."""
@@ -87,17 +93,35 @@ class SampleSource:
     seed: int
 
     def encode(self, model: Any, folder: Path) -> list[Any]:
-        """Return the samples as the tokenizer in `folder` encodes them."""
+        """Return the samples as the tokenizer in `folder` encodes them.
+
+        Raises:
+            NotComparableError: there are no samples with targets.
+        """
         ctx = Context(out=folder, task=self.task, data={}, seed=self.seed, ancestors={}, score=lambda: {})
-        rows = draw_samples(self.split, model, load_processor(folder), self.count, ctx, "score")
+        split = self.split
+        if self.task in CLASSIFICATION_TASKS:  # labels are not used, and samples may lack them
+            config = model.config.to_dict()
+            label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
+            known = [e if e.label is not None else replace(e, label=label) for e in split.examples]
+            split = replace(split, examples=tuple(known))
+        if self.task in TEXT_TO_TEXT_TASKS:
+            split = replace(split, examples=tuple(e for e in split.examples if e.references))
+        if not len(split):
+            raise NotComparableError("the samples have no targets")
+        rows = draw_samples(split, model, load_processor(folder), self.count, ctx, "score")
         return split_pairs(rows)
 
 
 class LayerComparison:
-    """Compares the layers of steps with those of one baseline."""
+    """Compares the layers of steps with those of one baseline.
+
+    Raises:
+        NotComparableError: no memory for the baseline, or samples without targets.
+    """
 
     def __init__(self, baseline: Artifact, source: SampleSource, device: str) -> None:
-        self.baseline, self.source, self.device = baseline, source, device
+        self.source, self.device = source, device
         self._require_memory(baseline)
         self.model, _ = load_model(baseline.path)
         self._rows = source.encode(self.model, baseline.path)
@@ -109,7 +133,7 @@ class LayerComparison:
             step: a torch artifact.
             kept: by stack, the baseline's blocks that the step has, where it has fewer.
         """
-        found: dict[str, Any] = {"samples": 0, "output_sqnr_db": None, "layers": [], "reason": None}
+        found = not_compared(None)
         try:
             self._require_memory(step)
             model, edits = load_model(step.path)

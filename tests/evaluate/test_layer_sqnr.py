@@ -15,6 +15,7 @@ from smelt.compress.prune.stage import Prune
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.artifact import Artifact
+from smelt.data.splits import Example, Split
 from smelt.evaluate import layer_sqnr
 from smelt.evaluate.layer_sqnr import (
     LOWEST_DB,
@@ -154,6 +155,19 @@ def compared(home, out, stage, settings, kept=None):
     return comparison.compare(step, kept(ctx) if kept else {})
 
 
+def unlabelled():
+    return Split("rows", (Example("a man walks"), Example("two dogs")))
+
+
+def test_samples_of_classifiers_need_no_labels(tmp_path):
+    folder = tiny.write_bert(tmp_path / "m")
+    baseline = tiny.as_artifact(folder, "text-classification")
+    comparison = LayerComparison(baseline, SampleSource(unlabelled(), "text-classification", 4, 0), "cpu")
+    found = comparison.compare(baseline, {})
+    assert (found["samples"], found["output_sqnr_db"], changed(found["layers"])) == (2, None, {})
+    assert found["layers"]
+
+
 def test_artifacts_of_stages_are_compared_on_samples(home, tmp_path, monkeypatch):
     found = compared(home, tmp_path / "p", Prune(), PruneSettings(targets=["heads", "ffn"], keep_ratio=0.5))
     assert (found["samples"], found["reason"]) == (4, None)
@@ -165,6 +179,8 @@ def test_artifacts_of_stages_are_compared_on_samples(home, tmp_path, monkeypatch
     settings = DropLayersSettings(encoder_layers=2)
     found = compared(home, tmp_path / "d", DropLayers(), settings, lambda ctx: ctx.details["kept_layers"])
     assert [one["part"] for one in found["layers"] if one["removed"]] == ["block"]
+    with pytest.raises(NotComparableError):
+        LayerComparison(tiny.as_artifact(home / "m"), SampleSource(unlabelled(), "translation", 4, 0), "cpu")
     monkeypatch.setattr(layer_sqnr, "_MEMORY_SHARE", -1)
     with pytest.raises(NotComparableError):
         LayerComparison(

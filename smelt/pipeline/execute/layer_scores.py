@@ -64,14 +64,16 @@ class LayerScores:
         progress: Progress,
         on_compared: OnCompared,
     ) -> None:
-        from smelt.evaluate.layer_sqnr import LayerComparison, NotComparableError, SampleSource
+        from smelt.evaluate.layer_sqnr import LayerComparison, NotComparableError, SampleSource, not_compared
         from smelt.training.training_state import torch_threads
 
         source = SampleSource(self.split, self.recipe.task, self.count, self.recipe.seed)
         with torch_threads(self.recipe.threads):
             try:
                 comparison = LayerComparison(artifacts[baseline], source, self.recipe.device)
-            except NotComparableError:  # no memory even for the baseline
+            except NotComparableError as error:
+                for name in missing:
+                    on_compared(name, not_compared(str(error)))
                 return
             for done, name in enumerate(missing, 1):
                 kept = kept_blocks(name, baseline, parents, artifacts)

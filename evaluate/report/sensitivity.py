@@ -121,8 +121,10 @@ def summary_rows(table: LayerTable, num_layers: int = 3) -> tuple[Sequence[str],
         ]
         worst = sorted(blocks, key=lambda pair: pair[0].sqnr_db or 0.0)[:num_layers]
         texts = [f"{row.name} {ratio_text(ratio)}" for ratio, row in worst]
+        compared = any(row.ratios[at] for row in table.rows)
         reason = step.layer_sqnr.reason if step.layer_sqnr else None
-        rows.append([step.name, output_text(step), ", ".join(texts) or reason or "all equal"])
+        without = reason or ("all equal" if compared else view.MISSING_TEXT)
+        rows.append([step.name, output_text(step), ", ".join(texts) or without])
     return ("step", "outputs, dB", "worst layers, dB"), rows
 
 

@@ -55,6 +55,9 @@ def test_the_worst_blocks_come_first_with_their_weakest_part(report):
     lines = [line for line in render_markdown(report).splitlines() if "h.10 removed, 3.5, h.9 12.0" in line]
     assert [line.split("|")[2].strip() for line in lines] == ["11.2"]
     assert step_row(report["steps"][1])["output_sqnr_db"] == 11.24
+    report["steps"][3]["layer_sqnr"]["reason"] = None  # a model without blocks
+    _, rows = sensitivity.summary_rows(sensitivity.find_layer_table(validate_report(report)))
+    assert rows[2] == [report["steps"][3]["name"], "equal", "–"]
 
 
 def test_a_failed_comparison_costs_no_step(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, Literal, TypedDict
 
@@ -513,8 +514,20 @@ def _resampled_values(statistics: Statistics) -> Array:
     )
 
 
-def _resample_weights(n: int) -> Iterator[Array]:
-    """Yield how often each example was drawn, [some of R, n], R rows in all."""
+def _resample_weights(n: int) -> Iterable[Array]:
+    """Return how often each example was drawn, blocks [some of R, n], R rows in all."""
+    return _kept_weights(n) if RESAMPLES * n <= _MAX_CELLS else _draw_weights(n)
+
+
+@lru_cache(maxsize=1)  # all metrics and steps of a run have the same n
+def _kept_weights(n: int) -> tuple[Array, ...]:
+    found = tuple(_draw_weights(n))
+    for block in found:
+        block.flags.writeable = False
+    return found
+
+
+def _draw_weights(n: int) -> Iterator[Array]:
     generator = np.random.default_rng(BOOTSTRAP_SEED)
     block_size = max(1, min(RESAMPLES, _MAX_CELLS // n))
     for start in range(0, RESAMPLES, block_size):

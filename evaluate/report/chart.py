@@ -57,7 +57,7 @@ class ChartSize:
 
 WIDE = ChartSize("wide", 640, 420, 62, 24, 18, 52, 28)
 # for phones, at its own size: the letters of the wide one would be too small to read
-NARROW = ChartSize("narrow", 330, 340, 48, 12, 14, 52, 20)
+NARROW = ChartSize("narrow", 330, 340, 48, 22, 14, 52, 20)
 _FILE = ChartSize("file", 640, 444, 62, 24, 18, 76, 28)  # with a legend
 
 

@@ -111,8 +111,8 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     `steps` has every step of any run, in the order of the first run that has it. Each has for every run None
     or an entry with `quality` (value, ci95; difference from the first run with ci95, p_value and
     p_value_holm, corrected for all differences of the comparison; or the `reason` code why there is no paired
-    test), `format`, `size_bytes`, `latency_ms` and `speedup` (over its own run's baseline) at the smallest
-    batch size.
+    test), `format`, `size_bytes`, `latency_ms`, `speedup` (over its own run's baseline) and `stable` at
+    the smallest batch size.
 
     Raises:
         InputError: the stored scores of a run are damaged.
@@ -169,6 +169,7 @@ def _cost(step: StepReport, report: ReportData) -> dict[str, Any]:
         "batch_size": row.batch_size if row else None,
         "latency_ms": row.p50_ms if row else None,
         "speedup": row.speedup if row else None,
+        "stable": row.stable if row else None,
     }
 
 
@@ -266,8 +267,9 @@ def comparison_rows(comparison: Mapping[str, Any]) -> tuple[list[str], list[list
                 cells += _score_cells(run["quality"].get(metric), metric)
             cells.append(view.megabytes(run["size_bytes"]))
             if timed:
-                cells.append(view.significant_digits(run["latency_ms"]))
-                cells.append(f"{run['speedup']:.2f}×" if run["speedup"] else view.MISSING_TEXT)
+                mark = view.DISTURBED_MARK if run["stable"] is False else ""
+                cells.append(view.significant_digits(run["latency_ms"]) + mark)
+                cells.append(f"{run['speedup']:.2f}×{mark}" if run["speedup"] else view.MISSING_TEXT)
             rows.append(cells)
     return head, rows
 
@@ -306,6 +308,8 @@ def comparison_notes(comparison: Mapping[str, Any]) -> list[str]:
     if any(run and run["latency_ms"] for step in comparison["steps"] for run in step["runs"]):
         where = "" if comparison["same_machine"] else " on different machines"
         notes.append(f"Times were measured in separate runs{where}: compare speed-ups, or use smelt bench.")
+    if any(run and run["stable"] is False for step in comparison["steps"] for run in step["runs"]):
+        notes.append(f"{view.DISTURBED_MARK} unreliable speed: other work disturbed the times.")
     return notes
 
 

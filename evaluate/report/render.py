@@ -14,7 +14,7 @@ from typing import Any
 
 from smelt.core.messages import Message, escape_controls
 from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.evaluate.report import chart, examples, notes, view, waterfall
+from smelt.evaluate.report import chart, examples, notes, sensitivity, view, waterfall
 from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
     ReportData,
@@ -60,6 +60,8 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
         picture=picture,
         drawings=_drawings(picture, checked) if picture else [],
         losses=losses,
+        layers=sensitivity.find_layer_table(checked),
+        sensitivity=sensitivity,
         loss_drawings=_loss_drawings(losses) if losses and with_charts else [],
         colors=css_colors,
         trial=trial_text(checked),
@@ -145,6 +147,9 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         parts += ["## Latency", _latency_section(checked)]
     if losses := waterfall.find_waterfall(checked):
         parts += ["## Changes by stage", _waterfall_section(losses)]
+    if layers := sensitivity.find_layer_table(checked):
+        table = _plain_table(*sensitivity.summary_rows(layers), left=3)
+        parts += ["## Sensitivity by layer", f"{table}\n\n{sensitivity.LEGEND}"]
     if any(step.gates for step in checked.steps):
         parts += ["## Gates", _gates_section(checked)]
     if examples.agreement_columns(checked):
@@ -339,21 +344,19 @@ def _timings_table(report: ReportData) -> list[str]:
     return ["Parts of the median call:", markdown_table(head, rows)]
 
 
+def _plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """Return a Markdown table of plain texts."""
+    return markdown_table([*map(escaped, head)], [[*map(escaped, row)] for row in rows], left)
+
+
 def _waterfall_section(losses: waterfall.Waterfall) -> str:
     """Return how each stage of one chain changed quality, latency and size."""
-    head = ["step", "stage", *(escaped(losses.titles[at]) for at in losses.panels)]
+    found = [(row, [row.changes[at] for at in losses.panels]) for row in losses.rows]
     rows = [
-        [
-            escaped(row.step.name),
-            escaped(row.step.stage),
-            *(
-                escaped(change.text) if (change := row.changes[at]) else view.MISSING_TEXT
-                for at in losses.panels
-            ),
-        ]
-        for row in losses.rows
+        [row.step.name, row.step.stage, *(c.text if c else view.MISSING_TEXT for c in changes)]
+        for row, changes in found
     ]
-    return markdown_table(head, rows, left=2)
+    return _plain_table(["step", "stage", *(losses.titles[at] for at in losses.panels)], rows, left=2)
 
 
 def _gates_section(report: ReportData) -> str:

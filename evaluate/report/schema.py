@@ -300,6 +300,28 @@ class Examples(_ReportModel):
     better: list[ChangedExample] = Field(default_factory=list)
 
 
+class LayerRatio(_ReportModel):
+    """The SQNR of one layer, dB; None: outputs equal to the baseline's. removed: the step lacks the layer."""
+
+    name: str
+    part: str
+    sqnr_db: float | None
+    removed: bool = False
+
+
+class LayerSqnr(_ReportModel):
+    """Signal-to-quantization-noise ratios of a step against the baseline, on `samples` samples.
+
+    output_sqnr_db: of the outputs, each model on its own; None if they are equal, or see `reason`. layers: on
+    the hidden states of the baseline, in the order of the model. reason: why layers are not compared.
+    """
+
+    samples: int = Field(ge=0)
+    output_sqnr_db: float | None
+    layers: list[LayerRatio] = Field(default_factory=list)
+    reason: str | None = None
+
+
 def _none_is_empty_dict(value: Any) -> Any:
     return {} if value is None else value
 
@@ -364,6 +386,7 @@ class StepReport(_ReportModel):
     gates: Annotated[list[GateReport], BeforeValidator(_none_is_empty_list)] = Field(default_factory=list)
     test: ScoresOnTest | None = None
     agreement: Agreement | None = None
+    layer_sqnr: LayerSqnr | None = None
     confusion: Confusion | None = None
     examples: Examples | None = None
     classes: list[ClassReport] | None = None

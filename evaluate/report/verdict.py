@@ -142,7 +142,7 @@ def _closest(reason: Any, text: str, steps: Sequence[StepReport], metric: str, r
     sign = 1 if steps[0].quality[metric].higher_is_better else -1
     best = max(steps, key=lambda step: sign * step.quality[metric].value)
     failed = [f"{view.metric_label(gate.metric)} {gate.kind}" for gate in best.gates if gate.passed is False]
-    named = f" {best.name} comes closest: {_loss_text(best, best, metric, report)}"
+    named = f" {best.name} comes closest: {_score_text(best, best, metric, report)}"
     hint = (
         f"; it fails {' and '.join(failed)}."
         if failed
@@ -273,7 +273,7 @@ def _recommend(pick: _Pick | None, metric: str, report: ReportData) -> Verdict:
     kind = "fastest" if fastest else "smallest"
     by_cpu = " by CPU time" * pick.by_cpu_time
     scored = step.test if step.test and metric in step.test.against_baseline else step
-    parts = [_loss_text(step, scored, metric, report)]
+    parts = [_score_text(step, scored, metric, report)]
     if pick.speedup is not None and pick.times:
         fast = (
             view.significant_digits(pick.speedup, 2) if pick.by_cpu_time else view.number_text(pick.speedup)
@@ -281,10 +281,10 @@ def _recommend(pick: _Pick | None, metric: str, report: ReportData) -> Verdict:
         ratio = f"{'about ' * pick.by_cpu_time}{fast}× {view.interval_text(pick.speedup_ci95)}".rstrip()
         parts.append(f"{ratio} as fast{by_cpu} at batch {pick.times.batch_size}")
     share = view.size_ratio(step, report.baseline_step)
-    of_base = f", {100 * share:.0f} % of {report.baseline}" if share is not None else ""
+    of_base = f" ({100 * share:.0f} %)" if share is not None else ""
     parts.append(f"{view.megabytes(step.size_bytes)} MB{of_base}")
     why = f"the {kind} step{by_cpu * fastest} {_reason_text(step, metric)}"
-    text = f"Ship {step.name}, {why}: {'; '.join(parts)}."
+    text = f"Ship {step.name}, {why}. Compared with {report.baseline}: {'; '.join(parts)}."
     return Verdict(
         step=step.name,
         reason=("fastest-by-cpu-time" if pick.by_cpu_time else "fastest") if fastest else "smallest",
@@ -327,17 +327,15 @@ def _loss_fields(scored: StepReport | ScoresOnTest, metric: str) -> dict[str, An
     }
 
 
-def _loss_text(step: StepReport, scored: StepReport | ScoresOnTest, metric: str, report: ReportData) -> str:
+def _score_text(step: StepReport, scored: StepReport | ScoresOnTest, metric: str, report: ReportData) -> str:
     """Return the score of a step and its difference from the baseline."""
     found = scored.against_baseline[metric]
     on = (
         "" if report.judged_on == "test" else " on test" if scored is step.test else f" on {report.judged_on}"
     )
     value = view.number_text(scored.quality[metric].value, view.metric_digits(metric))
-    return (
-        f"{view.metric_label(metric)}{on} {value}, {_change_text(found, metric)} from {report.baseline}"
-        f" ({view.p_value_text(found.p_value)})"
-    )
+    change = f"{_change_text(found, metric)}, {view.p_value_text(found.p_value)}"
+    return f"{view.metric_label(metric)}{on} {value} ({change})"
 
 
 def _change_text(found: ScoreDifference, metric: str) -> str:

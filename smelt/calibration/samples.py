@@ -103,25 +103,26 @@ def load_calibration_samples(
             code="no-calibration-data",
             setting="data.calibration",
         )
-    rows = _draw_samples(split, model, load_processor(src.path), count, ctx, stage)
+    rows = draw_samples(split, model, load_processor(src.path), count, ctx, stage)
     if labels and any(row.second_ids is not None for row in rows):
         groups = group_by_length(rows, _PAIRS_PER_BATCH, None, None)
         batches = [collate([rows[i] for i in group], model.config) for group in groups]
     elif padded:
-        single = _split_pairs(rows)
+        single = split_pairs(rows)
         groups = group_by_length(single, len(single), 2 * _MAX_BATCH_TOKENS, None)
         batches = [collate([single[i] for i in group], model.config) for group in groups]
     else:
-        batches = list(_make_batches(_split_pairs(rows), model.config))
+        batches = list(make_batches(split_pairs(rows), model.config))
     if not labels and not padded:
         for batch in batches:
             del batch["labels"]
     return CalibrationSamples(split.origin, batches, len(rows), sum(map(_count_tokens, batches)))
 
 
-def _draw_samples(
+def draw_samples(
     split: Split, model: Any, tokenizer: Any, wanted: int, ctx: Context, stage: str
 ) -> list[EncodedSample]:
+    """Return `wanted` samples of `split`, spread over it; all if there are fewer. See `encode_split`."""
     windows = ctx.task == "language-modeling"  # cut from one text before any are selected
     if not windows:
         split = split.select(spread_indices(len(split), wanted, ctx.seed))
@@ -129,7 +130,7 @@ def _draw_samples(
     return [rows[i] for i in spread_indices(len(rows), wanted, ctx.seed)] if windows else rows
 
 
-def _split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
+def split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
     """Return `samples`; pairs of texts that are embedded separately become two samples."""
     single = [replace(row, second_ids=None) for row in samples]
     return single + [
@@ -139,7 +140,8 @@ def _split_pairs(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
     ]
 
 
-def _make_batches(samples: Sequence[EncodedSample], config: Any) -> Iterator[TensorBatch]:
+def make_batches(samples: Sequence[EncodedSample], config: Any) -> Iterator[TensorBatch]:
+    """Yield batches of samples of equal lengths, without padding."""
     alike: dict[tuple[int, int], list[EncodedSample]] = {}
     for row in samples:
         alike.setdefault(row.token_counts, []).append(row)

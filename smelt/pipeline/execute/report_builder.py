@@ -396,6 +396,10 @@ class ReportBuilder:
                 error = value["error"]
                 self._steps[name]["error"] = error | {"message": f"latency: {error['message']}"}
 
+    def add_layer_sqnr(self, name: str, found: Mapping[str, Any]) -> None:
+        """Add the comparison of a step's layers with the baseline's."""
+        self._steps[name]["layer_sqnr"] = dict(found)
+
     def mark_finished(self) -> None:
         """Mark the report as complete."""
         self.finished = True
@@ -518,6 +522,7 @@ def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, A
         "gates": [],
         "test": None,
         "agreement": None,
+        "layer_sqnr": None,
         "confusion": None,
         "examples": None,
         "classes": None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError, rust_panics_as_errors
 from smelt.core.locks import file_lock
-from smelt.core.messages import Message
+from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CUSTOM_TASK, Split
@@ -22,6 +22,7 @@ from smelt.evaluate.agreement import cached_agreement
 from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.pipeline.execute.latency_scores import LatencyScores
+from smelt.pipeline.execute.layer_scores import LayerScores
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
 from smelt.pipeline.execute.run_result import Report, Result, write_report
@@ -215,6 +216,7 @@ class _PlanRunner:
                 self._run_step(step)
             self._report_previous_steps()
             if self.options.scored:
+                self._compare_layers()
                 if self.options.timed:
                     self._measure_latency()
                 self.report.judge_gates()
@@ -392,6 +394,31 @@ class _PlanRunner:
 
     def _is_rebuilt(self, name: str) -> bool:
         return bool(self.options.rebuild & {"*", name})
+
+    def _compare_layers(self) -> None:
+        """Compare the layers of the scored steps with the baseline's; a failure only gives a warning."""
+        count = self.plan.recipe.score.sqnr_samples
+        split = self.data.get("validation") or self.data[self.plan.judged_on]
+        every = self.artifacts | self.previous_artifacts
+        scored = {name: a for name, a in every.items() if name in self.report.statistics}
+        if not count or len(scored) < 2:
+            return
+        self.display.start_work("layers")
+        scores = LayerScores(self.store, self.plan.recipe, split, count)
+        parents = {step["name"]: step["parent"] for step in self.report.data["steps"]}
+        try:
+            with rust_panics_as_errors():
+                scores.compare(
+                    scored,
+                    parents,
+                    self.plan.recipe.baseline,
+                    self.display.progress,
+                    self.report.add_layer_sqnr,
+                )
+        except Exception as error:
+            failure = self._explain_error(error, "layers")
+            text = f"Layers were not compared with the baseline's (score: sqnr_samples): {failure}"
+            self.add_warnings([warning("layers-not-compared", text)])
 
     def _measure_latency(self) -> None:
         settings = self.plan.recipe.score.latency

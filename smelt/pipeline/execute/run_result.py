@@ -112,6 +112,8 @@ def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in (step.get("agreement") or {}).items():
         if name in _AGREEMENT_COLUMNS and value is not None:
             row[_AGREEMENT_COLUMNS[name]] = value
+    if (layers := step.get("layer_sqnr")) and layers["output_sqnr_db"] is not None:
+        row["output_sqnr_db"] = layers["output_sqnr_db"]
     for timed in step["latency"] or []:
         row[f"latency_ms_{timed['batch_size']}"] = timed["p50_ms"]
         row[f"speedup_{timed['batch_size']}"] = timed["speedup"]

@@ -83,6 +83,13 @@ class ScoreSettings(Settings):
         le=50,
         description="changed samples that the report shows per step, with their texts",
     )
+    sqnr_samples: int = Field(
+        default=16,
+        ge=0,
+        le=1024,
+        description="validation samples on which each layer of a torch step is compared with the baseline's"
+        " (SQNR); 0: not compared",
+    )
 
     @field_validator("latency")
     @classmethod

@@ -9,7 +9,7 @@ from pathlib import Path
 import harness
 import pytest
 from expected_errors import raises_code
-from sample_report import ten_step_report
+from sample_report import mark_disturbed, ten_step_report
 
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import score_texts
@@ -83,6 +83,16 @@ def test_other_samples_are_not_compared_in_pairs(runs, tmp_path):
     other, _ = write_run(tmp_path / "other", WORSE, references=[f"{text} today" for text in REFERENCES])
     score = entry(compare_runs(read_runs([old, other])), names[1])[1]["quality"]["bleu"]
     assert (score["reason"], "difference" in score) == ("other-examples", False)
+
+
+def test_disturbed_speeds_are_marked(runs):
+    old, new, names = runs
+    report = json.loads((new / "report.json").read_text())
+    (step,) = [step for step in report["steps"] if step["name"] == names[1]]
+    mark_disturbed(step["latency"][0])
+    (new / "report.json").write_text(json.dumps(report))
+    lines = comparison_text(compare_runs(read_runs([old, new]))).splitlines()
+    assert [line.split()[:2] for line in lines if "×?" in line] == [[names[1], "new"]]
 
 
 def test_rules_name_quantity_direction_limit_and_step(runs):

@@ -65,11 +65,11 @@ def test_the_verdict_has_loss_gain_folder_and_command(report):
     assert message_codes(found.warnings) == ["accepted-loss"]
     for part in (
         "onnx-int8",
-        "BLEU 37.05, −1.37 [−1.72, −1.02] from model (p = 0.002)",
+        "Compared with model: BLEU 37.05 (−1.37 [−1.72, −1.02], p = 0.002)",
         "5.94× [5.70, 6.23]",
     ):
         assert part in found.text
-    assert "25.1 MB, 19 % of model" in found.text
+    assert "25.1 MB (19 %)" in found.text
     drawn = _renderings(report)
     assert all(text in page for text in (found.text, str(found.warnings[0])) for page in drawn)
     assert all(found.command in page for page in drawn[1:])

@@ -67,13 +67,19 @@ def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_st
     assert second.exit_code == 0
     again = _report(tmp_path / "two")
     assert [s["status"] for s in again["steps"]] == ["cached"] * 4
-    for part in ("quality", "agreement", "examples"):
+    for part in ("quality", "agreement", "examples", "layer_sqnr"):
         assert [s[part] for s in again["steps"]] == [s[part] for s in report["steps"]]
     kept = [_outputs(tmp_path / name, "quantize") for name in ("one", "two")]
     assert kept[0] == kept[1]
     base, found = _outputs(tmp_path / "two", "model"), again["steps"][3]["agreement"]
     assert found["bleu"] == pytest.approx(BLEU().corpus_score(kept[0], [base]).score)
     assert found["equal"] == 100 * sum(map(str.__eq__, kept[0], base)) / 8
+    assert report["steps"][0]["layer_sqnr"] is None
+    layers = {
+        (one["name"], one["part"]): one["sqnr_db"] for one in report["steps"][1]["layer_sqnr"]["layers"]
+    }
+    changed_parts = {part for (_, part), ratio in layers.items() if ratio is not None and ratio < 100}
+    assert changed_parts == {"block", "feed-forward"}  # neurons were pruned
     changed = again["steps"][1]["examples"]["worse"] + again["steps"][1]["examples"]["better"]
     assert changed
     for row in changed:

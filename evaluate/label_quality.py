@@ -21,7 +21,6 @@ from smelt.core.files import json_hash
 from smelt.data.labels import (
     MULTI_LABEL,
     REGRESSION,
-    SINGLE_LABEL,
     class_names,
     class_targets,
     multi_label_targets,
@@ -162,12 +161,19 @@ def confusion_matrix(predicted: Sequence[int], labels: Sequence[int], num_labels
 MAX_CLASSES = 200  # classes with their own scores in a report
 
 
-def class_scores(counts: NDArray[np.int64], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the scores of the most frequent classes, from a confusion matrix, int64 [K, K].
+def class_scores(
+    hits: NDArray[np.int64], predicted: NDArray[np.int64], present: NDArray[np.int64], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the scores of the most frequent classes.
 
     Each has label, n, correct, precision, recall and f1 (percent; 0 where nothing is predicted, or occurs).
+
+    Args:
+        hits: int64 [K], how often each label was predicted correctly.
+        predicted: int64 [K], how often it was predicted.
+        present: int64 [K], how often it occurs.
+        names: K names.
     """
-    hits, predicted, present = counts.diagonal(), counts.sum(axis=0), counts.sum(axis=1)
     precision, recall = (100 * hits / np.maximum(1, below) for below in (predicted, present))
     f1 = 100 * 2 * hits / np.maximum(1, predicted + present)
     return [
@@ -316,13 +322,30 @@ def score_classifier(
 def class_counts(
     config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
 ) -> list[dict[str, Any]] | None:
-    """Return the scores by class of a classifier with one label, as in report.json; None for others."""
-    from smelt.evaluate.label_quality import class_scores, confusion_matrix
-
-    names = class_names(config)
-    if problem_type(config) != SINGLE_LABEL:
+    """Return the scores by class of a classifier, as in report.json; None for a regression."""
+    names, problem = class_names(config), problem_type(config)
+    if problem == REGRESSION:
         return None
+    if problem == MULTI_LABEL:
+        truth = _multi_hot(multi_label_targets(split.examples, names, split.origin), len(names))
+        guess = (logits > 0).astype(np.int64)
+        return class_scores((guess & truth).sum(axis=0), guess.sum(axis=0), truth.sum(axis=0), names)
     counts = confusion_matrix(
         logits.argmax(axis=1).tolist(), class_targets(split.examples, names, split.origin), len(names)
     )
-    return class_scores(counts, names)
+    return class_scores(counts.diagonal(), counts.sum(axis=0), counts.sum(axis=1), names)
+
+
+def gold_outputs(config: Mapping[str, Any], split: Split) -> list[Any]:
+    """Return the labels of the samples in the form of a classifier's predictions (`score_classifier`).
+
+    Raises:
+        InputError: a label is not a class of the model.
+    """
+    names, problem = class_names(config), problem_type(config)
+    if problem == REGRESSION:
+        return [float(value) for value in regression_targets(split.examples, split.origin)]
+    if problem == MULTI_LABEL:
+        found = multi_label_targets(split.examples, names, split.origin)
+        return [[names[i] for i in sorted(row)] for row in found]
+    return [names[i] for i in class_targets(split.examples, names, split.origin)]

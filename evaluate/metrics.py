@@ -232,8 +232,8 @@ def is_own_metric(name: str) -> bool:
 
 
 def takes_own_metrics(task: str) -> bool:
-    """Return whether a user's own metrics can be scored in `task`: those whose outputs are texts."""
-    return task in TEXT_TO_TEXT_TASKS
+    """Return whether a user's own metrics can be scored in `task`: outputs are texts, classes or numbers."""
+    return task in TEXT_TO_TEXT_TASKS or task in CLASSIFICATION_TASKS
 
 
 def metric_settings_type(name: str) -> type[Settings]:

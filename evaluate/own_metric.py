@@ -2,12 +2,15 @@
 
 The function has the signature
 
-    def metric(predictions: list[str], references: list[list[str]], sources: list[str])
-        -> list[float] | float
+    def metric(predictions: list, references: list, sources: list) -> list[float] | float
 
-The three lists have an entry per example; an entry of `references` is the list of its references. A list of
-values, one for each example, is averaged, and gets an interval and paired tests. A single number is a value
-of the whole set, without interval; its differences have a p-value of 1.
+The three lists have an entry per example. Where a model writes texts, a prediction is a text, and an entry of
+`references` the list of the example's references. Of a classifier both are the name of a class, with several
+labels the list of their names, of a regression a number. A source is the input text; of a pair the list of
+both texts; of an image its name.
+
+A list of values, one for each example, is averaged, and gets an interval and paired tests. A single number is
+a value of the whole set, without interval; its differences have a p-value of 1.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class OwnMetric:
     """An imported metric. source_hash: of the module's file; "" for a module without one."""
 
     name: str
-    function: Callable[[list[str], list[list[str]], list[str]], Any]
+    function: Callable[[list[Any], list[Any], list[Any]], Any]
     source_hash: str
 
 
@@ -100,19 +103,19 @@ def _import_current(name: str, folder: Path) -> Any:
 
 def score_own_metric(
     metric: OwnMetric,
-    predictions: Sequence[str],
-    references: Sequence[Sequence[str]],
-    sources: Sequence[str],
+    predictions: Sequence[Any],
+    references: Sequence[Any],
+    sources: Sequence[Any],
     places: Sequence[str],
     greater_is_better: bool = True,
 ) -> MetricScore:
-    """Score texts by a user's own metric.
+    """Score outputs by a user's own metric.
 
     Args:
         metric: the function.
-        predictions: n texts.
-        references: for each prediction one or more references.
-        sources: n texts, the inputs.
+        predictions: n outputs, as the function expects them.
+        references: n entries, likewise.
+        sources: n inputs.
         places: n file names with the line of the example, for messages.
         greater_is_better: its direction.
 
@@ -121,11 +124,10 @@ def score_own_metric(
             for alone; `wrong-metric-result`: it does not return numbers, or not one for each example;
             `metric-not-finite`: a value is NaN or infinite.
     """
-    texts = [list(each) for each in references]
     try:
-        result = metric.function(list(predictions), texts, list(sources))
+        result = metric.function(list(predictions), list(references), list(sources))
     except Exception as error:  # whatever the user's function does
-        where, cause = _failing_example(metric, predictions, texts, sources, places, error)
+        where, cause = _failing_example(metric, predictions, references, sources, places, error)
         raise InputError(
             f"The metric '{metric.name}' failed{where}: {type(cause).__name__}: {cause}. Mend the function;"
             f" it is called as {_PROTOCOL}.",
@@ -144,7 +146,7 @@ def score_own_metric(
     statistics = Statistics(
         metric=metric.name,
         signature=f"function:{metric.name}|source:{metric.source_hash[:12]}|{kind}",
-        examples=json_hash([list(each) for each in references]),
+        examples=json_hash(list(references)),
         rows=[[value] for value in values],  # a number of the whole set is one observation
     )
     score = metric_score(statistics)
@@ -153,9 +155,9 @@ def score_own_metric(
 
 def _failing_example(
     metric: OwnMetric,
-    predictions: Sequence[str],
-    references: Sequence[list[str]],
-    sources: Sequence[str],
+    predictions: Sequence[Any],
+    references: Sequence[Any],
+    sources: Sequence[Any],
     places: Sequence[str],
     error: Exception,
 ) -> tuple[str, Exception]:
@@ -164,7 +166,7 @@ def _failing_example(
         try:
             metric.function([prediction], [reference], [source])
         except Exception as found:
-            return f" at {place} (output {prediction[:80]!r})", found
+            return f" at {place} (output {repr(prediction)[:80]})", found
     return " on all examples together, but on none of them alone", error
 
 

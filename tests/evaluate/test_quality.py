@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -258,6 +259,39 @@ def test_chinese_is_scored_by_characters():
     named = score_texts(["bleu"], NEAR, [[text] for text in CHINESE], {"bleu": {"tokenize": "char"}})["bleu"]
     theirs = BLEU(tokenize="char").corpus_score(NEAR, [CHINESE])
     assert named.value == pytest.approx(theirs.score, abs=1e-9)
+
+
+# five subjects, five objects and two verbs give fifty sentences
+PARTS = {
+    "ja": ("彼は 彼女は 先生は 友達は 母は", "本を 水を 魚を 車を 花を", "見ました。 買いました。"),
+    "ko": (
+        "그는~ 그녀는~ 선생님은~ 친구는~ 어머니는~",
+        "책을~ 물을~ 생선을~ 차를~ 꽃을~",
+        "보았습니다. 샀습니다.",
+    ),
+    "th": ("เขา เธอ ครู เพื่อน แม่", "เห็น ซื้อ", "หนังสือ น้ำ ปลา รถ ดอกไม้"),
+}
+
+
+@pytest.mark.parametrize("language", PARTS)
+def test_outputs_equal_to_references_have_bleu_100_in_every_script(language):
+    words = [part.split() for part in PARTS[language]]
+    sentences = ["".join(parts).replace("~", " ") for parts in itertools.product(*words)]
+    assert len(sentences) == 50
+    ruined = [text[::-1] for text in sentences]
+    references = [[text] for text in sentences]
+    for given in (None, language):
+        same, other = (
+            score_texts(["bleu"], texts, references, language=given)["bleu"] for texts in (sentences, ruined)
+        )
+        assert same.value == pytest.approx(100)
+        assert "|tok:char|" in same.signature
+        theirs = BLEU(tokenize="char").corpus_score(ruined, [sentences])
+        assert other.value == pytest.approx(theirs.score, abs=1e-9)
+        assert same.value - other.value > 40  # a gate with max_drop: 1 fails
+    if language != "ko":  # which has spaces
+        with raises_code("bleu-tokenizer", InputError):
+            score_texts(["bleu"], sentences, references, {"bleu": {"tokenize": "13a"}})
 
 
 @pytest.mark.parametrize("ending", ["", ".", "。"])

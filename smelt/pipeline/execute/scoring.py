@@ -33,7 +33,7 @@ from smelt.data.splits import (
     Task,
     input_texts,
 )
-from smelt.evaluate.label_quality import class_counts, score_classifier
+from smelt.evaluate.label_quality import class_counts, gold_outputs, score_classifier
 from smelt.evaluate.metrics import (
     AGREEMENT_METRIC,
     CHOICE_METRICS,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 # Increased whenever the same artifact and data would give another score or other statistics.
-SCORE_VERSION = 11
+SCORE_VERSION = 12
 # Fraction of truncated outputs from which a warning is added.
 TRUNCATED_OUTPUT_SHARE = 0.01
 
@@ -216,7 +216,8 @@ class Scorer:
                 self.base,
                 torch_device(self.device) if "bertscore" in metrics else "cpu",
             )
-        scores |= self._own_scores(predictions, references, split)
+        sources = [example.text for example in split.examples]
+        scores |= self._own_scores(predictions, [list(each) for each in references], sources, split)
         scores |= self._score_agreement(runner, predictions, split, progress)
         value = {
             **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
@@ -228,13 +229,12 @@ class Scorer:
         return value
 
     def _own_scores(
-        self, predictions: Sequence[str], references: Sequence[Sequence[str]], split: Split
+        self, predictions: Sequence[Any], references: Sequence[Any], sources: Sequence[Any], split: Split
     ) -> dict[str, MetricScore]:
-        """Return the scores by the user's own metrics."""
+        """Return the scores by the user's own metrics (see `smelt.evaluate.own_metric`)."""
         from smelt.evaluate.own_metric import load_own_metric, score_own_metric
 
         places = [f"{split.origin}:{e.line or e.row or at}" for at, e in enumerate(split.examples, 1)]
-        sources = [example.text for example in split.examples]
         return {
             name: score_own_metric(
                 load_own_metric(name, self.base),
@@ -291,10 +291,18 @@ class Scorer:
         if metrics:  # check labels before running the model
             check_labels(split.examples, names, problem, split.origin)
         logits = class_logits(runner, split.examples, self.batch_size, progress)
-        scores, predictions = score_classifier(metrics, runner.config, logits, split, self.metric_settings)
+        standard = [metric for metric in metrics if not is_own_metric(metric)]
+        scores, predictions = score_classifier(standard, runner.config, logits, split, self.metric_settings)
+        if len(standard) < len(metrics):
+            sources = [e.text if e.text_pair is None else [e.text, e.text_pair] for e in split.examples]
+            scores |= self._own_scores(predictions, gold_outputs(runner.config, split), sources, split)
         scores |= self._score_agreement(runner, predictions, split, progress)
         counts = class_counts(runner.config, logits, split) if metrics else None
-        value = {**_split_scores(scores), "predictions": predictions, "classes": counts}
+        value = {
+            **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
+            "predictions": predictions,
+            "classes": counts,
+        }
         return value if problem == REGRESSION else value | {"labels": names, "logits": pack_logits(logits)}
 
     def _score_agreement(

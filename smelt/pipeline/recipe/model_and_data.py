@@ -29,7 +29,12 @@ from smelt.data.labels import (
     split_labels,
 )
 from smelt.data.splits import Columns, Example, Split, Windows
-from smelt.evaluate.metrics import CLASSIFIER_METRICS, METRICS_BY_PROBLEM, MetricSettingValues
+from smelt.evaluate.metrics import (
+    CLASSIFIER_METRICS,
+    METRICS_BY_PROBLEM,
+    MetricSettingValues,
+    is_own_metric,
+)
 from smelt.models.text_rules import Pooling
 
 # name of a file, a folder or a hub repository
@@ -232,7 +237,11 @@ def label_mistakes(
 def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
     """Return (index, mistake) for the metrics that do not fit the problem type."""
     fitting = METRICS_BY_PROBLEM[problem]
-    return [(at, unfit_metric(metric, problem)) for at, metric in enumerate(metrics) if metric not in fitting]
+    return [
+        (at, unfit_metric(metric, problem))
+        for at, metric in enumerate(metrics)
+        if metric not in fitting and not is_own_metric(metric)
+    ]
 
 
 def metric_class_mistakes(

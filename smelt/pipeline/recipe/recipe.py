@@ -12,6 +12,7 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.stage import Settings
 from smelt.data.splits import (
     ALL_TASKS,
+    CLASSIFICATION_TASKS,
     SENTENCE_SIMILARITY,
     TEXT_TO_TEXT_TASKS,
     Task,
@@ -377,7 +378,7 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
         elif metric not in fitting:
             bad.add("score.quality")
             elsewhere = metric in everything or is_own_metric(metric)
-            owner = everything.get(metric, ", ".join(sorted(TEXT_TO_TEXT_TASKS)))
+            owner = everything.get(metric, ", ".join(sorted(TEXT_TO_TEXT_TASKS | CLASSIFICATION_TASKS)))
             what = f"is a metric for {owner}" if elsewhere else "is not a metric"
             mistakes.add(
                 path,

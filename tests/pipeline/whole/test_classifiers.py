@@ -34,6 +34,13 @@ score: {latency: false}
 """
 
 
+OWN = """
+def same(predictions, references, sources):
+    assert all(isinstance(text, str) for pair in sources for text in pair), sources
+    return [100.0 * (guess == label) for guess, label in zip(predictions, references)]
+"""
+
+
 def home(folder, family, problem, recipe=CHAIN, pairs=True, **config):
     names = {} if problem == REGRESSION else {"id2label": dict(enumerate(classifiers.CLASS_NAMES))}
     outputs = {"labels": 1 if problem == REGRESSION else 3}
@@ -60,9 +67,11 @@ def steps_of(folder):
 def chain(request, tmp_path_factory):
     """A finished run of all stages on pairs of texts."""
     family, problem = request.param
-    every = ", ".join(METRICS_BY_PROBLEM[problem]).replace("recall,", "{recall: {label: glad}},")
+    every = ", ".join([*METRICS_BY_PROBLEM[problem], "own_classes:same"])
+    every = every.replace("recall,", "{recall: {label: glad}},")
     chain = CHAIN.replace("latency: false", f"latency: false, quality: [{every}]")
     folder = home(tmp_path_factory.mktemp(family), family, problem, chain)
+    (folder / "own_classes.py").write_text(OWN)
     result = run(folder)
     assert result.exit_code == 0, result.output
     return folder, problem
@@ -73,9 +82,12 @@ def test_a_classifier_goes_all_the_way_with_the_metrics_of_its_problem(chain):
     steps = steps_of(folder)
     assert [s["status"] for s in steps.values()] == ["done"] * 6
     for step in steps.values():
-        assert tuple(step["quality"]) == METRICS_BY_PROBLEM[problem]
+        assert tuple(step["quality"]) == (*METRICS_BY_PROBLEM[problem], "own_classes:same")
+        if problem != REGRESSION:
+            whole = "accuracy" if problem == SINGLE_LABEL else "subset_accuracy"
+            assert step["quality"]["own_classes:same"]["value"] == step["quality"][whole]["value"]
         assert all(score["n"] == 8 for score in step["quality"].values())
-    assert steps["onnx"]["against_baseline"].keys() == set(METRICS_BY_PROBLEM[problem])
+    assert steps["onnx"]["against_baseline"].keys() == {*METRICS_BY_PROBLEM[problem], "own_classes:same"}
     assert [m for m, s in steps["onnx"]["quality"].items() if not s["higher_is_better"]] == (
         ["mse" if problem == REGRESSION else "cross_entropy"]
     )
@@ -88,8 +100,12 @@ def test_a_classifier_has_the_scores_of_each_class_in_the_report(chain):
     folder, problem = chain
     for step in steps_of(folder).values():
         found = step["classes"]
-        if problem != SINGLE_LABEL:
+        if problem == REGRESSION:
             assert found is None
+            continue
+        if problem == MULTI_LABEL:
+            mean = sum(entry["f1"] for entry in found) / len(found)
+            assert step["quality"]["f1_macro"]["value"] == pytest.approx(mean)
             continue
         assert sum(entry["n"] for entry in found) == 8
         hits = sum(entry["correct"] for entry in found)

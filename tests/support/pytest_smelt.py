@@ -17,6 +17,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import blank_figures
 import export_speed
 import pytest
 import shared_folders
@@ -201,6 +202,7 @@ def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
     """Begin to count."""
     freeze_imported_modules()
     export_speed.speed_up_exports(exact="test_golden" in item.nodeid)
+    blank_figures.leave_figures_blank(item.nodeid)
     item.stash[START_TIME] = processor_seconds()
     return (yield)
 

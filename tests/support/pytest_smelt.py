@@ -19,6 +19,7 @@ from typing import Any
 
 import blank_figures
 import export_speed
+import forked_workers
 import pytest
 import shared_folders
 from _pytest.logging import LogCaptureHandler
@@ -205,6 +206,7 @@ def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
     freeze_imported_modules()
     export_speed.speed_up_exports(exact=item.nodeid.endswith(EXACT_EXPORTS))
     blank_figures.leave_figures_blank(item.nodeid)
+    forked_workers.fork_isolated_processes(item.nodeid)
     item.stash[START_TIME] = processor_seconds()
     return (yield)
 

@@ -2,6 +2,7 @@
 
 import re
 
+import causal
 import every_family
 import graph_exports
 import harness
@@ -206,11 +207,14 @@ CODES = [
 def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tmp_path, monkeypatch):
     """The export compares each operator, each constant and the whole graph with torch."""
     monkeypatch.setattr(autotune, "measure_variants", as_fast_as(bits))
-    source = write_translator(tmp_path / "model")
+    task = "language-modeling"
+    source = causal.write_model(tmp_path / "model", "gpt2", n_embd=64, n_layer=1)
     graph_exports.randomize_biases(source)
-    harness.run_stage(Quantize(), QuantizeSettings(**settings), source, tmp_path / "codes")
-    ctx = export(tmp_path / "codes", tmp_path / "out", autotune=True)
-    model = onnx.load(ctx.out / "decoder_with_past_model.onnx")
+    codes = every_family.run_stage(
+        Quantize(), QuantizeSettings(**settings), source, "gpt2", tmp_path / "codes"
+    ).out
+    ctx = export(codes, tmp_path / "out", task, autotune=True)
+    model = onnx.load(ctx.out / "model.onnx")
     widths = {
         next(a.i for a in node.attribute if a.name == "bits")
         for node in model.graph.node
@@ -220,7 +224,7 @@ def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tm
     assert NBITS[bits] in ctx.details["autotune"]["layers"]
     if bits < 8:
         return
-    plain = onnx.load(export(tmp_path / "codes", tmp_path / "plain").out / "decoder_with_past_model.onnx")
+    plain = onnx.load(export(codes, tmp_path / "plain", task).out / "model.onnx")
     own, as_it_was = (
         {t.name: t.dims for t in graph.initializer if t.name.endswith((".codes", ".highs"))}
         for graph in (model.graph, plain.graph)

@@ -1,4 +1,4 @@
-"""Languages and prefixes that are written next to a model: what generation begins with, what is refused."""
+"""Languages and prefixes next to a model: what its tokenizer does, what is refused."""
 
 import json
 
@@ -58,3 +58,32 @@ def test_an_unknown_language_is_named_with_the_nearest(mbart):
         write_text_rules(mbart, TextRules(source_language="en_XX", target_language="de_D"))
     assert all(part in str(caught.value) for part in ("'de_D'", "'de_DE'"))
     (mbart / "text.json").unlink()
+
+
+def test_every_text_is_read_behind_the_prefix_and_cut_with_it(t5, tmp_path):
+    copy_tokenizer(t5, tmp_path)
+    write_text_rules(tmp_path, TextRules(prefix=seq2seq.PREFIX))
+    plain, ruled = load_tokenizer(t5), load_tokenizer(tmp_path)
+    texts = tiny.SENTENCES[:3]
+    expected = plain([seq2seq.PREFIX + text for text in texts])["input_ids"]
+    assert encode_texts(texts, ruled, 40).ids == expected
+    cut = encode_texts(texts, ruled, 6)
+    assert [ids[:5] for ids in cut.ids] == [ids[:5] for ids in expected]
+    assert cut.truncated == 3
+    assert ruled(text_target=texts)["input_ids"] == plain(text_target=texts)["input_ids"]
+
+
+def test_a_language_for_a_tokenizer_without_any_is_refused(t5, tmp_path):
+    copy_tokenizer(t5, tmp_path)
+    (tmp_path / "text.json").write_text('{"source_language": "en"}')
+    with raises_code("unknown-language", InputError) as caught:
+        load_tokenizer(tmp_path)
+    assert "'en'" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"prefix": 3}', '{"suffix": "x"}'])
+def test_a_damaged_file_is_refused(tmp_path, text):
+    (tmp_path / "text.json").write_text(text)
+    with raises_code("damaged-file", InputError) as caught:
+        read_text_rules(tmp_path)
+    assert "text.json" in str(caught.value)

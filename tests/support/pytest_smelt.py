@@ -17,7 +17,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import blank_figures
 import export_speed
+import forked_workers
 import pytest
 import shared_folders
 from _pytest.logging import LogCaptureHandler
@@ -41,27 +43,39 @@ CPU_TIME_PROPERTY = "processor_s"
 CAPTURE_MODULE = LogCaptureHandler.__module__
 SLOWEST_FILES = (
     "pipeline/whole/test_matrix.py",
+    "export/parity/test_check_parity.py",
     "house/test_golden.py",
     "pipeline/whole/test_pairs.py",
     "export/package/standalone/test_standalone_format.py",
-    "export/test_choose_operators.py",
-    "export/parity/test_check_parity.py",
     "api/test_loaded_model.py",
-    "evaluate/latency/test_measurement.py",
-    "compress/quantize/test_step_size_training.py",
-    "compress/test_shared_layers.py",
-    "pipeline/whole/test_run_tensorrt.py",
-    "pipeline/whole/test_foreign_generators.py",
-    "compress/test_seq2seq_families.py",
-    "pipeline/faults/test_kill.py",
-    "compress/test_what_follows.py",
-    "export/third_party/test_drawn.py",
     "export/test_openvino_target.py",
-    "pipeline/faults/test_fuzz.py",
     "pipeline/faults/test_safe_path.py",
+    "export/precision/test_half_graphs.py",
+    "export/tensorrt/test_families.py",
+    "pipeline/whole/test_run_tensorrt.py",
+    "export/parity/test_operator_checks.py",
+    "export/test_choose_operators.py",
+    "pipeline/whole/test_text_generation.py",
+    "pipeline/whole/test_sentences.py",
+    "pipeline/faults/test_kill.py",
+    "export/third_party/test_drawn.py",
+    "training/test_resume.py",
+    "export/generation_graph/test_compose_graph.py",
     "house/test_imports.py",
+    "pipeline/inspect/test_init_stages.py",
+    "quantization/schemes/test_any_batch.py",
+    "export/tensorrt/test_int4.py",
+    "compress/test_what_follows.py",
+    "runtimes/test_openvino_backend.py",
+    "export/package/test_triton_format.py",
+    "compress/quantize/test_convolution_rounding.py",
+    "api/test_python.py",
+    "compress/quantize/test_gptq_stage.py",
+    "pipeline/whole/test_foreign_generators.py",
 )
 """The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
+EXACT_EXPORTS = ("[onnx marian]", "[onnx gpt2]", "[onnx bert, int4]")
+"""The golden cases that torch exports as it does elsewhere."""
 START_TIME = pytest.StashKey[float]()
 frozen_modules = [0]
 CPU_TIME_BY_FOLDER: Counter[str] = Counter()
@@ -200,7 +214,9 @@ def last_lines(text: str, most: int = MAX_OUTPUT_LINES) -> str:
 def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
     """Begin to count."""
     freeze_imported_modules()
-    export_speed.speed_up_exports(exact="test_golden" in item.nodeid)
+    export_speed.speed_up_exports(exact=item.nodeid.endswith(EXACT_EXPORTS))
+    blank_figures.leave_figures_blank(item.nodeid)
+    forked_workers.fork_isolated_processes(item.nodeid)
     item.stash[START_TIME] = processor_seconds()
     return (yield)
 

@@ -16,6 +16,7 @@ import onnx
 import pytest
 from expected_errors import raises_code
 
+import smelt.configs
 from smelt.core.errors import ParityError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
@@ -24,7 +25,7 @@ from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.parity.check_parity import check_exported_graphs
 from smelt.quantization.schemes import registry
 
-REAL = Path(__file__).resolve().parents[4] / "shared"
+QUICKSTART = Path(smelt.configs.__file__).parent / "quickstart"
 ENCODER, DECODER, MODEL = "encoder_model", "decoder_with_past_model", "model"
 SCHEMES = tuple(graph_exports.SCHEMES)
 CODES = ("int8", "static", "int4", "binary", "nf4")
@@ -188,18 +189,17 @@ def test_a_graph_that_cannot_be_run_is_an_error_in_words(tmp_path):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """The int8 graphs of a translator that was trained, and what parity asks of them."""
-    if not (REAL / "models" / "marian-small-en-de").is_dir():
-        pytest.skip("../shared/models/marian-small-en-de is not here")
     import tiny
 
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 
     folder = tmp_path_factory.mktemp("real")
-    source = tiny.as_artifact(REAL / "models" / "marian-small-en-de")
+    source = tiny.as_artifact(QUICKSTART / "model")
     codes = graph_exports.make_context(folder / "codes", "translation")
     Quantize()(source, QuantizeSettings(), codes)
-    rows = str(REAL / "data" / "multi30k_en_de" / "validation.jsonl.gz")
-    data = {"validation": read_split(rows, "translation", Columns(source="source", target="target"), REAL)}
+    columns = Columns(source="source", target="target")
+    rows = str(QUICKSTART / "data" / "validation.jsonl.gz")
+    data = {"validation": read_split(rows, "translation", columns, QUICKSTART)}
     ctx = harness.make_context(folder / "onnx", data=data)
     subject, reference = graph_exports.capture_comparison(codes.out, OnnxSettings(simplify=False), ctx)
     return graph_exports.ExportedGraphs(ctx.out, subject, reference, ctx.details)

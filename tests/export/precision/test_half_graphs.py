@@ -26,16 +26,22 @@ from smelt.models.checkpoint import load_model, save_model
 # the product that is made too large, its graph, and the factor: its weights are still below 65,504
 PLANTED = {
     "t5": ("encoder.block.0.layer.1.DenseReluDense.wo", "encoder_model", 2e4),
-    "marian": ("model.decoder.layers.1.fc2", "decoder_with_past_model", 2e4),
-    "bert": ("bert.encoder.layer.1.output.dense", "model", 6e4),
+    "marian": ("model.decoder.layers.0.fc2", "decoder_with_past_model", 2e4),
+    "bert": ("bert.encoder.layer.0.output.dense", "model", 6e4),
     "llama": ("model.layers.0.mlp.down_proj", "model", 2e4),
+}
+LAYERS = {
+    "t5": {"num_layers": 1, "num_decoder_layers": 1},
+    "marian": graph_exports.ONE_LAYER_PER_STACK,
+    "bert": graph_exports.ONE_LAYER,
+    "llama": {},
 }
 
 
 def plant(family, folder):
     """Return a model of the family, one of whose products gives what float16 cannot hold; its task."""
     make, task = graph_exports.FAMILIES[family]
-    source = make(folder / "model")
+    source = make(folder / "model", **LAYERS[family])
     graph_exports.randomize_biases(source)
     model, edits = load_model(source)
     with torch.no_grad():
@@ -149,7 +155,7 @@ def test_the_warning_names_the_largest_first_and_counts_the_rest():
 def test_caches_that_overflow_stay_float32_in_both_graphs(tmp_path):
     """Values of a translator's cross-attention, which one graph gives and the other one reads."""
     make, task = graph_exports.FAMILIES["marian"]
-    source = make(tmp_path / "model")
+    source = make(tmp_path / "model", **LAYERS["marian"])
     model, edits = load_model(source)
     with torch.no_grad():
         model.model.decoder.layers[0].encoder_attn.v_proj.weight.mul_(1e6)

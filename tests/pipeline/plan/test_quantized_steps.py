@@ -1,4 +1,4 @@
-"""What cannot follow a checkpoint of codes is said by the plan; and a whole run starts from one."""
+"""What cannot follow quantized weights, and an export with nothing to tune, are said by the plan."""
 
 import causal
 import harness
@@ -190,3 +190,54 @@ def test_zeros_of_a_training_are_of_floats(folder, setting):
     assert refused(folder, f"finetune: {{{setting}}}") == [("behind-quantize", "stages[0].finetune")]
     output = text_of(folder, f"finetune: {{{setting}}}")
     assert all(value in output for value in (setting.split(":")[0], "gptq"))
+
+
+TUNED = "onnx: {autotune: true}"
+
+
+def autotune_warnings(folder, *stages, model="float"):
+    """Return the warnings of the plan on `autotune`."""
+    plan = load_plan(recipe(folder, *stages, model=model))
+    return [one for one in plan.warnings if one.setting == "autotune"]
+
+
+def test_float_products_have_one_operator(folder):
+    (found,) = autotune_warnings(folder, "prune: {targets: [ffn], importance: magnitude}", TUNED)
+    assert (found.code, found.line, found.step) == ("nothing-quantized", 6, "onnx")
+    assert autotune_warnings(folder, "onnx: {}") == []
+
+
+@pytest.mark.parametrize(
+    ("scheme", "chooses"),
+    [
+        ("{scheme: int8-dynamic}", True),
+        ("{scheme: int4}", True),
+        ("{scheme: int4, accuracy_level: 0}", False),
+        ("{scheme: int8-groupwise}", False),
+        ("{scheme: pow2}", False),
+        ("{scheme: pow2, embedding_scheme: int4}", True),
+        ("{mixed_precision: {target_bits: 4.5}}", True),
+    ],
+)
+def test_codes_that_leave_as_one_operator_alone(folder, scheme, chooses):
+    found = autotune_warnings(folder, f"quantize: {scheme}", "finetune: {}", TUNED)
+    assert message_codes(found) == ([] if chooses else ["nothing-to-tune"])
+    assert all("'quantize'" in one.message for one in found)
+
+
+def test_of_a_model_that_nobody_has_looked_at_nothing_is_said(folder):
+    assert autotune_warnings(folder, TUNED, model="somebody/model") == []
+    (folder / "artifact").mkdir()
+    for path in (folder / "float").iterdir():
+        (folder / "artifact" / path.name).write_bytes(path.read_bytes())
+    edit = '{"schema": 1, "edits": [{"op": "quantize", "module": "lm_head", "scheme": "int4"}]}'
+    (folder / "artifact" / "structure.json").write_text(edit)
+    assert autotune_warnings(folder, "onnx: {autotune: true}", model="artifact") == []
+
+
+def test_codes_of_a_checkpoint_count_and_those_of_another_student_do_not(folder):
+    assert autotune_warnings(folder, TUNED, model="gptq") == []
+    other = "distill: {student: {model: float}}"
+    assert message_codes(autotune_warnings(folder, "quantize: {scheme: int4}", other, TUNED)) == [
+        "nothing-quantized"
+    ]

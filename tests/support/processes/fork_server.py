@@ -34,7 +34,6 @@ _RUN_IMPORTS = [
     *("smelt.compress.finetune", "smelt.compress.distill.stage", "smelt.compress.factorize.stage"),
     *("smelt.compress.prune.stage", "smelt.compress.prune.importance", "smelt.training.trainer"),
     *("smelt.compress.quantize.plan_layers", "smelt.evaluate.environment", "smelt.evaluate.quality"),
-    *("smelt.evaluate.report.render", "smelt.evaluate.report.render", "smelt.evaluate.report.render"),
     *("smelt.runtimes.predict_texts", "smelt.quantization.layers", "smelt.runtimes.torch_backend"),
 ]
 
@@ -122,6 +121,8 @@ def _serve() -> None:
     for name in ("BertForSequenceClassification", "BertTokenizer"):
         getattr(import_module("transformers"), name)  # imported when it is asked for
     import_module("smelt.evaluate.report.render")._template()  # compiled once, as in any process
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    import_module("blank_figures").leave_figures_blank()
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is there now stays: a child's collections need not look at it, or copy its pages

@@ -1,9 +1,12 @@
-"""Timing processes that begin at once: forks of one whose imports are done, where a new Python needs 3 s.
+"""Processes that begin at once: forks of one whose imports are done, where a new Python needs 1 to 3 s.
 
     forked_workers.install(monkeypatch)
 
-They run `smelt.evaluate.latency.worker`, are asked through pipes and can be killed and stopped, as those that
-smelt starts. That smelt starts them rightly, tests/evaluate/latency/ checks.
+forks timing processes. They run `smelt.evaluate.latency.worker`, are asked through pipes and can be killed
+and stopped, as those that smelt starts. That smelt starts them rightly, tests/evaluate/latency/ checks.
+
+`fork_isolated_processes` does so for those in which other people's graphs are opened, in all tests but those
+of their limits.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +34,13 @@ _WORKER_IMPORTS = [
     *("smelt.runtimes.torch_backend", "smelt.runtimes.onnx_backend"),
     *("smelt.evaluate.latency.worker", "transformers.modeling_utils", "transformers.tokenization_utils_base"),
 ]
+_ISOLATED_IMPORTS = [
+    *("smelt.runtimes.third_party.validate_graph", "smelt.runtimes.third_party.trial_run"),
+    *("smelt.export.third_party.output_comparison", "smelt.export.third_party.simplify_stage"),
+    *("onnx", "onnx.shape_inference", "onnxruntime"),
+]
+_NOT_FORKED = ("tests/runtimes/third_party/", "tests/pipeline/faults/")
+"""Tests of the limits that an isolated process has, and of its own beginning."""
 _MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -38,6 +51,35 @@ def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(measurement, "subprocess", SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE))
 
 
+def fork_isolated_processes(test: str) -> None:
+    """Fork the processes of `run_isolated`, except for the tests of `_NOT_FORKED`."""
+    module: Any = sys.modules.get("smelt.runtimes.third_party.isolated_process")
+    if module is not None:
+        forked = SimpleNamespace(**vars(subprocess) | {"run": _run_isolated})
+        module.subprocess = subprocess if test.startswith(_NOT_FORKED) else forked
+
+
+def _run_isolated(command: Sequence[str], env: Mapping[str, str], timeout: float, **_: Any) -> Any:
+    """Stand in for the subprocess.run of an isolated process."""
+    server = _server("isolated")
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        files = [os.open(os.devnull, os.O_RDONLY), out.fileno(), errors.fileno()]
+        request = {"start": dict(env), "arguments": [*command[4:]], "folder": str(Path.cwd())}
+        pid = server.ask(request, files)
+        os.close(files[0])
+        end = time.monotonic() + timeout
+        while (code := server.ask({"wait": pid, "how": os.WNOHANG})) is None:
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+                server.ask({"wait": pid, "how": 0})
+                raise subprocess.TimeoutExpired(command, timeout)
+            time.sleep(0.002)
+        out.seek(0)
+        errors.seek(0)
+        texts = (file.read().decode(errors="replace") for file in (out, errors))
+        return subprocess.CompletedProcess(command, code, *texts)
+
+
 class ForkedWorker:
     """Stands in for the subprocess.Popen of a worker."""
 
@@ -46,7 +88,7 @@ class ForkedWorker:
     ) -> None:
         assert list(arguments[1:]) == ["-P", "-m", "smelt.evaluate.latency.worker"]
         (read, asks), (answers, write) = os.pipe(), os.pipe()
-        self.pid = int(_server().ask({"start": dict(env)}, [read, write, stderr.fileno()]))
+        self.pid = int(_server("timing").ask({"start": dict(env)}, [read, write, stderr.fileno()]))
         os.close(read)
         os.close(write)
         self.stdin, self.stdout = os.fdopen(asks, "wb"), os.fdopen(answers, "rb")
@@ -66,19 +108,19 @@ class ForkedWorker:
 
     def _ended(self, how: int) -> int | None:
         if self.returncode is None:
-            self.returncode = _server().ask({"wait": self.pid, "how": how})
+            self.returncode = _server("timing").ask({"wait": self.pid, "how": how})
         return self.returncode
 
 
 class _Server:
-    """The process that forks; one request at a time."""
+    """The process that forks those of a kind, "timing" or "isolated"; one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
+                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), kind],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **single, "TOKENIZERS_PARALLELISM": "false"},
             )
@@ -86,7 +128,7 @@ class _Server:
     def ask(self, request: Any, descriptors: Sequence[int] = ()) -> Any:
         socket.send_fds(self._ours, [json.dumps(request).encode()], descriptors)
         answer = self._ours.recv(_MAX_MESSAGE_BYTES)
-        assert answer, "the process that forks timing processes has ended"
+        assert answer, "the process that forks has ended"
         return json.loads(answer)
 
     def end(self) -> None:
@@ -95,18 +137,19 @@ class _Server:
 
 
 @functools.cache
-def _server() -> _Server:
-    server = _Server()
+def _server(kind: str) -> _Server:
+    server = _Server(kind)
     atexit.register(server.end)
     return server
 
 
-def _serve(requests: socket.socket) -> None:
-    import torch
-
-    for name in _WORKER_IMPORTS:
+def _serve(requests: socket.socket, kind: str) -> None:
+    for name in _WORKER_IMPORTS if kind == "timing" else _ISOLATED_IMPORTS:
         import_module(name)
-    torch.set_num_threads(1)
+    if kind == "timing":
+        import torch
+
+        torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     while (found := socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3))[0]:
@@ -115,7 +158,7 @@ def _serve(requests: socket.socket) -> None:
             answer: Any = os.fork()
             if not answer:
                 requests.close()
-                _run_worker(request["start"], descriptors)
+                _run_child(request, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
         else:
@@ -124,19 +167,29 @@ def _serve(requests: socket.socket) -> None:
         requests.send(json.dumps(answer).encode())
 
 
-def _run_worker(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
-    """Be the child: answer until the pipe closes."""
-    from smelt.evaluate.latency.worker import main
-
+def _run_child(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Be the child: answer until the pipe closes, or run one isolated request."""
     for at, descriptor in enumerate(descriptors):
         os.dup2(descriptor, at)
         os.close(descriptor)
-    os.environ.update(environment)
+    os.environ.update(request["start"])
+    code = 0
     try:
-        main()
+        if "arguments" in request:
+            from smelt.runtimes.third_party.isolated_process import isolated_main
+
+            os.chdir(request["folder"])
+            isolated_main(request["arguments"])
+        else:
+            from smelt.evaluate.latency.worker import main
+
+            main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -8,7 +8,8 @@ versions, so this is a test rig and nothing else: flags may mean other things, a
 307 MB unpacked) and returns the variables under which `import tensorrt` finds it; `require()` skips the
 test where that cannot be done. SMELT_TENSORRT_RIG names another folder for it; `off` makes none.
 
-As a script it reads requests as JSON on standard input and prints the answers; see `build`.
+As a script it reads requests as JSON on standard input and prints the answers; see `build`. With `--make` it
+only makes the rig.
 """
 
 from __future__ import annotations
@@ -217,5 +218,15 @@ def _layer_counts(trt: Any, path: str) -> dict[str, int]:
     return Counter(out.dtype.name for out in outputs if out is not None)
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    if sys.argv[1:] == ["--make"]:
+        try:
+            environment()
+        except NoRigError as error:
+            print(f"no TensorRT builder here: {error}")
+        return
     print(json.dumps([_run_request(request) for request in json.load(sys.stdin)]))
+
+
+if __name__ == "__main__":
+    _main()

@@ -143,6 +143,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         parts += ["## Quality", _quality_section(checked)]
     if any(step.test for step in checked.steps):
         parts += ["## On test", _test_section(checked)]
+    if folds := view.fold_table(checked):
+        parts += ["## Cross-validation", f"{_plain_table(*folds, left=1)}\n\n{view.FOLDS_LEGEND}"]
     if len(view.batch_sizes(checked)) > 0:
         parts += ["## Latency", _latency_section(checked)]
     if losses := waterfall.find_waterfall(checked):

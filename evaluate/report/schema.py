@@ -352,6 +352,18 @@ class ClassReport(_ReportModel):
     f1: float
 
 
+class FoldScores(_ReportModel):
+    """Scores of one metric in k-fold cross-validation: one value for each fold, and their spread.
+
+    std: standard deviation with n - 1. against_baseline: paired, on the held-out samples of all folds.
+    """
+
+    values: list[float] = Field(min_length=2)
+    mean: float
+    std: float = Field(ge=0)
+    against_baseline: ScoreDifference | None = None
+
+
 class StepReport(_ReportModel):
     """One step of the run, in any status. reason: why it has no artifact or no scores; cause: its code."""
 
@@ -386,6 +398,7 @@ class StepReport(_ReportModel):
     gates: Annotated[list[GateReport], BeforeValidator(_none_is_empty_list)] = Field(default_factory=list)
     test: ScoresOnTest | None = None
     agreement: Agreement | None = None
+    folds: dict[str, FoldScores] = Field(default_factory=dict)
     layer_sqnr: LayerSqnr | None = None
     confusion: Confusion | None = None
     examples: Examples | None = None

@@ -363,3 +363,33 @@ def differing_dtype(step: StepReport, base: StepReport | None) -> str | None:
     if base is None or size_ratio(step, base) is None or base.float_dtype in (None, step.float_dtype):
         return None
     return step.float_dtype
+
+
+FOLDS_LEGEND = (
+    "Mean ± standard deviation over the folds: runs of the whole recipe without a part of the training"
+    " samples, scored on that part. Differences from the baseline are paired, on the held-out samples of all"
+    " folds."
+)
+
+
+def fold_table(report: ReportData) -> tuple[list[str], list[list[str]]] | None:
+    """Return head and rows of the scores of cross-validation; None if there was none."""
+    steps = [row.step for row in tree_rows(report) if row.step.folds]
+    if not steps:
+        return None
+    names = list(dict.fromkeys(name for step in steps for name in step.folds))
+    head = ["step", *(text for name in names for text in (metric_label(name), "difference"))]
+    rows = []
+    for step in steps:
+        cells = [step.name]
+        for name in names:
+            found, digits = step.folds.get(name), metric_digits(name)
+            spread = MISSING_TEXT
+            if found is not None:
+                spread = f"{number_text(found.mean, digits)} ± {number_text(found.std, digits)}"
+            cells += [spread, MISSING_TEXT]
+            if found is not None and (change := found.against_baseline) is not None:
+                interval = difference_interval_text(change, name)
+                cells[-1] = f"{difference_text(change, name)} {interval}".rstrip()
+        rows.append(cells)
+    return head, rows

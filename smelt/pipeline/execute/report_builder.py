@@ -396,6 +396,11 @@ class ReportBuilder:
                 error = value["error"]
                 self._steps[name]["error"] = error | {"message": f"latency: {error['message']}"}
 
+    def add_folds(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add the scores of cross-validation, by step and metric."""
+        for name, scores in found.items():
+            self._steps[name]["folds"] = dict(scores)
+
     def add_layer_sqnr(self, name: str, found: Mapping[str, Any]) -> None:
         """Add the comparison of a step's layers with the baseline's."""
         self._steps[name]["layer_sqnr"] = dict(found)
@@ -522,6 +527,7 @@ def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, A
         "gates": [],
         "test": None,
         "agreement": None,
+        "folds": {},
         "layer_sqnr": None,
         "confusion": None,
         "examples": None,

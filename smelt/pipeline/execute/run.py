@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ class RunOptions:
     and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
     most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
     on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts are
-    written besides report.json.
+    written besides report.json. is_fold: whether the run is one of a cross-validation.
     """
 
     out: Path | None = None
@@ -69,6 +69,7 @@ class RunOptions:
     timed: bool = True
     on_test: bool = True
     pages: bool = True
+    is_fold: bool = False
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -222,6 +223,8 @@ class _PlanRunner:
                 self.report.judge_gates()
                 if self.options.on_test:
                     self._score_on_test()
+                if self.plan.recipe.score.folds and not self.options.is_fold:
+                    self._cross_validate(self.plan.recipe.score.folds)
             self.report.mark_finished()
         except KeyboardInterrupt:
             self.report.mark_interrupted()
@@ -372,6 +375,46 @@ class _PlanRunner:
             first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
             self.display.print_line(f"{name}: on test {first}")
         self.report.judge_test_gates()
+
+    def _cross_validate(self, count: int) -> None:
+        """Run the recipe once for each fold of the training samples, scored on what the fold leaves out."""
+        from smelt.pipeline.execute.cross_validation import divide_samples, summarize_folds
+
+        recipe = self.plan.recipe.model_copy(update={"trackers": ()})
+        plan = replace(self.plan, judged_on="test", recipe=recipe)
+        options = replace(
+            self.options, timed=False, on_test=False, pages=False, quiet=True, only=None, is_fold=True
+        )
+        found = []
+        for number, (rest, held) in enumerate(
+            divide_samples(self.data["train"], count, self.plan.recipe.seed), 1
+        ):
+            self.display.start_work(f"fold {number} of {count}")
+            folder = self.folder / "folds" / str(number)
+            folder.mkdir(parents=True, exist_ok=True)
+            data = self.data | {"train": rest, "test": held}
+            with (
+                register_run(self.store.root, folder),
+                closing(Display(folder / "log.txt", quiet=True)) as display,
+            ):
+                fold = _PlanRunner(plan, options, data, data, folder, self.store, display)
+                fold.execute()
+            if fold.report.status == "interrupted":
+                raise KeyboardInterrupt
+            for step in fold.report.data["steps"]:
+                if step["error"]:
+                    text = f"fold {number}: {step['name']}: {step['error']['message']}"
+                    self.add_warnings([warning(step["error"]["code"], text)])
+            found.append(fold.report.statistics)
+            scored = [f"{n} {self._first_value(fold, n)}" for n in fold.report.statistics]
+            self.display.print_line(f"fold {number} of {count}: {', '.join(scored)}")
+        self.report.add_folds(summarize_folds(found, self.plan.recipe.baseline))
+
+    @staticmethod
+    def _first_value(run: _PlanRunner, name: str) -> str:
+        """Return the first metric of a scored step, and its value."""
+        step = next(step for step in run.report.data["steps"] if step["name"] == name)
+        return "".join(f"{metric} {s['value']:.2f}" for metric, s in [*step["quality"].items()][:1])
 
     def _report_previous_steps(self) -> None:
         """Report artifacts of an earlier run in this folder for steps that `--until` excludes."""

@@ -27,7 +27,7 @@ from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
 from smelt.core.system import install_command, package_problem
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.data.splits import Split, Task
+from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Task
 from smelt.evaluate.metrics import AGREEMENT_METRIC, CHOICE_METRICS, is_own_metric
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.text_rules import position_limit
@@ -166,6 +166,19 @@ def check_device(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> Non
     """Check that the requested device is available."""
     if recipe.device == "cuda" and not has_mistake(bad, "device") and (lack := cuda_missing_reason()):
         mistakes.add(("device",), lack, code="no-gpu")
+
+
+def check_folds(recipe: ParsedRecipe, steps: Sequence[PlanStep], mistakes: Mistakes, bad: set[str]) -> None:
+    """Check that cross-validation fits the task, and that a stage learns from the samples."""
+    if recipe.score.folds is None or has_mistake(bad, "task", "score.folds", "stages"):
+        return
+    path: KeyPath = ("score", "folds")
+    if recipe.task not in (*CLASSIFICATION_TASKS, SENTENCE_SIMILARITY):
+        fitting = ", ".join([*sorted(CLASSIFICATION_TASKS), SENTENCE_SIMILARITY])
+        mistakes.add(path, f"cross-validation is for {fitting}. Remove folds.", code="does-not-fit-task")
+    elif not any(step.trains for step in steps):
+        text = "no stage trains, so that all folds would be equal. Remove folds, or add a training stage."
+        mistakes.add(path, text, code="nothing-trains")
 
 
 def check_trackers(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
@@ -494,6 +507,7 @@ def make_plan(
     _check_prompts(read, folder, splits, mistakes, bad)
     check_device(read, mistakes, bad)
     check_trackers(read, mistakes, bad)
+    check_folds(read, every, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)
     read = check_embedder(read, folder, splits, mistakes, bad, checker.warnings)
     check_stage_data(every, checker.setting_paths, read.task, splits, mistakes, bad)

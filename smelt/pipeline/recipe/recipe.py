@@ -78,6 +78,12 @@ class ScoreSettings(Settings):
         default=LatencySettings(), description="false: not measured"
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="samples per call when scoring")
+    folds: int | None = Field(
+        default=None,
+        ge=2,
+        le=20,
+        description="classifiers and sentence embedders: k-fold cross-validation over train",
+    )
     examples: int = Field(
         default=10,
         ge=0,

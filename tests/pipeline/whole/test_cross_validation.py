@@ -1,0 +1,137 @@
+"""k-fold cross-validation: the division of the samples, the scores of the folds, and what is refused."""
+
+import json
+import statistics
+
+import classifiers
+import harness
+import numpy as np
+import pytest
+from expected_errors import command_error, raises_code
+from sklearn.metrics import accuracy_score
+from sklearn.model_selection import StratifiedGroupKFold
+
+from smelt.data.splits import Example, Split
+from smelt.pipeline.execute.cross_validation import divide_samples
+
+TRAINING = """\
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 0, learning_rate: 0.01}
+    name: tuned
+"""
+RECIPE = f"""
+model: m
+task: text-classification
+data: {{train: data.jsonl, test: data.jsonl}}
+stages:
+{TRAINING}  - quantize: {{scheme: int8-dynamic}}
+    name: int8
+baseline: tuned
+score: {{folds: 3, latency: false, quality: [accuracy, f1]}}
+"""
+
+
+def test_parts_are_those_of_scikit_learn_and_equal_texts_stay_together():
+    texts = [f"text {i % 50}" for i in range(60)]
+    labels = [i % 50 % 3 for i in range(60)]
+    split = Split("t", tuple(Example(text, label=label) for text, label in zip(texts, labels, strict=True)))
+    found = divide_samples(split, 5, seed=3)
+    held = [{e.text for e in part.examples} for _, part in found]
+    assert sorted(text for part in held for text in part) == sorted(set(texts))
+    assert all(len(rest) + len(part) == 60 for rest, part in found)
+    assert all(
+        not {e.text for e in rest.examples} & part for (rest, _), part in zip(found, held, strict=True)
+    )
+    numbers = np.unique(texts, return_inverse=True)[1]
+    theirs = StratifiedGroupKFold(5, shuffle=True, random_state=3).split(numbers, labels, numbers)
+    assert sorted(len(part) for _, part in theirs) == sorted(len(part) for _, part in found)
+    for _, part in found:
+        assert max(np.bincount([e.label for e in part.examples])) <= 6
+    numbers = Split("t", tuple(Example(str(i), label=float(i)) for i in range(9)))
+    assert [len(part) for _, part in divide_samples(numbers, 3, seed=0)] == [3, 3, 3]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folds")
+    classifiers.MAKERS["bert"](folder / "m", labels=3, id2label=dict(enumerate(classifiers.CLASS_NAMES)))
+    rows = [
+        {"text": f"{word} {i}", "label": classifiers.CLASS_NAMES[i % 3]}
+        for i, word in enumerate(["the man", "a dog", "two boys", "one girl"] * 9)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet", code=0)
+    return folder
+
+
+def test_every_training_sample_is_scored_once_by_models_that_have_not_seen_it(home):
+    report = json.loads((home / "run" / "report.json").read_text())
+    steps = {step["name"]: step for step in report["steps"]}
+    folds = [json.loads((home / "run" / "folds" / str(k) / "report.json").read_text()) for k in (1, 2, 3)]
+    assert sum(fold["recipe"]["rows"]["test"] for fold in folds) == 36
+    assert all(fold["recipe"]["rows"]["train"] + fold["recipe"]["rows"]["test"] == 36 for fold in folds)
+    for name in ("tuned", "int8"):
+        scores = steps[name]["folds"]["accuracy"]
+        mine = [
+            next(s for s in fold["steps"] if s["name"] == name)["quality"]["accuracy"]["value"]
+            for fold in folds
+        ]
+        assert scores["values"] == pytest.approx(mine)
+        assert scores["mean"] == pytest.approx(statistics.fmean(mine))
+        assert scores["std"] == pytest.approx(statistics.stdev(mine))
+    assert steps["tuned"]["folds"]["accuracy"]["against_baseline"] is None
+    keys = {next(s for s in fold["steps"] if s["name"] == "tuned")["key"] for fold in folds}
+    assert len(keys | {steps["tuned"]["key"]}) == 4
+    difference = steps["int8"]["folds"]["f1"]["against_baseline"]
+    assert difference["ci95"] is None or difference["ci95"][0] <= difference["difference"]
+    for page in ("report.md", "report.html"):
+        assert "Cross-validation" in (home / "run" / page).read_text()
+
+
+def test_differences_are_paired_over_the_samples_of_all_folds():
+    from smelt.evaluate.quality import score_labels
+    from smelt.pipeline.execute.cross_validation import summarize_folds
+
+    draw = np.random.default_rng(0)
+    gold, one, other = (draw.integers(0, 2, (3, 40)) for _ in range(3))
+    folds = [
+        {
+            name: {
+                "accuracy": score_labels(["accuracy"], guess.tolist(), truth.tolist())[
+                    "accuracy"
+                ].statistics.dump()
+            }
+            for name, guess in (("base", mine), ("step", theirs))
+        }
+        for truth, mine, theirs in zip(gold, one, other, strict=True)
+    ]
+    found = summarize_folds(folds, "base")["step"]["accuracy"]
+    expected = 100 * (accuracy_score(gold.ravel(), other.ravel()) - accuracy_score(gold.ravel(), one.ravel()))
+    assert found["against_baseline"]["difference"] == pytest.approx(expected)
+    assert found["values"] == pytest.approx(
+        [100 * accuracy_score(a, b) for a, b in zip(gold, other, strict=True)]
+    )
+    assert "step" not in summarize_folds([*folds, {"base": folds[0]["base"]}], "base")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({TRAINING: "", "baseline: tuned": ""}, "nothing-trains"),
+        ({"folds: 3": "folds: 1"}, "wrong-value"),
+    ],
+)
+def test_folds_without_training_are_refused(home, changes, code):
+    text = RECIPE
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (home / "wrong.yaml").write_text(text)
+    error = command_error(harness.smelt("plan", home / "wrong.yaml", code=2))
+    assert [(found.code, found.setting) for found in error.found] == [(code, "score.folds")]
+
+
+def test_more_folds_than_texts_are_refused():
+    split = Split("t", tuple(Example("same", label=i % 2) for i in range(9)))
+    with raises_code("too-few-samples"):
+        divide_samples(split, 3, seed=0)

@@ -139,6 +139,54 @@ def plan(
     return plan_recipe(recipe, _override_list(overrides), until)
 
 
+def shrink(
+    model: str | Path,
+    data: str | Path | Sequence[str | Path],
+    *,
+    target: str | Sequence[str] = (),
+    max_drop: str | Sequence[str] = (),
+    budget_minutes: float = 30.0,
+    task: str | None = None,
+    out: str | Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Make a model smaller or faster, as `smelt shrink` does, and return the report of the search.
+
+    Args:
+        model: a folder or a hub id.
+        data: a folder with train, validation and test, or files.
+        target: "2x faster", "4x smaller", "at most 20 MB", or several (default: as fast as possible).
+        max_drop: the largest loss, such as "bleu 0.5" (default: 1 point of the main metric).
+        budget_minutes: time for the search.
+        task: task, if the model's family supports several.
+        out: the folder (default: runs/NAME-shrink). The same call in the same folder goes on.
+        quiet: print nothing.
+
+    Returns:
+        The content of search.json: `front` with the best trials, empty where the target cannot be met; then
+        `nearest` is the trial that comes closest.
+
+    Raises:
+        InputError: target, model or data are not suitable, or the folder has another search.
+        RunError: all of the first trials failed.
+    """
+    from smelt.pipeline.search.shrink import ShrinkOptions
+    from smelt.pipeline.search.shrink import shrink as run_shrink
+
+    files = [data] if isinstance(data, str | Path) else data
+    options = ShrinkOptions(
+        targets=(target,) if isinstance(target, str) else tuple(target),
+        max_drops=(max_drop,) if isinstance(max_drop, str) else tuple(max_drop),
+        minutes=budget_minutes,
+        task=task,  # type: ignore[arg-type]
+        out=None if out is None else Path(out),
+    )
+    report, _ = run_shrink(
+        str(model), [Path(file) for file in files], options, lambda text: None if quiet else print(text)
+    )
+    return report
+
+
 def search(
     recipe: str | Path,
     *,

@@ -1,9 +1,10 @@
-"""The commands `bench`, `init`, `package`, `predict`, `store` and `tensorrt-check`, and shared options."""
+"""The commands `bench`, `init`, `package`, `predict`, `shrink`, `store`, `tensorrt-check`; shared options."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,17 +192,10 @@ def init(
     force: bool,
 ) -> None:
     """Write a first recipe for MODEL (a folder, a hub id or an .onnx file)."""
-    from smelt.core.errors import did_you_mean
-    from smelt.data.splits import ALL_TASKS
     from smelt.pipeline.inspect.data_files import parse_columns
     from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
 
-    if task is not None and task not in ALL_TASKS:
-        known = ", ".join(ALL_TASKS)
-        raise InputError(
-            f"--task {task}: unknown task. Supported tasks: {known}.{did_you_mean(task, ALL_TASKS)}",
-            code="unknown-task",
-        )
+    _require_task(task)
     named = parse_columns(columns).model_dump(exclude_unset=True)
     options = InitOptions(task, named, (source_language, target_language), fast)
     text, path = init_recipe(model, data, out, task, force, options)
@@ -212,6 +206,118 @@ def init(
     if not data:
         click.echo("Set your files under data in the recipe.")
     click.echo(f"Next: smelt plan {path}")
+
+
+@click.command(short_help="Make a model smaller or faster, within a loss.")
+@click.argument("model")
+@click.option(
+    "--data",
+    multiple=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder with train, validation and test, or one file, which is split; may be repeated.",
+)
+@click.option("--task", help="Task, if the model's family supports several.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="TEXT",
+    help='Such as "2x faster", "4x smaller", "at most 20 MB"; may be repeated (default: fastest).',
+)
+@click.option(
+    "--max-drop",
+    "max_drops",
+    multiple=True,
+    metavar="TEXT",
+    help='Largest loss, such as "bleu 0.5"; may be repeated (default: 1 point of the main metric).',
+)
+@click.option("--budget", default="30m", show_default=True, metavar="TIME", help="Time, such as 30m or 2h.")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="ROLE=NAME",
+    help="Name of a column, such as label=stars; may be repeated.",
+)
+@click.option("--source-language", metavar="CODE", help="Multilingual models: source, such as en_XX.")
+@click.option("--target-language", metavar="CODE", help="Multilingual models: target, such as de_DE.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="The search's folder (default: runs/NAME-shrink)."
+)
+@click.option(
+    "--plan", "only_plan", is_flag=True, help="Measure and show what would be tried; write nothing."
+)
+@click.option("--quiet", is_flag=True, help="Print only the result.")
+def shrink(
+    model: str,
+    data: tuple[Path, ...],
+    task: Any,
+    columns: tuple[str, ...],
+    budget: str,
+    only_plan: bool,
+    quiet: bool,
+    source_language: str | None,
+    target_language: str | None,
+    **given: Any,
+) -> None:
+    """Make MODEL (a folder or a hub id) smaller or faster, within a loss of quality and a time.
+
+    Measures the model, writes a recipe with a search space, and searches it. The same command goes on after
+    an interruption. Exits with 3 if the target cannot be met.
+    """
+    from smelt.pipeline.inspect.data_files import parse_columns
+    from smelt.pipeline.search.report import summary_text
+    from smelt.pipeline.search.shrink import ShrinkOptions, plan_shrink, target_text
+    from smelt.pipeline.search.shrink import shrink as run_shrink
+
+    _require_task(task)
+    named = parse_columns(columns).model_dump(exclude_unset=True)
+    languages = (source_language, target_language)
+    options = ShrinkOptions(
+        minutes=minutes_of(budget), task=task, columns=named, languages=languages, **given
+    )
+
+    def explain(text: str) -> None:
+        if not quiet:
+            print_untrusted(text)
+
+    if only_plan:
+        print_untrusted(str(plan_shrink(model, data, options, explain)))
+        return
+    report, folder = run_shrink(model, data, options, explain)
+    for line in [*summary_text(report, folder), target_text(report, options.targets)]:
+        print_untrusted(line)
+    sys.exit(130 if report["ended"] == "interrupted" else 0 if report["front"] else 3)
+
+
+def minutes_of(text: str) -> float:
+    """Return the minutes of a time such as 90s, 30m or 2h.
+
+    Raises:
+        InputError: it is not a time.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|m|min|h)", text.strip())
+    if found is None or not float(found[1]):
+        raise InputError(f"expected a time such as 90s, 30m or 2h, got {text!r}.", code="wrong-value")
+    return float(found[1]) * {"s": 1 / 60, "m": 1, "min": 1, "h": 60}[found[2]]
+
+
+def _require_task(task: str | None) -> None:
+    """Raise the error about an unknown task.
+
+    Raises:
+        InputError: `task` is none.
+    """
+    from smelt.core.errors import did_you_mean
+    from smelt.data.splits import ALL_TASKS
+
+    if task is not None and task not in ALL_TASKS:
+        known = ", ".join(ALL_TASKS)
+        raise InputError(
+            f"--task {task}: unknown task. Supported tasks: {known}.{did_you_mean(task, ALL_TASKS)}",
+            code="unknown-task",
+        )
 
 
 def _format_list() -> str:

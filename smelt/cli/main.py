@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,11 @@ from smelt.cli.commands import (
     device_options,
     generation_options,
     init,
+    minutes_of,
     package,
     predict,
     print_untrusted,
+    shrink,
     store,
     tensorrt_check,
 )
@@ -195,20 +196,6 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
         sys.exit(InputError.exit_code)
 
 
-def _minutes(text: str) -> float:
-    """Return a time such as 90s, 30m, 2h or 1.5h in minutes.
-
-    Raises:
-        InputError: it is not a time.
-    """
-    from smelt.core.errors import InputError
-
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|m|min|h)", text.strip())
-    if found is None or not float(found[1]):
-        raise InputError(f"expected a time such as 90s, 30m or 2h, got {text!r}.", code="wrong-value")
-    return float(found[1]) * {"s": 1 / 60, "m": 1, "min": 1, "h": 60}[found[2]]
-
-
 @main.command(short_help="Search the settings of a recipe for a goal.")
 @click.argument("recipe")
 @click.option(
@@ -243,7 +230,7 @@ def search(
     if only_plan:
         print_untrusted(str(space))
         return
-    limit = None if timeout is None else _minutes(timeout)
+    limit = None if timeout is None else minutes_of(timeout)
     job = Search(space, SearchOptions(max_minutes=limit, **given))
     ended = job.run(lambda text: None if quiet else print_untrusted(text))
     report = finish_search(job, ended)
@@ -404,5 +391,6 @@ main.add_command(bench)
 main.add_command(init)
 main.add_command(package)
 main.add_command(predict)
+main.add_command(shrink)
 main.add_command(store)
 main.add_command(tensorrt_check)

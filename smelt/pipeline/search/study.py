@@ -166,6 +166,13 @@ class Search:
                 report(self.trial_text(Trial(trial.number, trial.params, result)))
                 self._require_success(study)
 
+    def try_first(self, point: Mapping[str, Any]) -> None:
+        """Try `point`, the value of each parameter, before all others; nothing if the search has begun."""
+        self._prepare()
+        study = self.open_study()
+        if not study.get_trials(deepcopy=False):
+            study.enqueue_trial(dict(point))
+
     def finished_trials(self) -> list[Trial]:
         """Return the finished trials in the order of their numbers, without repeated ones."""
         return _finished(self.open_study())

@@ -14,7 +14,7 @@ import pytest
 from expected_errors import raises_code
 from search_recipes import small, write
 
-from smelt.cli.main import _minutes
+from smelt.cli.commands import minutes_of
 from smelt.core.errors import InputError, RunError
 from smelt.pipeline.search.report import finish_search, hypervolumes, importances
 from smelt.pipeline.search.sampling import open_storage
@@ -447,10 +447,10 @@ def test_without_an_area_there_is_no_hypervolume(space, tmp_path):
 
 
 def test_times_are_read_with_their_unit():
-    assert [_minutes(text) for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
+    assert [minutes_of(text) for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
     for wrong in ("30", "0m", "later"):
         with raises_code("wrong-value"):
-            _minutes(wrong)
+            minutes_of(wrong)
 
 
 def test_a_point_that_another_worker_is_running_is_not_run_again(tmp_path, monkeypatch):

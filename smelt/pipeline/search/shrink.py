@@ -1,0 +1,424 @@
+"""`smelt shrink`: make a model smaller or faster within a loss of quality and a time, without a recipe.
+
+The model and one training update are measured; from task, family, samples and time follows a recipe with a
+search space, which is written and searched. The recipe can be edited and searched again by `smelt search`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from smelt.core.errors import InputError
+from smelt.core.files import write_atomically
+from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.evaluate.metrics import METRICS, is_lower_better
+from smelt.models.families.registry import no_blocks_reason
+from smelt.pipeline.execute.run import RunOptions, run_plan
+from smelt.pipeline.execute.step_runner import resolve_task
+from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
+from smelt.pipeline.inspect.init_stages import MIN_SHORTLIST_ROWS, layer_counts
+from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model
+from smelt.pipeline.inspect.onnx_files import is_onnx
+from smelt.pipeline.plan.load_plan import make_plan
+from smelt.pipeline.recipe.stages import MODEL_STEP, load_stage
+from smelt.pipeline.recipe.yaml_file import parse_yaml
+from smelt.pipeline.search.report import finish_search
+from smelt.pipeline.search.space import SearchSpace, read_space
+from smelt.pipeline.search.study import Search, SearchOptions
+
+RECIPE_FILE = "shrink.yaml"
+_FORMS = '"2x faster", "4x smaller", or "at most 20 MB"'
+_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+DEFAULT_MAX_DROP = 1.0  # points of a metric from 0 to 100
+DEFAULT_MINUTES = 30.0
+# Of the time, for training; the rest is for exports, scores and latency. Trainings that fit into it.
+_TRAINING_SHARE, _TRAININGS = 0.7, 6
+_MIN_UPDATES, _MAX_UPDATES = 100, 20_000  # a student of fewer updates is not worth its time
+_TIMED_UPDATES = (2, 10)  # two trainings, the difference of which is the time of an update
+_AUTOTUNE_MINUTES = 20.0  # choosing operators by measuring takes about a minute a trial
+_KEPT_RATIOS = (0.5, 0.75)  # of FFN neurons
+
+
+@dataclass(frozen=True)
+class Target:
+    """A speed-up of at least `value`, 1 / `value` of the model's size, or at most `value` bytes."""
+
+    kind: Literal["speedup", "ratio", "bytes"]
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class ShrinkOptions:
+    """Options of `smelt shrink`.
+
+    targets: as texts, see `parse_target`; empty: as fast as possible. max_drops: as texts, see
+    `parse_max_drop`; empty: 1 point of the main metric. minutes: time for everything. task, columns,
+    languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink).
+    """
+
+    targets: tuple[str, ...] = ()
+    max_drops: tuple[str, ...] = ()
+    minutes: float = DEFAULT_MINUTES
+    task: Task | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    languages: tuple[str | None, str | None] = (None, None)
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured before a search.
+
+    size_bytes: of the original model. metric: the main one. rows: number of training samples.
+    update_seconds: of one training update; None without training samples.
+    """
+
+    size_bytes: int
+    metric: str
+    rows: int
+    update_seconds: float | None
+
+
+def parse_target(text: str) -> Target:
+    """Return a target: "2x faster", "4x smaller", or "at most 20 MB" (KB, MB, GB: powers of 1000).
+
+    Raises:
+        InputError: it has another form, or does not ask for anything.
+    """
+    plain = " ".join(text.split())
+    number = r"(\d+(?:\.\d+)?)"
+    if found := re.fullmatch(rf"{number} ?[x×] (faster|smaller)", plain):
+        if float(found[1]) > 1:
+            return Target("speedup" if found[2] == "faster" else "ratio", float(found[1]), plain)
+    elif (found := re.fullmatch(rf"(?:at most|under) {number} ?(KB|MB|GB)", plain)) and float(found[1]) > 0:
+        return Target("bytes", float(found[1]) * _BYTES[found[2]], plain)
+    raise InputError(f"target: expected {_FORMS}, got {text!r}.", code="wrong-value", setting="target")
+
+
+def parse_max_drop(text: str) -> tuple[str, float]:
+    """Return metric and limit of a text such as "bleu 0.5".
+
+    Raises:
+        InputError: it has another form, or names no metric.
+    """
+    found = re.fullmatch(r"\s*([A-Za-z0-9_]+)[ :]+(\d+(?:\.\d+)?)\s*", text)
+    if found is None or found[1] not in METRICS:
+        raise InputError(
+            f'max_drop: expected a metric and its largest loss, such as "bleu 0.5", got {text!r}.',
+            code="wrong-value",
+            setting="max_drop",
+        )
+    return found[1], float(found[2])
+
+
+class _Shrink:
+    """One call of `smelt shrink`."""
+
+    def __init__(self, model: str, data: Sequence[Path], options: ShrinkOptions) -> None:
+        self.model, self.data, self.options = model, [path.resolve() for path in data], options
+        self.targets = [parse_target(text) for text in options.targets]
+        self.drops = dict(parse_max_drop(text) for text in options.max_drops)
+        if not options.minutes > 0:
+            raise InputError("budget: expected a positive time.", code="wrong-value", setting="budget")
+        if is_onnx(model, Path.cwd()):
+            raise InputError(
+                f"{model}: shrink trains and prunes, which an ONNX file does not allow. Use the model that it"
+                f" was exported from, or write a recipe: smelt init {model}.",
+                code="does-not-fit-model",
+            )
+        name = Path(model).resolve().name if Path(model).exists() else model.rstrip("/").split("/")[-1]
+        self.folder = (options.out or Path("runs") / f"{name}-shrink").resolve()
+
+    @property
+    def command(self) -> str:
+        """What the recipe follows from, as JSON: another call in the same folder is another search."""
+        o = self.options
+        given = [self.model, [str(path) for path in self.data], o.targets, o.max_drops, o.minutes]
+        return json.dumps([*given, o.task, dict(o.columns), o.languages])
+
+    def written_recipe(self) -> Path | None:
+        """Return the recipe of an earlier call with the same arguments; None if there is none.
+
+        Raises:
+            InputError: the folder has the recipe of another call.
+        """
+        path = self.folder / RECIPE_FILE
+        if not path.exists():
+            return None
+        first = path.read_text(encoding="utf-8").split("\n", 1)[0]
+        if first != f"# {self.command}":
+            raise InputError(
+                f"{self.folder}: has the search of other arguments. Choose another folder with --out; or go"
+                f" on with it: smelt search {path} --out {self.folder}.",
+                code="other-study",
+            )
+        return path
+
+    def write_recipe(self, path: Path, explain: Callable[[str], None]) -> None:
+        """Measure the model, and write the recipe with its search space and the reasons for it.
+
+        Raises:
+            InputError: the model cannot be shrunk, or the recipe would not be valid; nothing is written.
+        """
+        with tempfile.TemporaryDirectory(prefix="smelt-shrink-") as space:
+            text, _ = init_recipe(
+                self.model,
+                self.data,
+                str(Path(space) / "recipe.yaml"),
+                self.options.task,
+                options=InitOptions(self.options.task, self.options.columns, self.options.languages),
+            )
+            value = self._absolute(dict(parse_yaml(text, "recipe.yaml").value), Path(space))
+            info = inspect_model(self.model, value["task"])
+            if info.quantization is not None:
+                raise InputError(
+                    f"{self.model}: the weights are already quantized ({info.quantization.description});"
+                    f" shrink needs float weights. Start from {info.quantization.float_source}.",
+                    code="does-not-fit-model",
+                )
+            measured = self._measure(value, info, Path(space))
+            value, reasons = self._with_space(value, info, measured)
+            for reason in reasons:
+                explain(reason)
+            comments = "".join(f"# {line}\n" for line in [self.command, *reasons])
+            text = comments + yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+            checked = Path(space) / RECIPE_FILE
+            checked.write_text(text, encoding="utf-8")
+            read_space(str(checked))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+
+    def _absolute(self, value: dict[str, Any], base: Path) -> dict[str, Any]:
+        """Return the recipe with absolute paths, for another folder."""
+
+        def whole(name: str) -> str:
+            return str((base / Path(name).expanduser()).resolve()) if (base / name).exists() else name
+
+        data = {k: whole(v) if isinstance(v, str) else v for k, v in value["data"].items()}
+        return value | {"model": whole(value["model"]), "data": data}
+
+    def _measure(self, value: dict[str, Any], info: ModelInfo, space: Path) -> Measured:
+        """Return the size of the model, and the time of an update, from two short trainings."""
+        steps: list[dict[str, Any]] = []
+        if "train" in value["data"]:
+            steps = [
+                {
+                    "distill": _losses(info.task) | {"max_steps": count, "num_evals": 0},
+                    "name": f"timed{count}",
+                }
+                for count in _TIMED_UPDATES
+            ]
+            steps[1]["from"] = "model"
+        recipe = {key: part for key, part in value.items() if key != "baseline"}
+        document = parse_yaml(yaml.safe_dump(recipe | {"stages": steps or [{"onnx": {}}]}), "measured.yaml")
+        plan = make_plan(document, space / "measured.yaml", until=None if steps else MODEL_STEP)
+        data = plan.read_data()
+        metric = resolve_task(plan, data, plan.recipe.score.quality).metrics[0]
+        options = RunOptions(space / "run", space / "store", quiet=True, scored=False, pages=False)
+        report = run_plan(plan, options).report
+        if report["status"] == "interrupted":
+            raise KeyboardInterrupt
+        found = {step["name"]: step for step in report["steps"]}
+        if failed := [step["error"] for step in report["steps"] if step["error"]]:
+            raise InputError(f"measuring the model: {failed[0]['message']}", code=failed[0]["code"])
+        size = int(found[MODEL_STEP]["size_bytes"])
+        if not steps:
+            return Measured(size, metric, 0, None)
+        few, many = (found[f"timed{count}"]["seconds"] for count in _TIMED_UPDATES)
+        seconds = max(1e-3, (many - few) / (_TIMED_UPDATES[1] - _TIMED_UPDATES[0]))
+        return Measured(size, metric, len(data["train"]), seconds)
+
+    def _with_space(
+        self, value: dict[str, Any], info: ModelInfo, measured: Measured
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the recipe with stages and goal of the search, and the reasons for them."""
+        update, minutes = measured.update_seconds, self.options.minutes
+        reasons = [f"The model has {measured.size_bytes / 1e6:.1f} MB."]
+        updates = 0
+        if update is not None:
+            fitting = _TRAINING_SHARE * 60 * minutes / (_TRAININGS * update)
+            updates = min(_MAX_UPDATES, int(fitting))
+            reasons.append(
+                f"An update takes {update:.2f} s: {_TRAININGS} trainings of {updates:,} updates fit into"
+                f" {100 * _TRAINING_SHARE:.0f} % of {minutes:g} minutes."
+            )
+            if updates < _MIN_UPDATES:
+                updates = 0
+                reasons.append(
+                    f"Fewer than {_MIN_UPDATES} updates are not tried: only stages without training."
+                )
+        stages, told = _space_stages(info, measured, updates, minutes)
+        metric = measured.metric
+        drops = self.drops or {metric: DEFAULT_MAX_DROP}
+        if not self.drops and METRICS[metric].limits is None:
+            raise InputError(
+                f'max_drop: set how much may be lost, such as --max-drop "{metric} 1", since {metric} has no'
+                " fixed range.",
+                code="missing-max-drop",
+                setting="max_drop",
+            )
+        limits: dict[str, Any] = {name: {"max_drop": drop} for name, drop in drops.items()}
+        for target in self.targets:
+            if target.kind == "speedup":
+                limits["speedup"] = {"min": target.value}
+            else:
+                most = int(target.value if target.kind == "bytes" else measured.size_bytes / target.value)
+                limits["size_bytes"] = {"max": min(most, limits.get("size_bytes", {"max": most})["max"])}
+        goal = "size" if self.targets and self.targets[0].kind != "speedup" else "latency"
+        reasons += told
+        lost = ", ".join(
+            f"{name} may {'rise' if is_lower_better(name, {}) else 'fall'} by {drop:g}"
+            for name, drop in drops.items()
+        )
+        wanted = ", ".join(target.text for target in self.targets) or f"the lowest {goal}"
+        reasons.append(f"Goal: {wanted}; {lost}.")
+        if info.needs_classifier:
+            updates = updates or 3 * _MIN_UPDATES
+            first = {"finetune": {"max_steps": updates, "learning_rate": 5.0e-5}, "name": "tuned"}
+            stages = [first, *stages]
+            value["baseline"] = "tuned"
+        score = dict(value.get("score") or {}) | {"latency": {"batch_sizes": [1]}}
+        quality = list(score.get("quality") or [])
+        score["quality"] = [*drops, *(name for name in quality if name not in drops)]
+        search = {"minimize": goal, "subject_to": limits, "max_minutes": minutes}
+        return value | {"stages": stages, "score": score, "search": search}, reasons
+
+
+def _losses(task: Task) -> dict[str, Any]:
+    """Return the losses of `distill` for a student that learns from the teacher alone."""
+    if task == SENTENCE_SIMILARITY:
+        return {"losses": {"sentence_embedding": 1.0, "pairwise_similarity": 1.0}}
+    temperature = 1.0 if task in TEXT_TO_TEXT_TASKS else 2.0
+    return {"losses": {"logits": 1.0, "labels": 0.0}, "temperature": temperature}
+
+
+def _choices(*values: Any) -> dict[str, Any]:
+    return {"search": {"choices": list(dict.fromkeys(values))}}
+
+
+def _space_stages(
+    info: ModelInfo, measured: Measured, updates: int, minutes: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the stages of the space, and what is tried and what is not, with the reasons.
+
+    updates: of each training; 0: none.
+    """
+    plain, trains = no_blocks_reason(info.config) is not None, measured.update_seconds is not None
+    stages: list[dict[str, Any]] = []
+    told: list[str] = []
+
+    def add(stage: str, settings: dict[str, Any], why: str, optional: bool = True) -> None:
+        if info.task in load_stage(stage).tasks:
+            stages.append({stage: settings} | ({"optional": "search"} if optional else {}))
+            told.append(f"{stage}: {why}.")
+
+    if plain:
+        add("factorize", {"method": "tucker", "keep_ratio": _choices(0.3, 0.5, 0.7)}, "low-rank convolutions")
+    elif trains:
+        how = {"importance": "magnitude"} if info.task == SENTENCE_SIMILARITY else {}
+        kept = {"targets": ["ffn"], "keep_ratio": _choices(*_KEPT_RATIOS)}
+        add("prune", kept | how, "half or a quarter of the neurons of feed-forward layers are removed")
+    else:
+        add("factorize", {"method": "svd", "energy": {"search": [0.9, 0.99]}}, "needs no training samples")
+    if updates:
+        settings: dict[str, Any] = {"teacher": "tuned"} if info.needs_classifier else {}
+        counts = layer_counts(info)
+        stack = "decoder_layers" if info.task in ENCODER_DECODER_TASKS else next(iter(counts), None)
+        if stack is not None and not plain and (count := counts.get(stack, 1)) > 1:
+            fewer = _choices(max(1, round(count / 3)), max(1, round(count / 2)), count)
+            settings["student"] = {stack: fewer}
+        settings |= _losses(info.task) | {"max_steps": updates, "lr_schedule": "cosine"}
+        add("distill", settings, f"{updates:,} updates on the outputs of the whole model, with fewer layers")
+    if info.task in ENCODER_DECODER_TASKS:
+        if measured.rows >= MIN_SHORTLIST_ROWS:
+            add("shortlist", {}, "the output layer computes only likely tokens")
+        else:
+            told.append(
+                f"Not shortlist: it needs {MIN_SHORTLIST_ROWS:,} training samples, not {measured.rows:,}."
+            )
+    if not plain:
+        add("quantize", {"scheme": _choices("int8-dynamic", "int4")}, "weights of 8 or 4 bits")
+    tuned = {"autotune": _choices(False, True)} if minutes >= _AUTOTUNE_MINUTES and not plain else {}
+    add("onnx", {"target": "ort-cpu"} | tuned, "for ONNX Runtime on this CPU", optional=False)
+    return stages, told
+
+
+def plan_shrink(
+    model: str, data: Sequence[Path], options: ShrinkOptions, explain: Callable[[str], None]
+) -> SearchSpace:
+    """Return the search space for a model, without writing anything.
+
+    Args:
+        model: a folder or a hub id.
+        data: files or folders with the splits, as for `smelt init`.
+        options: target, largest loss and time.
+        explain: called with a line about each decision.
+
+    Raises:
+        InputError: target, model or data are not suitable.
+    """
+    job = _Shrink(model, data, options)
+    with tempfile.TemporaryDirectory(prefix="smelt-shrink-") as space:
+        path = Path(space) / RECIPE_FILE
+        job.write_recipe(path, explain)
+        return read_space(str(path))
+
+
+def shrink(
+    model: str, data: Sequence[Path], options: ShrinkOptions, explain: Callable[[str], None]
+) -> tuple[dict[str, Any], Path]:
+    """Search for the smallest or fastest form of a model; return the report and its folder.
+
+    The report is that of a search (search.json): `front` is empty where the target cannot be met, then
+    `nearest` is the trial that comes closest. A second call with the same arguments goes on.
+
+    Args:
+        model: a folder or a hub id.
+        data: files or folders with the splits, as for `smelt init`.
+        options: target, largest loss, time and folder.
+        explain: called with a line about each decision and each trial.
+
+    Raises:
+        InputError: target, model or data are not suitable, or the folder has another search.
+        RunError: all of the first trials failed.
+    """
+    job = _Shrink(model, data, options)
+    path = job.written_recipe()
+    if path is None:
+        path = job.folder / RECIPE_FILE
+        job.write_recipe(path, explain)
+    search = Search(read_space(str(path)), SearchOptions(out=job.folder))
+    search.try_first(_first_point(search.space))
+    return finish_search(search, search.run(explain)), job.folder
+
+
+def _first_point(space: SearchSpace) -> dict[str, Any]:
+    """Return the point that is tried first: without training, int8."""
+    first = space.defaults()
+    return first | {each.name: each.name == "quantize" for each in space.parameters if each.kind == "used"}
+
+
+def target_text(report: Mapping[str, Any], targets: Sequence[str]) -> str:
+    """Return a sentence that says whether the targets were met, and by which trial."""
+    wanted = ", ".join(targets) or "the goal"
+    if report["front"]:
+        best = report["front"][0]
+        speed = (best["latency"] or {}).get("speedup")
+        found = [f"{best['size_bytes'] / 1e6:.1f} MB", *([f"{speed:.2f} times as fast"] if speed else [])]
+        return f"Met: {wanted}. {best['name']} has {', '.join(found)}."
+    nearest = report["nearest"]
+    if nearest is None:
+        return f"Not met: {wanted}. No trial was measured."
+    over = ", ".join(
+        f"{name} by {amount:.4g}" for name, amount in nearest["violations"].items() if amount > 0
+    )
+    return f"Not met: {wanted}. The nearest is {nearest['name']}, beyond the limits of {over}."

@@ -1,0 +1,153 @@
+"""`smelt shrink`: targets, the space that follows from model, task and time, and a search of it."""
+
+import json
+
+import causal
+import classifiers
+import harness
+import pytest
+from every_family import MODELS
+from expected_errors import command_error, raises_code
+from search_recipes import QUICKSTART
+
+import smelt
+from smelt.pipeline.inspect.model_info import inspect_model
+from smelt.pipeline.search.shrink import (
+    Measured,
+    ShrinkOptions,
+    Target,
+    _space_stages,
+    parse_max_drop,
+    parse_target,
+    plan_shrink,
+)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("2x faster", "speedup", 2),
+        ("1.5 x  faster", "speedup", 1.5),
+        ("4× smaller", "ratio", 4),
+        ("at most 20 MB", "bytes", 20e6),
+        ("under 1.5GB", "bytes", 1.5e9),
+    ],
+)
+def test_targets(text, kind, value):
+    found = parse_target(text)
+    assert (found.kind, found.value) == (kind, value)
+    assert isinstance(found, Target)
+
+
+@pytest.mark.quick
+def test_what_is_no_target_or_loss_is_refused():
+    for text in ("faster", "1x faster", "0.5x smaller", "at most 0 MB", "2x better", ""):
+        with raises_code("wrong-value"):
+            parse_target(text)
+    assert parse_max_drop("bleu 0.5") == ("bleu", 0.5)
+    assert parse_max_drop("accuracy: 1") == ("accuracy", 1.0)
+    for text in ("bleu", "0.5", "blue 1", "bleu -1"):
+        with raises_code("wrong-value"):
+            parse_max_drop(text)
+
+
+def names(stages):
+    return [next(iter(stage)) for stage in stages]
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "expected"),
+    [
+        ("marian", "translation", ["prune", "distill", "quantize", "onnx"]),
+        ("bert", "text-classification", ["prune", "distill", "quantize", "onnx"]),
+        ("llama", "language-modeling", ["prune", "distill", "quantize", "onnx"]),
+        ("resnet", "image-classification", ["factorize", "distill", "onnx"]),
+    ],
+)
+def test_the_space_follows_from_task_samples_and_time(tmp_path, family, task, expected):
+    MODELS[family](tmp_path / "m")
+    info = inspect_model(str(tmp_path / "m"), task)
+    stages, told = _space_stages(info, Measured(1000, "x", 500, 0.1), updates=300, minutes=10)
+    assert names(stages) == expected
+    assert all(stage.get("optional") == "search" for stage in stages[:-1])
+    distill = next(stage["distill"] for stage in stages if "distill" in stage)
+    assert distill["max_steps"] == 300
+    without, _ = _space_stages(info, Measured(1000, "x", 500, 0.1), updates=0, minutes=10)
+    assert names(without) == [name for name in expected if name != "distill"]
+    none, _ = _space_stages(info, Measured(1000, "x", 0, None), updates=0, minutes=10)
+    assert names(none)[0] == "factorize"
+    many, _ = _space_stages(info, Measured(1000, "x", 10_000, 0.1), updates=300, minutes=30)
+    assert ("shortlist" in names(many)) == (task == "translation")
+    assert ("autotune" in many[-1]["onnx"]) == (family != "resnet")
+    assert len(told) >= len(stages)
+
+
+def test_a_new_classifier_is_trained_first_and_is_the_baseline(tmp_path):
+    classifiers.MAKERS["bert"](tmp_path / "m", labels=2, architectures=["BertModel"])
+    classifiers.write_labelled_rows(tmp_path / "train.jsonl", "single_label_classification")
+    lines = []
+    space = plan_shrink(
+        str(tmp_path / "m"),
+        [tmp_path / "train.jsonl"],
+        ShrinkOptions(("2x faster", "3x smaller"), minutes=5, task="text-classification"),
+        lines.append,
+    )
+    assert space.plan.recipe.baseline == "tuned"
+    assert space.plan.steps[0].name == "tuned"
+    assert set(space.settings.subject_to) == {"accuracy", "speedup", "size_bytes"}
+    assert space.settings.subject_to["accuracy"].max_drop == 1.0
+    assert not list(tmp_path.glob("*shrink*"))
+
+
+def test_a_metric_without_a_range_needs_a_limit(tmp_path):
+    causal.write_model(tmp_path / "m", "gpt2")
+    (tmp_path / "text.txt").write_text("the man and the dog run over the green grass. " * 400)
+    options = ShrinkOptions(("2x faster",), minutes=1)
+    with raises_code("missing-max-drop"):
+        plan_shrink(str(tmp_path / "m"), [tmp_path / "text.txt"], options, lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def shrunk(tmp_path_factory):
+    out = tmp_path_factory.mktemp("shrink") / "out"
+    given = [QUICKSTART / "model", "--data", QUICKSTART / "data", "--budget", "4s", "--out", out]
+    result = harness.smelt("shrink", *given, "--target", "1.1x smaller", code=0)
+    return out, given, result
+
+
+def test_the_winner_has_a_recipe_a_report_and_an_artifact(shrunk):
+    out, given, result = shrunk
+    report = json.loads((out / "search.json").read_text())
+    [best] = report["front"]
+    assert best["parameters"]["quantize"] is True
+    assert best["parameters"]["prune"] is False
+    assert (out / best["recipe"]).is_file()
+    assert smelt.load(out / best["artifact"])
+    model = sum(p.stat().st_size for p in (QUICKSTART / "model").iterdir())
+    assert best["size_bytes"] < model / 1.1
+    assert best["name"] in result.stdout.splitlines()[-1]
+    again = harness.smelt("shrink", *given, "--target", "1.1x smaller", code=0)
+    assert (out / "search.json").is_file()
+    assert len(again.stdout) < len(result.stdout)
+
+
+def test_other_arguments_do_not_go_on_with_the_search(shrunk):
+    _, given, _ = shrunk
+    error = command_error(harness.smelt("shrink", *given, "--target", "9x smaller", code=2))
+    assert error.code == "other-study"
+
+
+def test_a_target_that_cannot_be_met_names_the_nearest(tmp_path):
+    report = smelt.shrink(
+        QUICKSTART / "model", QUICKSTART / "data", target="1000x smaller", budget_minutes=0.05,
+        out=tmp_path / "out", quiet=True,
+    )  # fmt: skip
+    assert report["front"] == []
+    assert report["nearest"]["violations"]["size_bytes"] > 0
+
+
+def test_an_onnx_file_is_refused(tmp_path):
+    (tmp_path / "m.onnx").write_bytes(b"x")
+    error = command_error(harness.smelt("shrink", tmp_path / "m.onnx", "--data", tmp_path, code=2))
+    assert error.code == "does-not-fit-model"

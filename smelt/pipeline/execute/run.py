@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from smelt.evaluate.agreement import cached_agreement
 from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.pipeline.execute.latency_scores import LatencyScores
+from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
 from smelt.pipeline.execute.run_result import Report, Result, write_report
@@ -54,7 +55,8 @@ class RunOptions:
     and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
     most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
     on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts are
-    written besides report.json.
+    written besides report.json. label: of a run that is part of a search; it is printed briefly, each line
+    with the label. turns: of the workers of a search on this machine.
     """
 
     out: Path | None = None
@@ -68,6 +70,8 @@ class RunOptions:
     timed: bool = True
     on_test: bool = True
     pages: bool = True
+    label: str = ""
+    turns: MachineTurns | None = None
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -96,7 +100,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(file_lock(folder / ".lock", partial(_raise_folder_in_use, folder)))
             stack.enter_context(register_run(store.root, folder))
-            display = Display(folder / "log.txt", quiet=options.quiet)
+            display = Display(folder / "log.txt", quiet=options.quiet, label=options.label)
         except OSError as error:
             raise InputError(
                 f"{error.filename or folder}: cannot use this folder for the run: {error.strerror}."
@@ -209,7 +213,7 @@ class _PlanRunner:
         self.trackers = RunTrackers(self.plan, self.folder, self.display, self.add_warnings)
         self.step_runner = replace(self.step_runner, log_metrics=self.trackers.log)
         try:
-            with rust_panics_as_errors():
+            with rust_panics_as_errors(), self._step_turn():
                 self._import_model()
             for step in self.plan.steps:
                 self._run_step(step)
@@ -285,7 +289,7 @@ class _PlanRunner:
         self.display.start_work(step.name)
         started = time.monotonic()
         try:
-            with rust_panics_as_errors():
+            with rust_panics_as_errors(), self._step_turn():
                 above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
                 artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
                 self.trackers.log_cached(step.name, artifact)
@@ -294,8 +298,13 @@ class _PlanRunner:
         except Exception as error:
             failure = self._explain_error(error, step.name)
             self.report.add_failure(failure, step.name)
-            self.display.print_line(f"{step.name}: {_log_text(failure)}")
+            self.display.print_line(f"{step.name}: {_log_text(failure)}", brief=True)
         self._write_report()
+
+    def _step_turn(self) -> AbstractContextManager[None]:
+        """Return a context in which no other worker of this machine measures latency."""
+        turns = self.options.turns
+        return nullcontext() if turns is None else turns.step(self._report_waiting("next step"))
 
     def _explain_error(self, error: Exception, step: str) -> SmeltError:
         """Return an error with a message for the user; log the traceback of unexpected errors."""
@@ -319,7 +328,8 @@ class _PlanRunner:
             self.report.add_unscored_step(name, artifact, why, cached)
             took = "from the store" if cached else duration(seconds)
             self.display.print_line(
-                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {why[1]}"
+                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {why[1]}",
+                brief=not cached,
             )
             return
         if name == (MODEL_STEP if self.plan.recipe.task == CUSTOM_TASK else self.plan.recipe.baseline):
@@ -337,7 +347,9 @@ class _PlanRunner:
                 self.run_folder.write_scores(other, completed)
         took = "from the store" if cached else duration(seconds)
         first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
-        self.display.print_line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
+        self.display.print_line(
+            f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
+        )
 
     def _is_scored(self, name: str) -> bool:
         only = self.options.only
@@ -359,7 +371,7 @@ class _PlanRunner:
         chosen = self.report.shortlisted_steps() if only is None else [self.plan.recipe.baseline, *only]
         for name in (name for name in chosen if name in self.report.statistics):
             try:
-                with rust_panics_as_errors():
+                with rust_panics_as_errors(), self._step_turn():
                     score = self._score(name, every[name], on_test=True)
             except Exception as error:
                 failure = self._explain_error(error, name)
@@ -388,7 +400,9 @@ class _PlanRunner:
                 self.display.print_line(f"{step.name}: kept from an earlier run in this folder")
 
     def _report_waiting(self, what: str) -> Callable[[str], None]:
-        return lambda holder: self.display.print_line(f"{what}: waits for {holder}, which is measuring")
+        return lambda holder: self.display.print_line(
+            f"{what}: waits for {holder}, which is measuring", brief=True
+        )
 
     def _is_rebuilt(self, name: str) -> bool:
         return bool(self.options.rebuild & {"*", name})
@@ -403,9 +417,11 @@ class _PlanRunner:
         self.display.start_work("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
         try:
-            with self.store.lock(
-                "latency", self._report_waiting("latency")
-            ):  # concurrent measurements disturb each other
+            # concurrent measurements disturb each other, and so does other work
+            with ExitStack() as stack:
+                stack.enter_context(self.store.lock("latency", self._report_waiting("latency")))
+                if (turns := self.options.turns) is not None:
+                    stack.enter_context(turns.measurement(partial(self.display.print_line, brief=True)))
                 scores.measure(
                     timed,
                     self.plan.recipe.baseline,

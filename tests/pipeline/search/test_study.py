@@ -1,5 +1,6 @@
 """Trials, constraints, repeats, resuming and workers of a study. What trials measure is a formula here."""
 
+import json
 import os
 import random
 import signal
@@ -12,21 +13,19 @@ from types import SimpleNamespace
 import optuna
 import pytest
 from expected_errors import raises_code
+from postgres_server import postgres_server
 from search_recipes import small, write
 
 from smelt.cli.main import _minutes
 from smelt.core.errors import InputError, RunError
-from smelt.pipeline.search.report import finish_search, hypervolumes, importances
+from smelt.core.messages import message_codes
+from smelt.pipeline.search import trials as trials_module
+from smelt.pipeline.search.analysis import hypervolumes, importances
+from smelt.pipeline.search.report import exit_code, finish_search, summary_text
 from smelt.pipeline.search.sampling import open_storage
 from smelt.pipeline.search.space import Objective, read_space
-from smelt.pipeline.search.study import (
-    Search,
-    SearchOptions,
-    Trial,
-    TrialResult,
-    pareto_optimal,
-    spread,
-)
+from smelt.pipeline.search.study import Search, SearchOptions, pareto_optimal, spread
+from smelt.pipeline.search.trials import Trial, TrialResult
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tm
     search(space, tmp_path / "killed", trials=5).run()
     job = search(space, tmp_path / "killed")
     if moment == "while parameters are drawn":
-        job._distributions = dict([*job._distributions.items()][:1])
+        job.queue.distributions = dict([*job.queue.distributions.items()][:1])
         with pytest.raises(KeyError):
             job.run()
     else:
@@ -132,26 +131,51 @@ def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tm
     assert history(job) == history(undisturbed)
 
 
-@pytest.mark.parametrize("storage", [None, "sqlite:///{}/study.db"])
-def test_workers_share_a_study_and_do_no_trial_twice(space, tmp_path, monkeypatch, storage):
+@pytest.fixture(params=["file", "sqlite", "postgresql"])
+def storage(request, tmp_path):
+    """The URL of a storage; None for the file in the search's folder."""
+    if request.param == "postgresql":
+        with postgres_server() as url:
+            yield url
+    else:
+        yield f"sqlite:///{tmp_path}/study.db" if request.param == "sqlite" else None
+
+
+def forked(work):
+    """Fork a process that calls `work` and ends, with 0 if it returns "trials"."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if work() == "trials" else 2
+        finally:
+            os._exit(code)
+    return child
+
+
+def test_workers_share_a_study_do_no_trial_twice_and_one_that_dies_loses_its_trial(
+    space, tmp_path, monkeypatch, storage
+):
+    options = {"storage": storage, "trials": 12}
+    stuck = lambda self, trial: (tmp_path / "stuck").touch() or time.sleep(60)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(Search, "_measure", stuck)
+        dying = forked(search(space, tmp_path / "out", **options).run)
+    while not (tmp_path / "stuck").exists():
+        time.sleep(0.01)
+    os.kill(dying, signal.SIGKILL)
+    os.waitpid(dying, 0)
     monkeypatch.setattr(Search, "_measure", lambda self, trial: time.sleep(0.05) or formula(trial.params))
-    options = {"storage": storage and storage.format(tmp_path), "trials": 16}
-    search(space, tmp_path / "out", **(options | {"trials": 1})).run()
-    children = []
-    for _ in range(2):
-        children.append(os.fork())
-        if children[-1] == 0:
-            code = 1
-            try:
-                code = 0 if search(space, tmp_path / "out", **options).run() == "trials" else 2
-            finally:
-                os._exit(code)
+    children = [forked(search(space, tmp_path / "out", **options).run) for _ in range(2)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    found = [
-        tuple(sorted(trial.parameters.items()))
-        for trial in search(space, tmp_path / "out", **options).finished_trials()
-    ]
-    assert len(found) == len(set(found)) == 16
+    job = search(space, tmp_path / "out", **options)
+    found = [tuple(sorted(trial.parameters.items())) for trial in job.finished_trials()]
+    assert len(found) == len(set(found)) == 12
+    study = job.open_study()
+    lost = tuple(sorted(study.trials[0].params.items()))
+    assert (study.trials[0].state.name, lost in found) == ("FAIL", True)
+    assert message_codes(job.warnings()) == ["worker-died"]
+    assert f"process {dying}," in job.warnings()[0].message
 
 
 def test_an_interrupted_trial_is_done_first_by_the_next_search(space, tmp_path, monkeypatch):
@@ -198,6 +222,35 @@ def test_a_stage_that_is_not_used_makes_its_settings_irrelevant(tmp_path):
     assert len(job.finished_trials()) == 2 * (2 + 1)
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_a_sampler_that_repeats_itself_does_not_end_before_the_space(space, tmp_path, monkeypatch, sampler):
+    """It always draws the same point; the others of the space are found all the same, and its end."""
+    text = small().replace("[latency, size]\n  maximize: quality", "size")
+    steps = read_space(write(tmp_path, text.replace("[0.5, 0.9]", "{low: 0.5, high: 0.9, step: 0.1}")))
+    same = {"prune.keep_ratio": 0.7, "quantize.scheme": "int4"}
+
+    class Same(optuna.samplers.BaseSampler):
+        infer_relative_search_space = lambda self, study, trial: {}  # noqa: E731
+        sample_relative = lambda self, study, trial, space: {}  # noqa: E731
+        sample_independent = lambda self, study, trial, name, distribution: same[name]  # noqa: E731
+
+    make = trials_module.make_sampler
+    monkeypatch.setattr(trials_module, "_MAX_SAMPLER_REPEATS", 2)
+    monkeypatch.setattr(
+        trials_module, "make_sampler", lambda name, seed: make(name, seed) if name == "random" else Same()
+    )
+    job = search(steps, tmp_path / "steps", trials=100, sampler=sampler)
+    assert job.run() == "exhausted"
+    points = [
+        (f"{trial.parameters['prune.keep_ratio']:.2g}", trial.parameters["quantize.scheme"])
+        for trial in job.finished_trials()
+    ]
+    assert len(points) == len(set(points)) == 5 * 2
+    # an endless space goes on
+    job = search(space, tmp_path / "endless", trials=5, sampler=sampler)
+    assert job.run() == "trials"
+
+
 def test_a_trial_is_shown_in_mb_without_settings_of_absent_stages(tmp_path):
     text = small().replace("[0.5, 0.9]}}", "[0.5, 0.9]}}\n    optional: search")
     job = search(read_space(write(tmp_path, text)), tmp_path / "out")
@@ -228,10 +281,10 @@ def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(spac
     job = search(space, tmp_path)
     job._prepare()
     study = job.open_study()
-    trial = study.ask(job._distributions)
-    finish = lambda path: bool(job._tell(study, trial, formula(trial.params)))  # noqa: E731
-    monkeypatch.setattr("smelt.pipeline.search.study.is_file_lock_held", finish)
-    job._reclaim(study)
+    trial = study.ask(job.queue.distributions)
+    finish = lambda path: bool(job.queue.tell(study, trial, formula(trial.params)))  # noqa: E731
+    monkeypatch.setattr("smelt.pipeline.search.trials.is_file_lock_held", finish)
+    job.queue.reclaim(study)
     assert [each.state.name for each in study.trials] == ["COMPLETE"]
 
 
@@ -246,6 +299,59 @@ def test_an_interruption_while_the_front_is_scored_ends_the_scoring(space, tmp_p
     report = finish_search(job, "trials")
     assert (len(asked), report["ended"]) == (1, "interrupted")
     assert [point["test"] for point in report["front"]] == [None, None]
+
+
+def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it(
+    space, tmp_path, monkeypatch
+):
+    job = search(space, tmp_path)
+    job.run()
+    monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:3])
+    full = {"code": "disk-full", "message": "on test: The disk is full.", "severity": "error"}
+    step = {"name": "onnx", "error": None, "latency": []}
+    score = {"value": 29.0, "ci95": None, "higher_is_better": True}
+    test = {"quality": {"bleu": score}, "against_baseline": {}, "gates": []}
+    asked = iter(
+        [
+            RunError("No memory.", code="out-of-memory"),
+            step | {"error": full, "test": None},
+            step | {"test": test},
+        ]
+    )
+
+    def run(plan, options):
+        found = next(asked)
+        if isinstance(found, Exception):
+            raise found
+        return SimpleNamespace(report={"status": "error", "steps": [found]})
+
+    monkeypatch.setattr("smelt.pipeline.search.study.run_plan", run)
+    report = finish_search(job, "trials")
+    errors = [point["test_error"] and point["test_error"]["code"] for point in report["front"]]
+    assert errors == ["out-of-memory", "disk-full", None]
+    assert report["front"][2]["test"] == test
+    text = "\n".join(summary_text(report, job.folder))
+    assert all(f"error[{code}]" in text for code in errors[:2])
+    assert json.loads((tmp_path / "search.json").read_text()) == json.loads(json.dumps(report))
+    assert exit_code(report) == 0
+    assert exit_code(report | {"front": report["front"][:2]}) == 1
+
+
+def test_settings_of_absent_stages_have_no_importance(tmp_path, monkeypatch):
+    """The best trials are without the stage: the values that its setting has in them mean nothing."""
+    text = small(**{"\n    optional: search": "\n    optional: search"})
+    text = text.replace("[latency, size]\n  maximize: quality", "size\n  sampler: random")
+
+    def size(params):  # without the stage, a low value of its setting goes with a small size by chance
+        return 10 * params["prune"] + params["prune.keep_ratio"] * (not params["prune"])
+
+    monkeypatch.setattr(
+        Search, "_measure", lambda self, trial: TrialResult("feasible", {"size": size(trial.params)}, {})
+    )
+    monkeypatch.setattr(trials_module.TrialQueue, "known_trial", lambda self, study, trial: None)
+    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=40)
+    job.run()
+    assert importances(job)["size"]["prune.keep_ratio"] == pytest.approx(0, abs=1e-9)
 
 
 def test_another_limit_cannot_use_the_study(space, tmp_path):
@@ -312,7 +418,7 @@ def test_a_grid_goes_on_after_many_points_without_a_stage(tmp_path, monkeypatch)
     lines = text.splitlines(keepends=True)  # the range that both values are wanted of comes first
     at = lines.index("  - drop-layers: {decoder_layers: {search: [1, 2]}}\n")
     lines.insert(lines.index("stages:\n") + 1, lines.pop(at))
-    monkeypatch.setattr("smelt.pipeline.search.study._MAX_REPEATS", 3)
+    monkeypatch.setattr("smelt.pipeline.search.trials._MAX_SAMPLER_REPEATS", 3)
     monkeypatch.setattr(Search, "_measure", lambda self, trial: TrialResult("feasible", {"size": 1.0}, {}))
     job = search(read_space(write(tmp_path, "".join(lines))), tmp_path / "out", trials=100)
     assert job.run() == "exhausted"

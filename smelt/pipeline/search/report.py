@@ -18,15 +18,16 @@ from typing import Any
 
 from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import write_atomically
+from smelt.core.locks import file_lock
 from smelt.core.messages import escape_controls, messages_to_json
 from smelt.evaluate.report import view
 from smelt.evaluate.report.drawing import PageFigure, css_colors, new_figure, page_svg, shorten, style_axes
 from smelt.evaluate.report.render import escaped, markdown_table
 from smelt.evaluate.report.schema import ScoreDifference
 from smelt.pipeline.search.analysis import hypervolumes, importances
-from smelt.pipeline.search.space import SearchSpace, objective_text, parameter_text
+from smelt.pipeline.search.space import SearchSpace
 from smelt.pipeline.search.study import Search
-from smelt.pipeline.search.trials import Trial
+from smelt.pipeline.search.trials import Trial, objective_text, parameter_text
 
 SEARCH_SCHEMA = 1
 _REPORT_FILES = ("search.json", "search.md", "search.html")
@@ -42,6 +43,8 @@ _WIDE, _HEIGHT = 640, 300
 def finish_search(search: Search, ended: str) -> dict[str, Any]:
     """Score the front on test, write the report, and return it (the content of search.json).
 
+    One worker at a time: the next one finds the scores in the store, and the last one reports all trials.
+
     Args:
         search: the search; its trials are finished.
         ended: why it ended: `trials`, `time`, `exhausted` or `interrupted`. After an interruption nothing is
@@ -53,6 +56,15 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
         the constraints, each with its scores on validation and `test`, its recipe and artifact; `nearest`,
         where no trial meets them; `store`, what the store saved; `importances` of the parameters.
     """
+
+    def wait(holder: str) -> None:
+        search.print_line(f"scores on test: waits for {holder}, which is scoring")
+
+    with file_lock(search.folder / "finish.lock", wait):
+        return _write_report(search, ended)
+
+
+def _write_report(search: Search, ended: str) -> dict[str, Any]:
     trials, front = search.finished_trials(), search.front()
     space = search.space
     costs = [trial.result for trial in trials]

@@ -104,7 +104,7 @@ def open_storage(url: str | None, folder: Path) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"{_without_password(url)}: the database needs a driver: {error}. For PostgreSQL:"
-            " pip install 'psycopg[binary]'.",
+            " pip install 'smelt[postgresql]'.",
             code="not-installed",
         ) from error
     except Exception as error:  # every driver has errors of its own
@@ -135,11 +135,25 @@ def check_storage(url: str | None, folder: Path, name: str, identity: str) -> No
         return
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     storage = open_storage(url, folder)
-    if name in optuna.get_all_study_names(storage):
+    if _is_known_study(storage, url, folder, name):
         study = optuna.load_study(storage=storage, study_name=name)
         found = study.user_attrs.get(_IDENTITY)
         if found != identity and (found is not None or study.get_trials(deepcopy=False)):
             raise _other_study(url, folder, name)
+
+
+def _is_known_study(storage: Any, url: str | None, folder: Path, name: str) -> bool:
+    """Return whether the storage has the study `name`; a folder holds one study, a database many.
+
+    Raises:
+        InputError: the folder has another study.
+    """
+    import optuna
+
+    names = optuna.get_all_study_names(storage)
+    if url is None and names and name not in names:
+        raise _other_study(url, folder, names[0])
+    return name in names
 
 
 def _sqlite_file(url: str) -> Path | None:
@@ -181,7 +195,7 @@ def open_study(
     points = [] if not grid else list(grid_points(grid))
     way = optuna.study.StudyDirection
     directions = [way.MAXIMIZE if each else way.MINIMIZE for each in maximize]
-    if name in optuna.get_all_study_names(storage):
+    if _is_known_study(storage, url, folder, name):
         study = optuna.load_study(storage=storage, study_name=name, pruner=pruner)
     else:
         study = optuna.create_study(storage=storage, study_name=name, directions=directions, pruner=pruner)

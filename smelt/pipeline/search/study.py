@@ -32,8 +32,16 @@ from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 from smelt.pipeline.search.sampling import check_storage, grid_points, open_study
-from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace, objective_text, parameter_text
-from smelt.pipeline.search.trials import Trial, TrialQueue, TrialResult, finished_trials, lost_trials
+from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace
+from smelt.pipeline.search.trials import (
+    Trial,
+    TrialQueue,
+    TrialResult,
+    finished_trials,
+    lost_trials,
+    objective_text,
+    parameter_text,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -111,22 +119,23 @@ class Search:
                 if known is not None:
                     self.queue.repeat(study, trial, known)
                     continue
-                self._print(f"trial {trial.number}: {self._chosen_text(trial.params)}: starts")
+                self.print_line(f"trial {trial.number}: {self._chosen_text(trial.params)}: starts")
                 try:
                     result = self._run_trial(trial)
                 except KeyboardInterrupt:
                     self.queue.abandon(study, trial.number)
                     return "interrupted"
                 self.queue.tell(study, trial, result)
-                self._print(self.trial_text(Trial(trial.number, trial.params, result)))
+                self.print_line(self.trial_text(Trial(trial.number, trial.params, result)))
                 self._require_success(study)
 
-    def _print(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
+        """Report a line about the search."""
         if self._report is not None:
             self._report(text)
 
     def _warn(self, message: Message) -> None:
-        self._print(f"{message.severity}: {message}")
+        self.print_line(f"{message.severity}: {message}")
 
     def finished_trials(self) -> list[Trial]:
         """Return the finished trials in the order of their numbers, without repeated ones."""
@@ -299,12 +308,12 @@ class Search:
         options = replace(options, only=frozenset({self.space.leaf}), timed=False)
         for rows in self._rungs():
             leaf = self._leaf_of(self._run(plan, replace(options, score_limit=rows)))
-            self._print(f"{name}: {_scores_text(leaf)} on {rows} samples")
+            self.print_line(f"{name}: {_scores_text(leaf)} on {rows} samples")
             over = {m: v for m, v in self._optimistic_violations(leaf).items() if v > 0}
             if over or self._is_outclassed(trial, leaf, rows):
                 return replace(result, status="stopped", violations=over, samples=rows)
         leaf = self._leaf_of(self._run(plan, options))
-        self._print(f"{name}: {_scores_text(leaf)} on all samples")
+        self.print_line(f"{name}: {_scores_text(leaf)} on all samples")
         result = replace(
             result,
             quality=leaf["quality"],

@@ -217,6 +217,16 @@ class TrialQueue:
             study.tell(number, values)
 
 
+def objective_text(name: str, value: float) -> str:
+    """Return the value of an objective for a reader: sizes in MB, `latency` as a share."""
+    return f"{value / 1e6:.4g} MB" if name in ("size", "memory", "size_bytes") else f"{value:.4g}"
+
+
+def parameter_text(value: Any) -> str:
+    """Return the value of a parameter for a reader."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def finished_trials(study: optuna.Study) -> list[Trial]:
     """Return the finished trials in the order of their numbers, without repeated ones."""
     return [

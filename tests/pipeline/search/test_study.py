@@ -22,7 +22,6 @@ from smelt.core.messages import message_codes
 from smelt.pipeline.search import trials as trials_module
 from smelt.pipeline.search.analysis import hypervolumes, importances
 from smelt.pipeline.search.report import exit_code, finish_search, summary_text
-from smelt.pipeline.search.sampling import open_storage
 from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.study import Search, SearchOptions, pareto_optimal, spread
 from smelt.pipeline.search.trials import Trial, TrialResult
@@ -273,8 +272,11 @@ def test_another_recipe_cannot_use_the_study(space, tmp_path):
     search(space, tmp_path / "out", trials=1).run()
     text = small().replace("[latency, size]\n  maximize: quality", "size").replace("0.9", "0.8")
     other = read_space(write(tmp_path, text))
-    with raises_code("other-study", InputError):
-        search(other, tmp_path / "out").run()
+    renamed = replace(space, path=tmp_path / "renamed.yaml")
+    for wrong in (other, renamed):
+        for attempt in (search(wrong, tmp_path / "out").run, search(wrong, tmp_path / "out").check):
+            with raises_code("other-study", InputError):
+                attempt()
 
 
 def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(space, tmp_path, monkeypatch):
@@ -425,13 +427,19 @@ def test_a_grid_goes_on_after_many_points_without_a_stage(tmp_path, monkeypatch)
     assert len(job.finished_trials()) == 2 * (4 + 1)
 
 
-def test_a_storage_that_cannot_be_opened_is_named_without_its_password(tmp_path):
-    with pytest.raises(InputError) as raised:
-        open_storage("sqlite:////nowhere/at/all/study.db", tmp_path)
-    assert raised.value.code == "storage-unreachable"
-    with pytest.raises(InputError) as raised:
-        open_storage("no-such-database://user:secret@host/name", tmp_path)
-    assert "secret" not in str(raised.value)
+def test_a_storage_that_cannot_be_opened_is_named_without_its_password(space, tmp_path):
+    for url in ("sqlite:////nowhere/at/all/study.db", "no-such-database://user:secret@host/name"):
+        for attempt in (Search.run, Search.check):
+            with pytest.raises(InputError) as raised:
+                attempt(search(space, tmp_path, storage=url))
+            assert raised.value.code == "storage-unreachable"
+            assert "secret" not in str(raised.value)
+
+
+def test_the_check_of_a_search_writes_nothing(space, tmp_path):
+    for url in (None, f"sqlite:///{tmp_path}/study.db"):
+        search(space, tmp_path / "out", storage=url).check()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_failed_trials_are_kept_with_their_code_and_end_a_hopeless_search(space, tmp_path, monkeypatch):

@@ -3,10 +3,10 @@
 from contextlib import contextmanager
 from threading import Event, Thread
 
-import forked_workers
 from harness import smelt
 from search_recipes import small, write
 
+from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.machine_turns import MachineTurns
 
 
@@ -48,7 +48,6 @@ def test_a_measurement_does_not_wait_forever_nor_for_the_dead(tmp_path):
 
 
 def test_a_trial_takes_turns_and_is_reported_line_by_line(tmp_path, monkeypatch):
-    forked_workers.install(monkeypatch)
     taken = []
     for kind in ("step", "measurement"):
 
@@ -59,21 +58,19 @@ def test_a_trial_takes_turns_and_is_reported_line_by_line(tmp_path, monkeypatch)
             taken.append(f"{kind} ends")
 
         monkeypatch.setattr(MachineTurns, kind, recorded)
+    monkeypatch.setattr(LatencyScores, "measure", lambda self, timed, *more: taken.append(tuple(timed)) or {})
     text = small(**{"  - onnx\n": "", "  - prune: {targets: [ffn], keep_ratio: {search: [0.5, 0.9]}}\n": ""})
-    text = text.replace("[latency, size]\n  maximize: quality", "latency").replace(
+    text = text.replace("[latency, size]\n  maximize: quality", "size").replace(
         "max_drop: 1.0", "max_drop: 90"
     )
-    text = text.replace(
-        "quality: [bleu, chrf]", "quality: [bleu], latency: {rounds: 3, batch_sizes: [1], texts: 1}"
-    )
-    options = ("--trials", 1, "--limit", 4, "--out", tmp_path / "out")
+    options = ("--trials", 1, "--limit", 2, "--out", tmp_path / "out")
     lines = smelt("search", write(tmp_path, text), *options, code=0).output.splitlines()
-    begins, step, score, ends = [line for line in lines if line.startswith("trial 0: ")]
-    assert begins.endswith(": starts")
-    assert step.startswith("trial 0: quantize: ")
+    starts, *steps, score, ends = [line for line in lines if line.startswith("trial 0: ")]
+    assert starts.endswith(": starts")
+    assert [line.split(": ")[1] for line in steps] == ["model", "quantize"]
     assert score.startswith("trial 0: quantize: bleu ")
-    assert "latency" in ends
-    measured = taken.index("measurement begins")
-    assert taken[measured + 1] == "measurement ends"
-    assert taken[:measured] == ["step begins", "step ends"] * (measured // 2)
-    assert measured >= 4
+    assert "size" in ends
+    measured = taken.index(("model", "quantize"))
+    assert (taken[measured - 1], taken[measured + 1]) == ("measurement begins", "measurement ends")
+    assert taken[: measured - 1] == ["step begins", "step ends"] * ((measured - 1) // 2)
+    assert measured > 4

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import optuna
@@ -337,6 +338,25 @@ def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it
     assert json.loads((tmp_path / "search.json").read_text()) == json.loads(json.dumps(report))
     assert exit_code(report) == 0
     assert exit_code(report | {"front": report["front"][:2]}) == 1
+
+
+def test_winners_are_scored_by_one_worker_at_a_time(space, tmp_path, monkeypatch):
+    job, other, waiting, order = search(space, tmp_path), search(space, tmp_path), Event(), []
+    job.run()
+    other._report = lambda line: waiting.set()
+    second = Thread(target=finish_search, args=(other, "trials"))
+
+    def score(self, trial):
+        if self is job:
+            second.start()
+            assert waiting.wait(60)
+        order.append(self is job)
+        return {"steps": [{"name": "onnx", "error": None, "test": None, "latency": []}]}
+
+    monkeypatch.setattr(Search, "score_on_test", score)
+    finish_search(job, "trials")
+    second.join(60)
+    assert order == [True, False]
 
 
 def test_settings_of_absent_stages_have_no_importance(tmp_path, monkeypatch):

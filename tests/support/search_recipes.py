@@ -1,8 +1,10 @@
-"""Recipes with a search space, of the included translator."""
+"""Recipes with a search space, of the included translator, and a formula instead of their runs."""
 
 from pathlib import Path
 
 import smelt.configs
+from smelt.pipeline.search.study import Search, SearchOptions
+from smelt.pipeline.search.trials import TrialResult
 
 QUICKSTART = Path(smelt.configs.__file__).parent / "quickstart"
 RECIPE = f"""\
@@ -45,3 +47,16 @@ def small(**changes: str) -> str:
         assert old in text, old
         text = text.replace(old, new)
     return text
+
+
+def formula(params):
+    """The result of a point: what keeps more is larger and loses less; int4 is half the size."""
+    keep, four = params["prune.keep_ratio"], params["quantize.scheme"] == "int4"
+    drop = 4 * (1 - keep) + 0.1 * four
+    over = {"bleu": drop - 1.0}
+    status = "infeasible" if over["bleu"] > 0 else "feasible"
+    return TrialResult(status, {"size": keep * (50 if four else 100)}, over, steps=3, cached_steps=1)
+
+
+def search(space, folder, trials=12, **options):
+    return Search(space, SearchOptions(out=folder, trials=trials, **options))

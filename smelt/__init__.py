@@ -187,7 +187,8 @@ def search(
         limit=limit,
     )
     job = Search(read_space(recipe, _override_list(overrides)), options)
-    ended = job.run(lambda text: None if quiet else print(text))
+    job.check()
+    ended = job.run(None if quiet else lambda text: print(text, flush=True))
     return finish_search(job, ended)
 
 

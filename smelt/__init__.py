@@ -181,9 +181,7 @@ def shrink(
         task=task,  # type: ignore[arg-type]
         out=None if out is None else Path(out),
     )
-    report, _ = run_shrink(
-        str(model), [Path(file) for file in files], options, lambda text: None if quiet else print(text)
-    )
+    report, _ = run_shrink(str(model), [Path(file) for file in files], options, None if quiet else print)
     return report
 
 
@@ -235,7 +233,8 @@ def search(
         limit=limit,
     )
     job = Search(read_space(recipe, _override_list(overrides)), options)
-    ended = job.run(lambda text: None if quiet else print(text))
+    job.check()
+    ended = job.run(None if quiet else lambda text: print(text, flush=True))
     return finish_search(job, ended)
 
 

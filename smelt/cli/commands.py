@@ -267,7 +267,7 @@ def shrink(
     an interruption. Exits with 3 if the target cannot be met.
     """
     from smelt.pipeline.inspect.data_files import parse_columns
-    from smelt.pipeline.search.report import summary_text
+    from smelt.pipeline.search.report import exit_code, summary_text
     from smelt.pipeline.search.shrink import ShrinkOptions, plan_shrink, target_text
     from smelt.pipeline.search.shrink import shrink as run_shrink
 
@@ -278,17 +278,14 @@ def shrink(
         minutes=minutes_of(budget), task=task, columns=named, languages=languages, **given
     )
 
-    def explain(text: str) -> None:
-        if not quiet:
-            print_untrusted(text)
-
+    explain = None if quiet else print_untrusted
     if only_plan:
         print_untrusted(str(plan_shrink(model, data, options, explain)))
         return
     report, folder = run_shrink(model, data, options, explain)
     for line in [*summary_text(report, folder), target_text(report, options.targets)]:
         print_untrusted(line)
-    sys.exit(130 if report["ended"] == "interrupted" else 0 if report["front"] else 3)
+    sys.exit(exit_code(report))
 
 
 def minutes_of(text: str) -> float:

@@ -220,23 +220,23 @@ def search(
     """Search the space of RECIPE: a recipe with `{search: ...}` in its settings and a key `search`.
 
     An interrupted search goes on with the same command; further workers may run it at the same time. Exits
-    with 3 if no trial meets the constraints.
+    with 3 if no trial meets the constraints, with 1 if no winner could be scored on test.
     """
-    from smelt.pipeline.search.report import finish_search, summary_text
+    from smelt.pipeline.search.report import exit_code, finish_search, summary_text
     from smelt.pipeline.search.space import read_space
     from smelt.pipeline.search.study import Search, SearchOptions
 
-    space = read_space(recipe, overrides)
-    if only_plan:
-        print_untrusted(str(space))
-        return
     limit = None if timeout is None else minutes_of(timeout)
-    job = Search(space, SearchOptions(max_minutes=limit, **given))
-    ended = job.run(lambda text: None if quiet else print_untrusted(text))
+    job = Search(read_space(recipe, overrides), SearchOptions(max_minutes=limit, **given))
+    job.check()
+    if only_plan:
+        print_untrusted(str(job.space))
+        return
+    ended = job.run(None if quiet else print_untrusted)
     report = finish_search(job, ended)
     for line in summary_text(report, job.folder):
         print_untrusted(line)
-    sys.exit(130 if report["ended"] == "interrupted" else 0 if report["front"] else 3)
+    sys.exit(exit_code(report))
 
 
 @main.command()

@@ -78,7 +78,7 @@ def unknown(given: Any, models: list[type[BaseModel]]) -> Iterator[str]:
     if isinstance(given, list):
         for one in given:
             yield from unknown(one, models)
-    if not isinstance(given, dict) or not models:
+    if not isinstance(given, dict) or not models or set(given) == {"search"}:
         return
     for key, value in given.items():
         fields = [model.model_fields[key] for model in models if key in model.model_fields]

@@ -1,4 +1,4 @@
-"""Recipes with a search space, of the included translator and the first of its rows."""
+"""Recipes with a search space, of the included translator's first rows, and a formula instead of runs."""
 
 import gzip
 import itertools
@@ -7,6 +7,8 @@ from pathlib import Path
 from shared_folders import make_once
 
 import smelt.configs
+from smelt.pipeline.search.study import Search, SearchOptions
+from smelt.pipeline.search.trials import TrialResult
 
 ROWS = 300
 
@@ -62,3 +64,16 @@ def small(**changes: str) -> str:
         assert old in text, old
         text = text.replace(old, new)
     return text
+
+
+def formula(params):
+    """The result of a point: what keeps more is larger and loses less; int4 is half the size."""
+    keep, four = params["prune.keep_ratio"], params["quantize.scheme"] == "int4"
+    drop = 4 * (1 - keep) + 0.1 * four
+    over = {"bleu": drop - 1.0}
+    status = "infeasible" if over["bleu"] > 0 else "feasible"
+    return TrialResult(status, {"size": keep * (50 if four else 100)}, over, steps=3, cached_steps=1)
+
+
+def search(space, folder, trials=12, **options):
+    return Search(space, SearchOptions(out=folder, trials=trials, **options))

@@ -25,11 +25,26 @@ _PLAIN_LINE_SECONDS = 30.0
 class Display:
     """Prints lines for finished work, and a progress bar below them on a terminal."""
 
-    def __init__(self, log: Path | None = None, stream: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        log: Path | None = None,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        label: str = "",
+    ) -> None:
+        """Open the log.
+
+        Args:
+            log: the run's log.txt.
+            stream: where lines are printed (default: standard error).
+            quiet: write to the log only.
+            label: of a run that is part of a search: it precedes what is printed, which is progress and the
+                lines that `print_line` has as `brief`.
+        """
         self._stream = stream or sys.stderr
         plain = os.environ.get("CI") or os.environ.get("TERM") == "dumb"
         self._moving = self._stream.isatty() and not plain
-        self._quiet = quiet
+        self._quiet, self._label = quiet, f"{label}: " if label else ""
         self._log = log.open("a", encoding="utf-8") if log else None
         self.log_path = log or Path("log.txt")
         self._bar: tuple[Progress, TaskID] | None = None
@@ -38,7 +53,7 @@ class Display:
     def start_work(self, what: str) -> None:
         """Set the label of the following `progress` calls."""
         self._clear()
-        self._what = what
+        self._what = f"{self._label}{what}"
         self._started = time.monotonic()
         self._last = self._started if not self._moving else 0.0
 
@@ -54,13 +69,14 @@ class Display:
             return
         left = f", {duration((now - self._started) / done * (total - done))} left" if done else ""
         self._stream.write(escape_controls(f"  {self._what}: {done}/{total} {note}{left}") + "\n")
+        self._stream.flush()
 
-    def print_line(self, text: str) -> None:
-        """Print a permanent line, and write it to the log."""
+    def print_line(self, text: str, brief: bool = False) -> None:
+        """Print a permanent line, and write it to the log. brief: print it with a label as well."""
         self._clear()
         text = escape_controls(text)
-        if not self._quiet:
-            self._stream.write(text + "\n")
+        if not self._quiet and (brief or not self._label):
+            self._stream.write(f"{escape_controls(self._label)}{text}\n")
             self._stream.flush()
         self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 

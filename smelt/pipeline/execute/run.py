@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.layer_scores import LayerScores
+from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
 from smelt.pipeline.execute.run_result import Report, Result, write_report
@@ -55,7 +56,9 @@ class RunOptions:
     and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
     most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
     on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts are
-    written besides report.json. is_fold: whether the run is one of a cross-validation.
+    written besides report.json. is_fold: whether the run is one of a cross-validation. label: of a run that
+    is part of a search; it is printed briefly, each line with the label. turns: of the workers of a search
+    on this machine.
     """
 
     out: Path | None = None
@@ -70,6 +73,8 @@ class RunOptions:
     on_test: bool = True
     pages: bool = True
     is_fold: bool = False
+    label: str = ""
+    turns: MachineTurns | None = None
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -98,7 +103,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(file_lock(folder / ".lock", partial(_raise_folder_in_use, folder)))
             stack.enter_context(register_run(store.root, folder))
-            display = Display(folder / "log.txt", quiet=options.quiet)
+            display = Display(folder / "log.txt", quiet=options.quiet, label=options.label)
         except OSError as error:
             raise InputError(
                 f"{error.filename or folder}: cannot use this folder for the run: {error.strerror}."
@@ -211,7 +216,7 @@ class _PlanRunner:
         self.trackers = RunTrackers(self.plan, self.folder, self.display, self.add_warnings)
         self.step_runner = replace(self.step_runner, log_metrics=self.trackers.log)
         try:
-            with rust_panics_as_errors():
+            with rust_panics_as_errors(), self._step_turn():
                 self._import_model()
             for step in self.plan.steps:
                 self._run_step(step)
@@ -290,7 +295,7 @@ class _PlanRunner:
         self.display.start_work(step.name)
         started = time.monotonic()
         try:
-            with rust_panics_as_errors():
+            with rust_panics_as_errors(), self._step_turn():
                 above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
                 artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
                 self.trackers.log_cached(step.name, artifact)
@@ -299,8 +304,13 @@ class _PlanRunner:
         except Exception as error:
             failure = self._explain_error(error, step.name)
             self.report.add_failure(failure, step.name)
-            self.display.print_line(f"{step.name}: {_log_text(failure)}")
+            self.display.print_line(f"{step.name}: {_log_text(failure)}", brief=True)
         self._write_report()
+
+    def _step_turn(self) -> AbstractContextManager[None]:
+        """Return a context in which no other worker of this machine measures latency."""
+        turns = self.options.turns
+        return nullcontext() if turns is None else turns.step(self._report_waiting("next step"))
 
     def _explain_error(self, error: Exception, step: str) -> SmeltError:
         """Return an error with a message for the user; log the traceback of unexpected errors."""
@@ -324,7 +334,8 @@ class _PlanRunner:
             self.report.add_unscored_step(name, artifact, why, cached)
             took = "from the store" if cached else duration(seconds)
             self.display.print_line(
-                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {why[1]}"
+                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {why[1]}",
+                brief=not cached,
             )
             return
         if name == (MODEL_STEP if self.plan.recipe.task == CUSTOM_TASK else self.plan.recipe.baseline):
@@ -342,7 +353,9 @@ class _PlanRunner:
                 self.run_folder.write_scores(other, completed)
         took = "from the store" if cached else duration(seconds)
         first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
-        self.display.print_line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
+        self.display.print_line(
+            f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
+        )
 
     def _is_scored(self, name: str) -> bool:
         only = self.options.only
@@ -364,7 +377,7 @@ class _PlanRunner:
         chosen = self.report.shortlisted_steps() if only is None else [self.plan.recipe.baseline, *only]
         for name in (name for name in chosen if name in self.report.statistics):
             try:
-                with rust_panics_as_errors():
+                with rust_panics_as_errors(), self._step_turn():
                     score = self._score(name, every[name], on_test=True)
             except Exception as error:
                 failure = self._explain_error(error, name)
@@ -433,7 +446,9 @@ class _PlanRunner:
                 self.display.print_line(f"{step.name}: kept from an earlier run in this folder")
 
     def _report_waiting(self, what: str) -> Callable[[str], None]:
-        return lambda holder: self.display.print_line(f"{what}: waits for {holder}, which is measuring")
+        return lambda holder: self.display.print_line(
+            f"{what}: waits for {holder}, which is measuring", brief=True
+        )
 
     def _is_rebuilt(self, name: str) -> bool:
         return bool(self.options.rebuild & {"*", name})
@@ -473,9 +488,11 @@ class _PlanRunner:
         self.display.start_work("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
         try:
-            with self.store.lock(
-                "latency", self._report_waiting("latency")
-            ):  # concurrent measurements disturb each other
+            # concurrent measurements disturb each other, and so does other work
+            with ExitStack() as stack:
+                stack.enter_context(self.store.lock("latency", self._report_waiting("latency")))
+                if (turns := self.options.turns) is not None:
+                    stack.enter_context(turns.measurement(partial(self.display.print_line, brief=True)))
                 scores.measure(
                     timed,
                     self.plan.recipe.baseline,
@@ -492,7 +509,11 @@ class _PlanRunner:
 
     def _is_timed(self, name: str, settings: LatencySettings) -> bool:
         gates = (gate.metric for gate in self.plan.gates_of(name))
-        always = name == self.plan.recipe.baseline or any(metric in SPEED_METRICS for metric in gates)
+        always = (
+            name
+            in {self.plan.recipe.baseline, *(self.options.only or ())}  # a search judges what it asks for
+            or any(metric in SPEED_METRICS for metric in gates)
+        )
         return always or settings.is_timed(name, self.report.is_deployable(name))
 
     def _report_latency(self, measured: Mapping[str, Mapping[str, Any]]) -> None:

@@ -115,7 +115,7 @@ class StepRunner:
             return found, True
 
         def waiting(holder: str) -> None:
-            self.display.print_line(f"{name}: waits for {holder}, which is making the same step")
+            self.display.print_line(f"{name}: waits for {holder}, which is making the same step", brief=True)
 
         with self.store.lock(key, waiting):
             # the previous lock holder may have made it

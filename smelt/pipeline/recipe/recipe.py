@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -457,3 +458,20 @@ def _check_limits(
             f"no limit. Set {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.",
             code="missing-setting",
         )
+
+
+def check_reachable(metric: str, gate: GateSettings, path: KeyPath, mistakes: Mistakes) -> None:
+    """Check that a value within the metric's range meets the limits, without which a search has no result."""
+    known = METRICS.get(metric)
+    low, high = (known and known.limits) or (-math.inf, math.inf)
+    low = 1 if metric == "size_bytes" else low
+    for name, limit, unreachable in (
+        ("min", gate.min, gate.min is not None and gate.min > high),
+        ("max", gate.max, gate.max is not None and gate.max < low),
+    ):
+        if unreachable:
+            mistakes.add(
+                (*path, name),
+                f"no model meets {name}: {limit:g}, because {metric} is from {low:g} to {high:g}. Change it.",
+                code="unreachable-limit",
+            )

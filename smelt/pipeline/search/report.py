@@ -10,22 +10,24 @@ import json
 import math
 import os
 import shlex
-import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import write_atomically
-from smelt.core.messages import escape_controls
+from smelt.core.locks import file_lock
+from smelt.core.messages import escape_controls, messages_to_json
 from smelt.evaluate.report import view
 from smelt.evaluate.report.drawing import PageFigure, css_colors, new_figure, page_svg, shorten, style_axes
 from smelt.evaluate.report.render import escaped, markdown_table
 from smelt.evaluate.report.schema import ScoreDifference
-from smelt.pipeline.search.space import SearchSpace, objective_text, parameter_text
-from smelt.pipeline.search.study import Search, Trial
+from smelt.pipeline.search.analysis import hypervolumes, importances
+from smelt.pipeline.search.space import SearchSpace
+from smelt.pipeline.search.study import Search
+from smelt.pipeline.search.trials import Trial, objective_text, parameter_text
 
 SEARCH_SCHEMA = 1
 _REPORT_FILES = ("search.json", "search.md", "search.html")
@@ -41,6 +43,8 @@ _WIDE, _HEIGHT = 640, 300
 def finish_search(search: Search, ended: str) -> dict[str, Any]:
     """Score the front on test, write the report, and return it (the content of search.json).
 
+    One worker at a time: the next one finds the scores in the store, and the last one reports all trials.
+
     Args:
         search: the search; its trials are finished.
         ended: why it ended: `trials`, `time`, `exhausted` or `interrupted`. After an interruption nothing is
@@ -52,6 +56,15 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
         the constraints, each with its scores on validation and `test`, its recipe and artifact; `nearest`,
         where no trial meets them; `store`, what the store saved; `importances` of the parameters.
     """
+
+    def wait(holder: str) -> None:
+        search.print_line(f"scores on test: waits for {holder}, which is scoring")
+
+    with file_lock(search.folder / "finish.lock", wait):
+        return _write_report(search, ended)
+
+
+def _write_report(search: Search, ended: str) -> dict[str, Any]:
     trials, front = search.finished_trials(), search.front()
     space = search.space
     costs = [trial.result for trial in trials]
@@ -81,17 +94,20 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
         "hypervolumes": hypervolumes(trials, search) if len(space.objectives) == 2 else [],
         "front": [],
         "nearest": None,
+        "warnings": messages_to_json(search.warnings()),
     }
     if not front and (nearest := search.nearest()) is not None:
         report["nearest"] = _trial_entry(nearest, space)
     for trial in front:
-        scored = None
+        scored, error = None, None
         if report["ended"] != "interrupted":
             try:
                 scored = search.score_on_test(trial)
             except KeyboardInterrupt:
                 report["ended"] = "interrupted"
-        report["front"].append(_point_entry(search, trial, scored))
+            except SmeltError as failure:
+                error = messages_to_json(failure.found or [failure.as_message()])[0]
+        report["front"].append(_point_entry(search, trial, scored, error))
     for name, text in zip(
         _REPORT_FILES,
         (
@@ -124,8 +140,10 @@ def _trial_entry(trial: Trial, space: SearchSpace) -> dict[str, Any]:
     }
 
 
-def _point_entry(search: Search, trial: Trial, scored: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a trial of the front with its scores on validation and test."""
+def _point_entry(
+    search: Search, trial: Trial, scored: Mapping[str, Any] | None, error: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return a trial of the front with its scores on validation and test. error: why test was not scored."""
     leaf = None if scored is None else next(s for s in scored["steps"] if s["name"] == search.space.leaf)
     test = (leaf or {}).get("test")
     result = trial.result
@@ -137,6 +155,7 @@ def _point_entry(search: Search, trial: Trial, scored: Mapping[str, Any] | None)
         "passes_on_test": None
         if test is None
         else all(gate["passed"] is not False for gate in test.get("gates") or []),
+        "test_error": error or _test_error(scored),
         "latency": latency and {
             key: latency.get(key)
             for key in ("batch_size", "p50_ms", "speedup", "speedup_ci95", "cpu_speedup", "stable")
@@ -149,61 +168,9 @@ def _point_entry(search: Search, trial: Trial, scored: Mapping[str, Any] | None)
     }  # fmt: skip
 
 
-def importances(search: Search) -> dict[str, dict[str, float]]:
-    """Return the importance of each parameter for each objective; the shares of an objective sum to 1.
-
-    It is by how much the best tenth of the trials differs from all of them in a parameter. Source:
-    Watanabe et al. 2023, PED-ANOVA, arXiv:2304.10255.
-    """
-    import optuna
-
-    study, found = search.open_study(), {}
-    for at, (objective, sign) in enumerate(search.signs().items()):
-
-        def value(trial: Any, at: int = at, sign: int = sign) -> float:
-            return float(sign * trial.values[at])
-
-        with suppress(ValueError, RuntimeError), warnings.catch_warnings():  # too few, or all equal
-            # that low targets count as good: they are, by their sign
-            warnings.simplefilter("ignore", UserWarning)
-            found[objective] = {
-                name: float(share)
-                for name, share in optuna.importance.get_param_importances(study, target=value).items()
-            }
-    return found
-
-
-def hypervolumes(trials: Sequence[Trial], search: Search) -> list[float]:
-    """Return, after each trial, the area that the front dominates, as a share of the final one (0 to 1).
-
-    For two objectives. The reference point is the worst value of each among the trials that meet the
-    constraints. Source: Zitzler and Thiele 1998, doi:10.1007/BFb0056872.
-    """
-    signs = {each.name: -1 if each.maximize else 1 for each in search.space.objectives}
-    points = [
-        tuple(sign * trial.result.values[name] for name, sign in signs.items())
-        if trial.result.status == "feasible"
-        else None
-        for trial in trials
-    ]
-    known = [point for point in points if point is not None]
-    if len(known) < 2:
-        return []
-    worst = (max(x for x, _ in known), max(y for _, y in known))
-    areas = [
-        area_dominated([p for p in points[: at + 1] if p is not None], worst) for at in range(len(points))
-    ]
-    return [area / areas[-1] for area in areas] if areas[-1] else []  # all equal in one objective: no area
-
-
-def area_dominated(points: Sequence[tuple[float, ...]], worst: tuple[float, float]) -> float:
-    """Return the area between `worst` and the points that are to be minimized in both coordinates."""
-    area, height = 0.0, worst[1]
-    for x, y in sorted(points):
-        if y < height:
-            area += (worst[0] - x) * (height - y)
-            height = y
-    return area
+def _test_error(scored: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the first error of a run that scores on test, as code and message; None without one."""
+    return next((step["error"] for step in (scored or {"steps": []})["steps"] if step["error"]), None)
 
 
 def summary_text(report: Mapping[str, Any], folder: Path) -> list[str]:
@@ -230,6 +197,15 @@ def summary_text(report: Mapping[str, Any], folder: Path) -> list[str]:
     return [*lines, f"Report: {Path(os.path.relpath(folder)) / 'search.html'}"]
 
 
+def exit_code(report: Mapping[str, Any]) -> int:
+    """Return the exit code of the command: 0, or why there is no winner (see `smelt search --help`)."""
+    if report["ended"] == "interrupted":
+        return 130
+    if not report["front"]:
+        return 3
+    return RunError.exit_code if all(point["test_error"] for point in report["front"]) else 0
+
+
 def _sentences(report: Mapping[str, Any]) -> list[str]:
     """Return what the search did and found, in sentences."""
     trials, store = report["trials"], report["store"]
@@ -243,6 +219,9 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
         f" {share:.0f} % of {view.count_text(store['steps'], 'step')} came from the store, which saved"
         f" {store['saved_seconds'] / 60:.1f} minutes."
     ]
+    if report["ended"] == "exhausted":
+        found.append("The space is exhausted: every combination was tried.")
+    found += [f"{message['severity']}: {message['message']}" for message in report["warnings"]]
     if report["limit"]:
         found.append(f"A search on at most {report['limit']} samples per split, not a result.")
     if not report["front"]:
@@ -254,13 +233,18 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
             f" {_violation_text(nearest)}; {_parameters_text(nearest)}."
         )
         return found
-    if any(point["test"] for point in report["front"]):
+    if any(point["test"] or point["test_error"] for point in report["front"]):
         lost = [point["name"] for point in report["front"] if point["passes_on_test"] is False]
         found.append(
             f"Trials were chosen on validation, where the best of {len(trials)} looks better than it is. The"
             " scores on test are without this bias for each trial; picking the best of them by test adds it"
             " again."
         )
+        found += [
+            f"{point['name']} was not scored on test: error[{error['code']}]: {error['message']}"
+            for point in report["front"]
+            if (error := point["test_error"])
+        ]
         if lost:
             found.append(f"On test a constraint is violated by {', '.join(lost)}.")
     return found

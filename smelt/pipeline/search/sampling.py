@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -64,15 +65,25 @@ def grid_points(parameters: Sequence[Parameter]) -> Iterator[dict[str, Any]]:
             size = each.step or 1
             count = int((each.high - each.low) / size + 1e-9) + 1
             axes.append([min(each.low + at * size, each.high) for at in range(count)])
-    points = 1
-    for axis in axes:
-        points *= len(axis)
+    points = math.prod(map(len, axes))
     if points > _MAX_GRID:
         raise InputError(
             f"the grid has {points:,} points. Use larger steps, or another sampler.", code="grid-too-large"
         )
     for values in itertools.product(*axes):
         yield dict(zip((each.name for each in parameters), values, strict=True))
+
+
+def number_of_points(parameters: Sequence[Parameter]) -> float:
+    """Return the number of points of a grid; infinity if a range has no step."""
+    return math.prod(
+        len(each.labels)
+        if each.choices
+        else math.inf
+        if each.kind == "float" and each.step is None
+        else int((each.high - each.low) / (each.step or 1) + 1e-9) + 1
+        for each in parameters
+    )
 
 
 def open_storage(url: str | None, folder: Path) -> Any:
@@ -93,7 +104,7 @@ def open_storage(url: str | None, folder: Path) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"{_without_password(url)}: the database needs a driver: {error}. For PostgreSQL:"
-            " pip install 'psycopg[binary]'.",
+            " pip install 'smelt[postgresql]'.",
             code="not-installed",
         ) from error
     except Exception as error:  # every driver has errors of its own
@@ -102,6 +113,62 @@ def open_storage(url: str | None, folder: Path) -> Any:
             " a URL such as sqlite:///study.db or postgresql+psycopg://user@host/database.",
             code="storage-unreachable",
         ) from error
+
+
+def check_storage(url: str | None, folder: Path, name: str, identity: str) -> None:
+    """Check that a study can be stored; create neither a file nor a study.
+
+    A database server gets Optuna's empty tables.
+
+    Raises:
+        InputError: as `open_study`.
+    """
+    import optuna
+
+    path = folder / STUDY_FILE if url is None else _sqlite_file(url)
+    if path is not None and not path.exists():
+        if url is not None and not path.parent.is_dir():
+            raise InputError(
+                f"{url}: no folder {path.parent}. Create it, or choose another storage.",
+                code="storage-unreachable",
+            )
+        return
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    storage = open_storage(url, folder)
+    if _is_known_study(storage, url, folder, name):
+        study = optuna.load_study(storage=storage, study_name=name)
+        found = study.user_attrs.get(_IDENTITY)
+        if found != identity and (found is not None or study.get_trials(deepcopy=False)):
+            raise _other_study(url, folder, name)
+
+
+def _is_known_study(storage: Any, url: str | None, folder: Path, name: str) -> bool:
+    """Return whether the storage has the study `name`; a folder holds one study, a database many.
+
+    Raises:
+        InputError: the folder has another study.
+    """
+    import optuna
+
+    names = optuna.get_all_study_names(storage)
+    if url is None and names and name not in names:
+        raise _other_study(url, folder, names[0])
+    return name in names
+
+
+def _sqlite_file(url: str) -> Path | None:
+    """Return the file of a database of SQLite; None for other databases."""
+    found = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", url)
+    return Path(found[1]) if found and found[1] != ":memory:" else None
+
+
+def _other_study(url: str | None, folder: Path, name: str) -> InputError:
+    return InputError(
+        f"{folder / STUDY_FILE if url is None else _without_password(url)}: has the study of another"
+        f" recipe, space, goal or --limit named '{name}'. Choose another folder with --out, or another"
+        " storage; or undo the change to go on with it.",
+        code="other-study",
+    )
 
 
 def open_study(
@@ -128,7 +195,7 @@ def open_study(
     points = [] if not grid else list(grid_points(grid))
     way = optuna.study.StudyDirection
     directions = [way.MAXIMIZE if each else way.MINIMIZE for each in maximize]
-    if name in optuna.get_all_study_names(storage):
+    if _is_known_study(storage, url, folder, name):
         study = optuna.load_study(storage=storage, study_name=name, pruner=pruner)
     else:
         study = optuna.create_study(storage=storage, study_name=name, directions=directions, pruner=pruner)
@@ -136,12 +203,7 @@ def open_study(
     if found is None and study.directions == directions and not study.get_trials(deepcopy=False):
         study.set_user_attr(_IDENTITY, identity)
     elif found != identity:
-        raise InputError(
-            f"{folder / STUDY_FILE if url is None else _without_password(url)}: has the study of another"
-            f" recipe, space, goal or --limit named '{name}'. Choose another folder with --out, or another"
-            " storage; or undo the change to go on with it.",
-            code="other-study",
-        )
+        raise _other_study(url, folder, name)
     if points and not study.user_attrs.get(_GRID_QUEUED):
         known = [each.params or each.system_attrs.get("fixed_params") for each in study.get_trials()]
         queued = {json.dumps(point, sort_keys=True) for point in known}

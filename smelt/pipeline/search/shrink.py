@@ -42,7 +42,8 @@ DEFAULT_MINUTES = 30.0
 # Of the time, for training; the rest is for exports, scores and latency. Trainings that fit into it.
 _TRAINING_SHARE, _TRAININGS = 0.7, 6
 _MIN_UPDATES, _MAX_UPDATES = 100, 20_000  # a student of fewer updates is not worth its time
-_TIMED_UPDATES = (2, 10)  # two trainings, the difference of which is the time of an update
+_TIMED_UPDATES = (1, 4, 16)  # the first training warms up; the other two differ by the time of 12 updates
+_LEAST_SHARE = 0.3  # of the time of the longest training, which is for updates: a busy machine hides them
 _AUTOTUNE_MINUTES = 20.0  # choosing operators by measuring takes about a minute a trial
 _KEPT_RATIOS = (0.5, 0.75)  # of FFN neurons
 
@@ -163,7 +164,7 @@ class _Shrink:
             )
         return path
 
-    def write_recipe(self, path: Path, explain: Callable[[str], None]) -> None:
+    def write_recipe(self, path: Path, explain: Callable[[str], None] | None) -> None:
         """Measure the model, and write the recipe with its search space and the reasons for it.
 
         Raises:
@@ -187,7 +188,7 @@ class _Shrink:
                 )
             measured = self._measure(value, info, Path(space))
             value, reasons = self._with_space(value, info, measured)
-            for reason in reasons:
+            for reason in reasons if explain else ():
                 explain(reason)
             comments = "".join(f"# {line}\n" for line in [self.command, *reasons])
             text = comments + yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
@@ -207,7 +208,7 @@ class _Shrink:
         return value | {"model": whole(value["model"]), "data": data}
 
     def _measure(self, value: dict[str, Any], info: ModelInfo, space: Path) -> Measured:
-        """Return the size of the model, and the time of an update, from two short trainings."""
+        """Return the size of the model, and the time of an update, from short trainings."""
         steps: list[dict[str, Any]] = []
         if "train" in value["data"]:
             steps = [
@@ -217,7 +218,8 @@ class _Shrink:
                 }
                 for count in _TIMED_UPDATES
             ]
-            steps[1]["from"] = "model"
+            for step in steps[1:]:
+                step["from"] = MODEL_STEP
         recipe = {key: part for key, part in value.items() if key != "baseline"}
         document = parse_yaml(yaml.safe_dump(recipe | {"stages": steps or [{"onnx": {}}]}), "measured.yaml")
         plan = make_plan(document, space / "measured.yaml", until=None if steps else MODEL_STEP)
@@ -233,8 +235,9 @@ class _Shrink:
         size = int(found[MODEL_STEP]["size_bytes"])
         if not steps:
             return Measured(size, metric, 0, None)
-        few, many = (found[f"timed{count}"]["seconds"] for count in _TIMED_UPDATES)
-        seconds = max(1e-3, (many - few) / (_TIMED_UPDATES[1] - _TIMED_UPDATES[0]))
+        _, few, many = _TIMED_UPDATES
+        short, long = (found[f"timed{count}"]["seconds"] for count in (few, many))
+        seconds = max((long - short) / (many - few), _LEAST_SHARE * long / many)
         return Measured(size, metric, len(data["train"]), seconds)
 
     def _with_space(
@@ -353,7 +356,7 @@ def _space_stages(
 
 
 def plan_shrink(
-    model: str, data: Sequence[Path], options: ShrinkOptions, explain: Callable[[str], None]
+    model: str, data: Sequence[Path], options: ShrinkOptions, explain: Callable[[str], None] | None
 ) -> SearchSpace:
     """Return the search space for a model, without writing anything.
 
@@ -361,7 +364,7 @@ def plan_shrink(
         model: a folder or a hub id.
         data: files or folders with the splits, as for `smelt init`.
         options: target, largest loss and time.
-        explain: called with a line about each decision.
+        explain: called with a line about each decision, or None.
 
     Raises:
         InputError: target, model or data are not suitable.
@@ -374,7 +377,7 @@ def plan_shrink(
 
 
 def shrink(
-    model: str, data: Sequence[Path], options: ShrinkOptions, explain: Callable[[str], None]
+    model: str, data: Sequence[Path], options: ShrinkOptions, explain: Callable[[str], None] | None
 ) -> tuple[dict[str, Any], Path]:
     """Search for the smallest or fastest form of a model; return the report and its folder.
 
@@ -385,7 +388,7 @@ def shrink(
         model: a folder or a hub id.
         data: files or folders with the splits, as for `smelt init`.
         options: target, largest loss, time and folder.
-        explain: called with a line about each decision and each trial.
+        explain: called with a line about each decision and each trial; None: nothing is printed.
 
     Raises:
         InputError: target, model or data are not suitable, or the folder has another search.

@@ -34,7 +34,13 @@ from smelt.evaluate.metrics import is_lower_better
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.recipe.mistakes import Mistakes, validate_settings, value_text
-from smelt.pipeline.recipe.recipe import SPEED_METRICS, GateSettings, RecipeKeys, find_recipe
+from smelt.pipeline.recipe.recipe import (
+    SPEED_METRICS,
+    GateSettings,
+    RecipeKeys,
+    check_reachable,
+    find_recipe,
+)
 from smelt.pipeline.recipe.stages import MODEL_STEP, apply_overrides, read_stages, step_names
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, read_yaml
 
@@ -254,16 +260,6 @@ class SearchSpace:
             if path.exists():
                 holder[key] = str(path.resolve())
         return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
-
-
-def objective_text(name: str, value: float) -> str:
-    """Return the value of an objective for a reader: sizes in MB, `latency` as a share."""
-    return f"{value / 1e6:.4g} MB" if name in ("size", "memory", "size_bytes") else f"{value:.4g}"
-
-
-def parameter_text(value: Any) -> str:
-    """Return the value of a parameter for a reader."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _places_of_paths(value: dict[str, Any], plan: Plan) -> Iterator[tuple[Any, Any]]:
@@ -581,6 +577,8 @@ def _objectives(settings: SearchSettings, plan: Plan, mistakes: Mistakes) -> tup
             "constraints are on the last step. Remove `at`; a limit on another step belongs into `gates`.",
             code="wrong-value",
         )
+    for name, gate in settings.subject_to.items():
+        check_reachable(name, gate, (SEARCH_KEY, "subject_to", name), mistakes)
     limited = [name for name in settings.subject_to if name in SPEED_METRICS]
     if limited and not plan.recipe.score.latency:
         mistakes.add(

@@ -16,33 +16,37 @@ sample equal trials, also after interruptions, as far as the values are equal. T
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.files import json_hash, write_atomically
-from smelt.core.locks import file_lock, is_file_lock_held
+from smelt.core.locks import file_lock
+from smelt.core.messages import Message
+from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
-from smelt.pipeline.search.sampling import (
-    distribution_of,
-    make_sampler,
-    open_study,
+from smelt.pipeline.search.sampling import check_storage, grid_points, open_study
+from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace
+from smelt.pipeline.search.trials import (
+    Trial,
+    TrialQueue,
+    TrialResult,
+    finished_trials,
+    lost_trials,
+    objective_text,
+    parameter_text,
 )
-from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace, objective_text, parameter_text
 
 if TYPE_CHECKING:
     import optuna
 
 DEFAULT_TRIALS = 50
-_RESULT, _REPEATS = "result", "repeats"
-_MAX_REPEATS = 50  # sampled points in a row that are known already: the space is exhausted
 _MAX_FIRST_FAILURES = 5  # a search whose first trials all fail has a mistake that no trial will avoid
 _RUNG_FACTOR = 4  # each part of the samples is this many times as large as the one before
 _MIN_RUNG = 32  # samples; intervals of fewer stop no trial
@@ -67,47 +71,6 @@ class SearchOptions:
     limit: int | None = None
 
 
-@dataclass(frozen=True)
-class TrialResult:
-    """What a trial measured.
-
-    status: feasible; infeasible (violates a constraint); stopped (on a part of the samples it was clear that
-    it cannot win); failed (see `error`). values: of the objectives that were measured. violations: by
-    constraint, positive if violated. seconds: wall-clock time of the trial; saved_seconds: building time of
-    the artifacts that the store had. steps, cached_steps: number of steps, and of those from the store.
-    latency: the last step's row of the report at the smallest batch size.
-    """
-
-    status: str
-    values: Mapping[str, float] = field(default_factory=dict)
-    violations: Mapping[str, float] = field(default_factory=dict)
-    quality: Mapping[str, Any] = field(default_factory=dict)
-    differences: Mapping[str, Any] = field(default_factory=dict)
-    size_bytes: int | None = None
-    memory_bytes: int | None = None
-    latency: Mapping[str, Any] | None = None
-    seconds: float = 0.0
-    saved_seconds: float = 0.0
-    steps: int = 0
-    cached_steps: int = 0
-    samples: int | None = None
-    error: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A finished trial: its number in the study, parameters and result."""
-
-    number: int
-    parameters: Mapping[str, Any]
-    result: TrialResult
-
-    @property
-    def name(self) -> str:
-        """The name of its folder and recipe."""
-        return f"trial-{self.number:04d}"
-
-
 class Search:
     """A study of a search space in a folder."""
 
@@ -124,46 +87,46 @@ class Search:
         assert space.plan is not None
         self.seed = space.plan.recipe.seed
         self.baseline = space.plan.recipe.baseline
-        self._distributions = {each.name: distribution_of(each) for each in space.parameters}
+        self.queue = TrialQueue(space, self.folder, self.trials, self.seed, self._warn)
+        self._turns = MachineTurns(self.folder / "running")
+        self._report: Callable[[str], None] | None = None
 
-    def run(self, report: Any = lambda text: None) -> str:
+    def run(self, report: Callable[[str], None] | None = None) -> str:
         """Run trials until their number, the time limit or the end of the space; return why it ended.
 
         Trials of all workers count. Codes: `trials`, `time`, `exhausted`, `interrupted`.
 
         Args:
-            report: called with a line about each trial.
+            report: called with lines about the trials: at the start, after each score, and at the end. With
+                it, the steps of trials are shown on standard error as in a run.
 
         Raises:
             InputError: the folder or the storage cannot be used, or belongs to another search.
             RunError: all of the first trials failed.
         """
+        self._report = report
         self._prepare()
         study = self.open_study()
         ends = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
-        repeats = 0
         while True:
             if ends is not None and time.monotonic() >= ends:
                 return "time"
             with ExitStack() as stack:
-                trial = self._ask(study, stack)
-                if trial is None:
-                    return "trials" if not self._is_grid_done(study) else "exhausted"
-                known = self._same_trial(study, trial)
+                trial = self.queue.ask(study, stack)
+                if isinstance(trial, str):
+                    return trial
+                known = self.queue.known_trial(study, trial)
                 if known is not None:
-                    repeats += 1
-                    self._repeat(study, trial, known)
-                    if repeats >= _MAX_REPEATS and self.space.sampler != "grid":
-                        return "exhausted"
+                    self.queue.repeat(study, trial, known)
                     continue
-                repeats = 0
+                self.print_line(f"trial {trial.number}: {self._chosen_text(trial.params)}: starts")
                 try:
                     result = self._run_trial(trial)
                 except KeyboardInterrupt:
-                    self._abandon(study, trial.number)
+                    self.queue.abandon(study, trial.number)
                     return "interrupted"
-                self._tell(study, trial, result)
-                report(self.trial_text(Trial(trial.number, trial.params, result)))
+                self.queue.tell(study, trial, result)
+                self.print_line(self.trial_text(Trial(trial.number, trial.params, result)))
                 self._require_success(study)
 
     def try_first(self, point: Mapping[str, Any]) -> None:
@@ -173,9 +136,21 @@ class Search:
         if not study.get_trials(deepcopy=False):
             study.enqueue_trial(dict(point))
 
+    def print_line(self, text: str) -> None:
+        """Report a line about the search."""
+        if self._report is not None:
+            self._report(text)
+
+    def _warn(self, message: Message) -> None:
+        self.print_line(f"{message.severity}: {message}")
+
     def finished_trials(self) -> list[Trial]:
         """Return the finished trials in the order of their numbers, without repeated ones."""
-        return _finished(self.open_study())
+        return finished_trials(self.open_study())
+
+    def warnings(self) -> list[Message]:
+        """Return the warnings about the study: trials that dead workers have lost."""
+        return lost_trials(self.open_study())
 
     def front(self) -> list[Trial]:
         """Return the Pareto-optimal trials that meet the constraints, the best in the first objective first.
@@ -210,7 +185,9 @@ class Search:
         recipe.parent.mkdir(exist_ok=True)
         write_atomically(recipe, self.space.portable_recipe(trial.parameters))
         plan = self.space.plan_at(trial.parameters)
-        options = self._run_options(self.folder / "points" / trial.name, only=frozenset({self.space.leaf}))
+        options = self._run_options(
+            self.folder / "points" / trial.name, frozenset({self.space.leaf}), f"{trial.name} on test"
+        )
         report = dict(run_plan(plan, replace(options, on_test=True, pages=True)).report)
         if report["status"] == "interrupted":
             raise KeyboardInterrupt
@@ -218,9 +195,7 @@ class Search:
 
     def trial_text(self, trial: Trial) -> str:
         """Return a line about a trial: parameters, values and cost."""
-        used = self.space.used_values(trial.parameters)
-        chosen = " ".join(f"{name}={parameter_text(value)}" for name, value in used.items())
-        result = trial.result
+        chosen, result = self._chosen_text(trial.parameters), trial.result
         if result.error is not None:
             failure = f"error[{result.error['code']}]: {result.error['message']}"
             return f"trial {trial.number}: {chosen}: failed: {failure}"
@@ -233,6 +208,10 @@ class Search:
             f"trial {trial.number}: {chosen}:{note} {shown}; {result.seconds:.0f} s,"
             f" {result.cached_steps} of {result.steps} steps from the store"
         )
+
+    def _chosen_text(self, parameters: Mapping[str, Any]) -> str:
+        used = self.space.used_values(parameters)
+        return " ".join(f"{name}={parameter_text(value)}" for name, value in used.items())
 
     def signs(self) -> dict[str, int]:
         """Return 1 for each objective that is minimized, -1 for each that is maximized."""
@@ -266,109 +245,25 @@ class Search:
         )
         goals = [each.maximize for each in self.space.objectives]
         grid = self.space.parameters if self.space.sampler == "grid" else ()
-        # with --limit the same point has other values
-        identity = json_hash([self.space.identity, self.options.limit])
         with file_lock(self.folder / "study.lock"):
             return open_study(
-                self.options.storage, self.folder, self.space.path.stem, identity, goals, pruner, grid
+                self.options.storage, self.folder, self.space.path.stem, self._identity, goals, pruner, grid
             )
 
-    def _ask(self, study: optuna.Study, stack: ExitStack) -> optuna.Trial | None:
-        """Return the next trial, locked as running until `stack` is closed; None if there are enough."""
-        from optuna.trial import TrialState
+    @property
+    def _identity(self) -> str:
+        # with --limit the same point has other values
+        return json_hash([self.space.identity, self.options.limit])
 
-        with file_lock(self.folder / "ask.lock"):
-            self._reclaim(study)
-            trials = study.get_trials(deepcopy=False)
-            waiting = any(trial.state == TrialState.WAITING for trial in trials)
-            begun = [
-                trial for trial in trials if not _is_abandoned(trial) and trial.state != TrialState.WAITING
-            ]
-            counted = [trial for trial in begun if _REPEATS not in trial.user_attrs]
-            if len(counted) >= self.trials or (self.space.sampler == "grid" and not waiting):
-                return None
-            study.sampler = make_sampler(self.space.sampler, self.seed + len(begun))
-            trial = study.ask(self._distributions)
-            stack.enter_context(file_lock(self._running_lock(trial.number)))
-            return trial
+    def check(self) -> None:
+        """Check what `run` needs apart from the recipe: the points of a grid, and the storage.
 
-    def _is_grid_done(self, study: optuna.Study) -> bool:
-        trials = study.get_trials(deepcopy=False)
-        return self.space.sampler == "grid" and not any(t.state.name == "WAITING" for t in trials)
-
-    def _running_lock(self, number: int) -> Path:
-        return self.folder / "running" / f"{number}.lock"
-
-    def _reclaim(self, study: optuna.Study) -> None:
-        """End the running trials whose worker has died, and queue those without a result again."""
-        from optuna.trial import TrialState
-
-        running = (TrialState.RUNNING,)
-        numbers = [trial.number for trial in study.get_trials(deepcopy=False, states=running)]
-        free = [number for number in numbers if not is_file_lock_held(self._running_lock(number))]
-        # read again: a worker may have finished its trial, and unlocked it, since the first reading
-        for trial in study.get_trials(deepcopy=False, states=running) if free else ():
-            if trial.number not in free:
-                continue
-            if _RESULT in trial.user_attrs:  # its worker died before `tell`
-                self._finish(study, trial.number, TrialResult(**trial.user_attrs[_RESULT]))
-            else:
-                self._abandon(study, trial.number)
-
-    def _abandon(self, study: optuna.Study, number: int) -> None:
-        """End a trial without a result, and queue its point again, if all of it was sampled."""
-        import optuna
-
-        point = study.get_trials(deepcopy=False)[number].params
-        # queued first: a worker that dies in between leaves the point twice, not lost
-        if len(point) == len(self._distributions):  # else the next trial, with the same seed, samples it
-            study.enqueue_trial(point)
-        study.tell(number, state=optuna.trial.TrialState.FAIL)
-
-    def _same_trial(self, study: optuna.Study, trial: optuna.Trial) -> optuna.trial.FrozenTrial | None:
-        """Return an earlier trial of the same recipe, finished or still running; None if there is none.
-
-        Parameters of stages that are not used make no difference.
+        Raises:
+            InputError: as `run`.
         """
-        from optuna.trial import TrialState
-
-        own = self.space.value_at(trial.params)
-        for other in study.get_trials(deepcopy=False)[: trial.number]:
-            known = _RESULT in other.user_attrs or other.state == TrialState.RUNNING
-            if known and self.space.value_at(other.params) == own:
-                return other
-        return None
-
-    def _repeat(self, study: optuna.Study, trial: optuna.Trial, known: optuna.trial.FrozenTrial) -> None:
-        """End a trial that repeats the trial `known`, with the same result if that is finished."""
-        from optuna.trial import TrialState
-
-        if _RESULT in known.user_attrs:
-            self._tell(study, trial, TrialResult(**known.user_attrs[_RESULT]), repeated=known.number)
-        else:
-            trial.set_user_attr(_REPEATS, known.number)
-            study.tell(trial, state=TrialState.FAIL)
-
-    def _tell(
-        self, study: optuna.Study, trial: optuna.Trial, result: TrialResult, repeated: int | None = None
-    ) -> None:
-        for name, over in result.violations.items():
-            trial.set_constraint(name, over)
-        if repeated is not None:
-            trial.set_user_attr(_REPEATS, repeated)
-        trial.set_user_attr(_RESULT, json.loads(json.dumps(asdict(result))))  # last: it is complete now
-        self._finish(study, trial.number, result)
-
-    def _finish(self, study: optuna.Study, number: int, result: TrialResult) -> None:
-        from optuna.trial import TrialState
-
-        values = [result.values[name] for name in self.signs() if name in result.values]
-        if result.status == "failed":
-            study.tell(number, state=TrialState.FAIL)
-        elif len(values) < len(self.space.objectives) or result.status == "stopped":
-            study.tell(number, state=TrialState.PRUNED)
-        else:
-            study.tell(number, values)
+        if self.space.sampler == "grid":
+            next(grid_points(self.space.parameters))
+        check_storage(self.options.storage, self.folder, self.space.path.stem, self._identity)
 
     def _require_success(self, study: optuna.Study) -> None:
         """Require that not all of the first trials failed.
@@ -376,7 +271,7 @@ class Search:
         Raises:
             RunError: they did, with the code of the last one.
         """
-        results = [trial.result for trial in _finished(study)]
+        results = [trial.result for trial in finished_trials(study)]
         if len(results) == _MAX_FIRST_FAILURES and all(each.status == "failed" for each in results):
             last = results[-1].error or {}
             raise RunError(
@@ -397,7 +292,8 @@ class Search:
     def _measure(self, trial: optuna.Trial) -> TrialResult:
         """Build the trial's artifacts and measure them, cheap things first."""
         plan = self.space.plan_at(trial.params)
-        options = self._run_options(self.folder / "trials" / f"trial-{trial.number:04d}")
+        name = f"trial {trial.number}"
+        options = self._run_options(self.folder / "trials" / f"trial-{trial.number:04d}", label=name)
         built = self._run(plan, replace(options, scored=False))
         steps = [step for step in built["steps"] if step["name"] != "model"]
         result = TrialResult(
@@ -419,10 +315,12 @@ class Search:
         options = replace(options, only=frozenset({self.space.leaf}), timed=False)
         for rows in self._rungs():
             leaf = self._leaf_of(self._run(plan, replace(options, score_limit=rows)))
+            self.print_line(f"{name}: {_scores_text(leaf)} on {rows} samples")
             over = {m: v for m, v in self._optimistic_violations(leaf).items() if v > 0}
             if over or self._is_outclassed(trial, leaf, rows):
                 return replace(result, status="stopped", violations=over, samples=rows)
         leaf = self._leaf_of(self._run(plan, options))
+        self.print_line(f"{name}: {_scores_text(leaf)} on all samples")
         result = replace(
             result,
             quality=leaf["quality"],
@@ -454,10 +352,11 @@ class Search:
             )
         return replace(result, status="feasible")
 
-    def _run_options(self, out: Path, only: frozenset[str] | None = None) -> RunOptions:
+    def _run_options(self, out: Path, only: frozenset[str] | None = None, label: str = "") -> RunOptions:
         return RunOptions(
-            out, self.store, limit=self.options.limit, quiet=True, only=only, on_test=False, pages=False
-        )
+            out, self.store, limit=self.options.limit, quiet=self._report is None, label=label, only=only,
+            on_test=False, pages=False, turns=self._turns,
+        )  # fmt: skip
 
     def _run(self, plan: Any, options: RunOptions) -> Mapping[str, Any]:
         """Run the plan and return its report.
@@ -538,6 +437,12 @@ class Search:
         return trial.should_prune()
 
 
+def _scores_text(leaf: Mapping[str, Any]) -> str:
+    return f"{leaf['name']}: " + ", ".join(
+        f"{metric} {score['value']:.4g}" for metric, score in leaf["quality"].items()
+    )
+
+
 def _smallest_batch(leaf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the times of a step at its smallest batch size; None if not measured."""
     return min(leaf["latency"] or [], key=lambda row: row["batch_size"], default=None)
@@ -577,18 +482,3 @@ def spread(trials: Sequence[Trial], most: int) -> list[Trial]:
     if len(trials) <= most:
         return list(trials)
     return [trials[round(at * (len(trials) - 1) / (most - 1))] for at in range(most)]
-
-
-def _finished(study: optuna.Study) -> list[Trial]:
-    return [
-        Trial(trial.number, trial.params, TrialResult(**trial.user_attrs[_RESULT]))
-        for trial in study.get_trials(deepcopy=False)
-        if _RESULT in trial.user_attrs and _REPEATS not in trial.user_attrs
-    ]
-
-
-def _is_abandoned(trial: optuna.trial.FrozenTrial) -> bool:
-    """Return whether the trial ended without a result, so that its point was queued again."""
-    from optuna.trial import TrialState
-
-    return trial.state == TrialState.FAIL and not {_RESULT, _REPEATS} & trial.user_attrs.keys()

@@ -25,6 +25,21 @@ def test_lines_go_to_the_stream_and_with_their_time_to_the_log(tmp_path):
     assert logged.endswith("    only here\n")
 
 
+def test_a_trial_of_a_search_is_shown_briefly_with_its_label(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_PLAIN_LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    display = Display(tmp_path / "log.txt", stream=stream, label="trial 3")
+    display.print_line("model: from the store")
+    display.start_work("prune")
+    display.progress(1, 4)
+    display.print_line("prune: 12 s", brief=True)
+    display.close()
+    progress, step = stream.getvalue().splitlines()
+    assert progress.startswith("  trial 3: prune: 1/4")
+    assert step == "trial 3: prune: 12 s"
+    assert "model: from the store\n" in (tmp_path / "log.txt").read_text()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
 def test_a_full_disk_ends_the_log_and_not_the_run():
     stream = io.StringIO()

@@ -84,7 +84,7 @@ def test_the_space_follows_from_task_samples_and_time(tmp_path, family, task, ex
 
 
 def test_a_new_classifier_is_trained_first_and_is_the_baseline(tmp_path):
-    classifiers.MAKERS["bert"](tmp_path / "m", labels=2, architectures=["BertModel"])
+    classifiers.MAKERS["bert"](tmp_path / "m", labels=3, architectures=["BertModel"])
     classifiers.write_labelled_rows(tmp_path / "train.jsonl", "single_label_classification")
     lines = []
     space = plan_shrink(

@@ -86,6 +86,8 @@ def test_another_space_or_goal_has_another_identity(tmp_path):
         ("quality: [bleu, chrf]", "quality: [bleu], latency: false", ["settings-conflict"]),
         ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}", ["unknown-metric"]),
         ("{bleu: {max_drop: 1.0}}", "{bleu: {}}", ["missing-setting"]),
+        ("{bleu: {max_drop: 1.0}}", "{bleu: {min: 101}}", ["unreachable-limit"]),
+        ("{bleu: {max_drop: 1.0}}", "{size_bytes: {max: 0}}", ["unreachable-limit"]),
         ("{bleu: {max_drop: 1.0}}", "{bleu: {max_drop: 1.0, at: prune}}", ["wrong-value"]),
         ("  - onnx\n", "  - onnx: {}\n    optional: search\n", ["not-a-chain"]),
         ("  - onnx\n", "  - onnx: {}\n    from: prune\n", ["not-a-chain"]),

@@ -7,26 +7,21 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import optuna
 import pytest
 from expected_errors import raises_code
-from search_recipes import small, write
+from postgres_server import postgres_server
+from search_recipes import formula, search, small, write
 
 from smelt.cli.commands import minutes_of
 from smelt.core.errors import InputError, RunError
-from smelt.pipeline.search.report import finish_search, hypervolumes, importances
-from smelt.pipeline.search.sampling import open_storage
-from smelt.pipeline.search.space import Objective, read_space
-from smelt.pipeline.search.study import (
-    Search,
-    SearchOptions,
-    Trial,
-    TrialResult,
-    pareto_optimal,
-    spread,
-)
+from smelt.core.messages import message_codes
+from smelt.pipeline.search import trials as trials_module
+from smelt.pipeline.search.analysis import importances
+from smelt.pipeline.search.space import read_space
+from smelt.pipeline.search.study import Search, pareto_optimal, spread
+from smelt.pipeline.search.trials import Trial, TrialResult
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +31,9 @@ def space(tmp_path_factory):
     return read_space(write(tmp_path_factory.mktemp("space"), text))
 
 
-def formula(params):
-    """The result of a point: what keeps more is larger and loses less; int4 is half the size."""
-    keep, four = params["prune.keep_ratio"], params["quantize.scheme"] == "int4"
-    drop = 4 * (1 - keep) + 0.1 * four
-    over = {"bleu": drop - 1.0}
-    status = "infeasible" if over["bleu"] > 0 else "feasible"
-    return TrialResult(status, {"size": keep * (50 if four else 100)}, over, steps=3, cached_steps=1)
-
-
 @pytest.fixture(autouse=True)
 def formula_for_runs(monkeypatch):
     monkeypatch.setattr(Search, "_measure", lambda self, trial: formula(trial.params))
-
-
-def search(space, folder, trials=12, **options):
-    return Search(space, SearchOptions(out=folder, trials=trials, **options))
 
 
 def history(job):
@@ -119,7 +101,7 @@ def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tm
     search(space, tmp_path / "killed", trials=5).run()
     job = search(space, tmp_path / "killed")
     if moment == "while parameters are drawn":
-        job._distributions = dict([*job._distributions.items()][:1])
+        job.queue.distributions = dict([*job.queue.distributions.items()][:1])
         with pytest.raises(KeyError):
             job.run()
     else:
@@ -132,26 +114,51 @@ def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tm
     assert history(job) == history(undisturbed)
 
 
-@pytest.mark.parametrize("storage", [None, "sqlite:///{}/study.db"])
-def test_workers_share_a_study_and_do_no_trial_twice(space, tmp_path, monkeypatch, storage):
+@pytest.fixture(params=["file", "sqlite", "postgresql"])
+def storage(request, tmp_path):
+    """The URL of a storage; None for the file in the search's folder."""
+    if request.param == "postgresql":
+        with postgres_server() as url:
+            yield url
+    else:
+        yield f"sqlite:///{tmp_path}/study.db" if request.param == "sqlite" else None
+
+
+def forked(work):
+    """Fork a process that calls `work` and ends, with 0 if it returns "trials"."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if work() == "trials" else 2
+        finally:
+            os._exit(code)
+    return child
+
+
+def test_workers_share_a_study_do_no_trial_twice_and_one_that_dies_loses_its_trial(
+    space, tmp_path, monkeypatch, storage
+):
+    options = {"storage": storage, "trials": 12}
+    stuck = lambda self, trial: (tmp_path / "stuck").touch() or time.sleep(60)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(Search, "_measure", stuck)
+        dying = forked(search(space, tmp_path / "out", **options).run)
+    while not (tmp_path / "stuck").exists():
+        time.sleep(0.01)
+    os.kill(dying, signal.SIGKILL)
+    os.waitpid(dying, 0)
     monkeypatch.setattr(Search, "_measure", lambda self, trial: time.sleep(0.05) or formula(trial.params))
-    options = {"storage": storage and storage.format(tmp_path), "trials": 16}
-    search(space, tmp_path / "out", **(options | {"trials": 1})).run()
-    children = []
-    for _ in range(2):
-        children.append(os.fork())
-        if children[-1] == 0:
-            code = 1
-            try:
-                code = 0 if search(space, tmp_path / "out", **options).run() == "trials" else 2
-            finally:
-                os._exit(code)
+    children = [forked(search(space, tmp_path / "out", **options).run) for _ in range(2)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    found = [
-        tuple(sorted(trial.parameters.items()))
-        for trial in search(space, tmp_path / "out", **options).finished_trials()
-    ]
-    assert len(found) == len(set(found)) == 16
+    job = search(space, tmp_path / "out", **options)
+    found = [tuple(sorted(trial.parameters.items())) for trial in job.finished_trials()]
+    assert len(found) == len(set(found)) == 12
+    study = job.open_study()
+    lost = tuple(sorted(study.trials[0].params.items()))
+    assert (study.trials[0].state.name, lost in found) == ("FAIL", True)
+    assert message_codes(job.warnings()) == ["worker-died"]
+    assert f"process {dying}," in job.warnings()[0].message
 
 
 def test_an_interrupted_trial_is_done_first_by_the_next_search(space, tmp_path, monkeypatch):
@@ -198,6 +205,35 @@ def test_a_stage_that_is_not_used_makes_its_settings_irrelevant(tmp_path):
     assert len(job.finished_trials()) == 2 * (2 + 1)
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_a_sampler_that_repeats_itself_does_not_end_before_the_space(space, tmp_path, monkeypatch, sampler):
+    """It always draws the same point; the others of the space are found all the same, and its end."""
+    text = small().replace("[latency, size]\n  maximize: quality", "size")
+    steps = read_space(write(tmp_path, text.replace("[0.5, 0.9]", "{low: 0.5, high: 0.9, step: 0.1}")))
+    same = {"prune.keep_ratio": 0.7, "quantize.scheme": "int4"}
+
+    class Same(optuna.samplers.BaseSampler):
+        infer_relative_search_space = lambda self, study, trial: {}  # noqa: E731
+        sample_relative = lambda self, study, trial, space: {}  # noqa: E731
+        sample_independent = lambda self, study, trial, name, distribution: same[name]  # noqa: E731
+
+    make = trials_module.make_sampler
+    monkeypatch.setattr(trials_module, "_MAX_SAMPLER_REPEATS", 2)
+    monkeypatch.setattr(
+        trials_module, "make_sampler", lambda name, seed: make(name, seed) if name == "random" else Same()
+    )
+    job = search(steps, tmp_path / "steps", trials=100, sampler=sampler)
+    assert job.run() == "exhausted"
+    points = [
+        (f"{trial.parameters['prune.keep_ratio']:.2g}", trial.parameters["quantize.scheme"])
+        for trial in job.finished_trials()
+    ]
+    assert len(points) == len(set(points)) == 5 * 2
+    # an endless space goes on
+    job = search(space, tmp_path / "endless", trials=5, sampler=sampler)
+    assert job.run() == "trials"
+
+
 def test_a_trial_is_shown_in_mb_without_settings_of_absent_stages(tmp_path):
     text = small().replace("[0.5, 0.9]}}", "[0.5, 0.9]}}\n    optional: search")
     job = search(read_space(write(tmp_path, text)), tmp_path / "out")
@@ -220,32 +256,22 @@ def test_another_recipe_cannot_use_the_study(space, tmp_path):
     search(space, tmp_path / "out", trials=1).run()
     text = small().replace("[latency, size]\n  maximize: quality", "size").replace("0.9", "0.8")
     other = read_space(write(tmp_path, text))
-    with raises_code("other-study", InputError):
-        search(other, tmp_path / "out").run()
+    renamed = replace(space, path=tmp_path / "renamed.yaml")
+    for wrong in (other, renamed):
+        for attempt in (search(wrong, tmp_path / "out").run, search(wrong, tmp_path / "out").check):
+            with raises_code("other-study", InputError):
+                attempt()
 
 
 def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(space, tmp_path, monkeypatch):
     job = search(space, tmp_path)
     job._prepare()
     study = job.open_study()
-    trial = study.ask(job._distributions)
-    finish = lambda path: bool(job._tell(study, trial, formula(trial.params)))  # noqa: E731
-    monkeypatch.setattr("smelt.pipeline.search.study.is_file_lock_held", finish)
-    job._reclaim(study)
+    trial = study.ask(job.queue.distributions)
+    finish = lambda path: bool(job.queue.tell(study, trial, formula(trial.params)))  # noqa: E731
+    monkeypatch.setattr("smelt.pipeline.search.trials.is_file_lock_held", finish)
+    job.queue.reclaim(study)
     assert [each.state.name for each in study.trials] == ["COMPLETE"]
-
-
-def test_an_interruption_while_the_front_is_scored_ends_the_scoring(space, tmp_path, monkeypatch):
-    job, asked = search(space, tmp_path), []
-    job.run()
-    monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:2])
-    interrupted = SimpleNamespace(report={"status": "interrupted", "steps": []})
-    monkeypatch.setattr(
-        "smelt.pipeline.search.study.run_plan", lambda plan, options: asked.append(plan) or interrupted
-    )
-    report = finish_search(job, "trials")
-    assert (len(asked), report["ended"]) == (1, "interrupted")
-    assert [point["test"] for point in report["front"]] == [None, None]
 
 
 def test_another_limit_cannot_use_the_study(space, tmp_path):
@@ -312,20 +338,26 @@ def test_a_grid_goes_on_after_many_points_without_a_stage(tmp_path, monkeypatch)
     lines = text.splitlines(keepends=True)  # the range that both values are wanted of comes first
     at = lines.index("  - drop-layers: {decoder_layers: {search: [1, 2]}}\n")
     lines.insert(lines.index("stages:\n") + 1, lines.pop(at))
-    monkeypatch.setattr("smelt.pipeline.search.study._MAX_REPEATS", 3)
+    monkeypatch.setattr("smelt.pipeline.search.trials._MAX_SAMPLER_REPEATS", 3)
     monkeypatch.setattr(Search, "_measure", lambda self, trial: TrialResult("feasible", {"size": 1.0}, {}))
     job = search(read_space(write(tmp_path, "".join(lines))), tmp_path / "out", trials=100)
     assert job.run() == "exhausted"
     assert len(job.finished_trials()) == 2 * (4 + 1)
 
 
-def test_a_storage_that_cannot_be_opened_is_named_without_its_password(tmp_path):
-    with pytest.raises(InputError) as raised:
-        open_storage("sqlite:////nowhere/at/all/study.db", tmp_path)
-    assert raised.value.code == "storage-unreachable"
-    with pytest.raises(InputError) as raised:
-        open_storage("no-such-database://user:secret@host/name", tmp_path)
-    assert "secret" not in str(raised.value)
+def test_a_storage_that_cannot_be_opened_is_named_without_its_password(space, tmp_path):
+    for url in ("sqlite:////nowhere/at/all/study.db", "no-such-database://user:secret@host/name"):
+        for attempt in (Search.run, Search.check):
+            with pytest.raises(InputError) as raised:
+                attempt(search(space, tmp_path, storage=url))
+            assert raised.value.code == "storage-unreachable"
+            assert "secret" not in str(raised.value)
+
+
+def test_the_check_of_a_search_writes_nothing(space, tmp_path):
+    for url in (None, f"sqlite:///{tmp_path}/study.db"):
+        search(space, tmp_path / "out", storage=url).check()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_failed_trials_are_kept_with_their_code_and_end_a_hopeless_search(space, tmp_path, monkeypatch):
@@ -434,16 +466,6 @@ def test_the_front_is_what_nothing_dominates():
     assert [t.number for t in pareto_optimal(trials, {"a": 1, "b": 1})] == [0, 1, 3, 4]
     assert [t.number for t in pareto_optimal(trials, {"a": -1, "b": 1})] == [3]
     assert [t.number for t in spread(trials, 3)] == [0, 2, 4]
-
-
-def test_without_an_area_there_is_no_hypervolume(space, tmp_path):
-    both = replace(space, objectives=(Objective("size", False), Objective("bleu", True)))
-    results = [TrialResult("feasible", {"size": size, "bleu": 99.0}) for size in (2.0, 1.0)]
-    trials = [Trial(at, {}, result) for at, result in enumerate(results)]
-    assert hypervolumes(trials, search(both, tmp_path)) == []
-    trials.append(Trial(2, {}, TrialResult("feasible", {"size": 3.0, "bleu": 99.5})))
-    trials.append(Trial(3, {}, TrialResult("feasible", {"size": 2.0, "bleu": 100.0})))
-    assert hypervolumes(trials, search(both, tmp_path)) == [0, 0, 0, 1]
 
 
 def test_times_are_read_with_their_unit():

@@ -1,0 +1,76 @@
+"""Steps and latency measurements of the workers of one machine exclude each other."""
+
+from contextlib import contextmanager
+from threading import Event, Thread
+
+from harness import smelt
+from search_recipes import small, write
+
+from smelt.pipeline.execute.latency_scores import LatencyScores
+from smelt.pipeline.execute.machine_turns import MachineTurns
+
+
+def test_a_measurement_waits_for_running_steps_and_holds_back_new_ones(tmp_path):
+    one, other, order = MachineTurns(tmp_path), MachineTurns(tmp_path), []
+    waiting, held_back = Event(), Event()
+
+    def next_step():
+        with one.step(lambda holder: held_back.set()):
+            order.append("next step")
+
+    def measure():
+        with other.measurement(lambda line: waiting.set()):
+            thread = Thread(target=next_step)
+            thread.start()
+            assert held_back.wait(60)
+            order.append("measurement")
+        thread.join(60)
+
+    thread = Thread(target=measure)
+    with one.step(order.append):
+        thread.start()
+        assert waiting.wait(60)
+        order.append("step")
+    thread.join(60)
+    assert order == ["step", "measurement", "next step"]
+
+
+def test_a_measurement_does_not_wait_forever_nor_for_the_dead(tmp_path):
+    one, other, lines = MachineTurns(tmp_path), MachineTurns(tmp_path, max_wait_s=0), []
+    with one.step(lines.append):
+        (lock,) = tmp_path.glob("*/*.step.lock")
+        record = lock.read_bytes()
+        with other.measurement(lines.append):
+            assert len(lines) == 1
+    lock.write_bytes(record)  # of a killed process: nobody holds the lock
+    with other.measurement(lines.append):
+        assert len(lines) == 1
+
+
+def test_a_trial_takes_turns_and_is_reported_line_by_line(tmp_path, monkeypatch):
+    taken = []
+    for kind in ("step", "measurement"):
+
+        @contextmanager
+        def recorded(self, report, kind=kind):
+            taken.append(f"{kind} begins")
+            yield
+            taken.append(f"{kind} ends")
+
+        monkeypatch.setattr(MachineTurns, kind, recorded)
+    monkeypatch.setattr(LatencyScores, "measure", lambda self, timed, *more: taken.append(tuple(timed)) or {})
+    text = small(**{"  - onnx\n": "", "  - prune: {targets: [ffn], keep_ratio: {search: [0.5, 0.9]}}\n": ""})
+    text = text.replace("[latency, size]\n  maximize: quality", "size").replace(
+        "max_drop: 1.0", "max_drop: 90"
+    )
+    options = ("--trials", 1, "--limit", 2, "--out", tmp_path / "out")
+    lines = smelt("search", write(tmp_path, text), *options, code=0).output.splitlines()
+    starts, *steps, score, ends = [line for line in lines if line.startswith("trial 0: ")]
+    assert starts.endswith(": starts")
+    assert [line.split(": ")[1] for line in steps] == ["model", "quantize"]
+    assert score.startswith("trial 0: quantize: bleu ")
+    assert "size" in ends
+    measured = taken.index(("model", "quantize"))
+    assert (taken[measured - 1], taken[measured + 1]) == ("measurement begins", "measurement ends")
+    assert taken[: measured - 1] == ["step begins", "step ends"] * ((measured - 1) // 2)
+    assert measured > 4

@@ -1,0 +1,124 @@
+"""The report of a search: scores of the winners on test, importances, hypervolume."""
+
+import json
+from dataclasses import replace
+from threading import Event, Thread
+from types import SimpleNamespace
+
+import pytest
+from search_recipes import formula, search, small, write
+
+from smelt.core.errors import RunError
+from smelt.pipeline.search import trials as trials_module
+from smelt.pipeline.search.analysis import hypervolumes, importances
+from smelt.pipeline.search.report import exit_code, finish_search, summary_text
+from smelt.pipeline.search.space import Objective, read_space
+from smelt.pipeline.search.study import Search
+from smelt.pipeline.search.trials import Trial, TrialResult
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    """One range and one choice; size is minimized while BLEU may fall by 1."""
+    text = small().replace("[latency, size]\n  maximize: quality", "size")
+    return read_space(write(tmp_path_factory.mktemp("space"), text))
+
+
+@pytest.fixture(autouse=True)
+def formula_for_runs(monkeypatch):
+    monkeypatch.setattr(Search, "_measure", lambda self, trial: formula(trial.params))
+
+
+def test_an_interruption_while_the_front_is_scored_ends_the_scoring(space, tmp_path, monkeypatch):
+    job, asked = search(space, tmp_path), []
+    job.run()
+    monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:2])
+    interrupted = SimpleNamespace(report={"status": "interrupted", "steps": []})
+    monkeypatch.setattr(
+        "smelt.pipeline.search.study.run_plan", lambda plan, options: asked.append(plan) or interrupted
+    )
+    report = finish_search(job, "trials")
+    assert (len(asked), report["ended"]) == (1, "interrupted")
+    assert [point["test"] for point in report["front"]] == [None, None]
+
+
+def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it(
+    space, tmp_path, monkeypatch
+):
+    job = search(space, tmp_path)
+    job.run()
+    monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:3])
+    full = {"code": "disk-full", "message": "on test: The disk is full.", "severity": "error"}
+    step = {"name": "onnx", "error": None, "latency": []}
+    score = {"value": 29.0, "ci95": None, "higher_is_better": True}
+    test = {"quality": {"bleu": score}, "against_baseline": {}, "gates": []}
+    asked = iter(
+        [
+            RunError("No memory.", code="out-of-memory"),
+            step | {"error": full, "test": None},
+            step | {"test": test},
+        ]
+    )
+
+    def run(plan, options):
+        found = next(asked)
+        if isinstance(found, Exception):
+            raise found
+        return SimpleNamespace(report={"status": "error", "steps": [found]})
+
+    monkeypatch.setattr("smelt.pipeline.search.study.run_plan", run)
+    report = finish_search(job, "trials")
+    errors = [point["test_error"] and point["test_error"]["code"] for point in report["front"]]
+    assert errors == ["out-of-memory", "disk-full", None]
+    assert report["front"][2]["test"] == test
+    text = "\n".join(summary_text(report, job.folder))
+    assert all(f"error[{code}]" in text for code in errors[:2])
+    assert json.loads((tmp_path / "search.json").read_text()) == json.loads(json.dumps(report))
+    assert exit_code(report) == 0
+    assert exit_code(report | {"front": report["front"][:2]}) == 1
+
+
+def test_winners_are_scored_by_one_worker_at_a_time(space, tmp_path, monkeypatch):
+    job, other, waiting, order = search(space, tmp_path), search(space, tmp_path), Event(), []
+    job.run()
+    other._report = lambda line: waiting.set()
+    second = Thread(target=finish_search, args=(other, "trials"))
+
+    def score(self, trial):
+        if self is job:
+            second.start()
+            assert waiting.wait(60)
+        order.append(self is job)
+        return {"steps": [{"name": "onnx", "error": None, "test": None, "latency": []}]}
+
+    monkeypatch.setattr(Search, "score_on_test", score)
+    finish_search(job, "trials")
+    second.join(60)
+    assert order == [True, False]
+
+
+def test_settings_of_absent_stages_have_no_importance(tmp_path, monkeypatch):
+    """The best trials are without the stage: the values that its setting has in them mean nothing."""
+    text = small(**{"\n    optional: search": "\n    optional: search"})
+    text = text.replace("[latency, size]\n  maximize: quality", "size\n  sampler: random")
+
+    def size(params):  # without the stage, a low value of its setting goes with a small size by chance
+        return 10 * params["prune"] + params["prune.keep_ratio"] * (not params["prune"])
+
+    monkeypatch.setattr(
+        Search, "_measure", lambda self, trial: TrialResult("feasible", {"size": size(trial.params)}, {})
+    )
+    monkeypatch.setattr(trials_module.TrialQueue, "known_trial", lambda self, study, trial: None)
+    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=40)
+    job.run()
+    assert importances(job)["size"]["prune.keep_ratio"] == pytest.approx(0, abs=1e-9)
+
+
+def test_without_an_area_there_is_no_hypervolume(space, tmp_path):
+    both = replace(space, objectives=(Objective("size", False), Objective("bleu", True)))
+    results = [TrialResult("feasible", {"size": size, "bleu": 99.0}) for size in (2.0, 1.0)]
+    trials = [Trial(at, {}, result) for at, result in enumerate(results)]
+    assert hypervolumes(trials, search(both, tmp_path)) == []
+    trials.append(Trial(2, {}, TrialResult("feasible", {"size": 3.0, "bleu": 99.5})))
+    trials.append(Trial(3, {}, TrialResult("feasible", {"size": 2.0, "bleu": 100.0})))
+    assert hypervolumes(trials, search(both, tmp_path)) == [0, 0, 0, 1]

@@ -280,7 +280,7 @@ def shrink(
 
     explain = None if quiet else print_untrusted
     if only_plan:
-        print_untrusted(str(plan_shrink(model, data, options, explain)))
+        print_untrusted(str(plan_shrink(model, data, options, explain)).partition(": ")[2])
         return
     report, folder = run_shrink(model, data, options, explain)
     for line in [*summary_text(report, folder), target_text(report, options.targets)]:

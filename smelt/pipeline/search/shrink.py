@@ -45,6 +45,7 @@ _MIN_UPDATES, _MAX_UPDATES = 100, 20_000  # a student of fewer updates is not wo
 _TIMED_UPDATES = (1, 4, 16)  # the first training warms up; the other two differ by the time of 12 updates
 _LEAST_SHARE = 0.3  # of the time of the longest training, which is for updates: a busy machine hides them
 _AUTOTUNE_MINUTES = 20.0  # choosing operators by measuring takes about a minute a trial
+_LATENCY: dict[str, Any] | bool = {"batch_sizes": [1]}
 _KEPT_RATIOS = (0.5, 0.75)  # of FFN neurons
 
 
@@ -210,12 +211,11 @@ class _Shrink:
     def _measure(self, value: dict[str, Any], info: ModelInfo, space: Path) -> Measured:
         """Return the size of the model, and the time of an update, from short trainings."""
         steps: list[dict[str, Any]] = []
+        # without a classifier the model cannot teach
+        stage, losses = ("finetune", {}) if info.needs_classifier else ("distill", _losses(info.task))
         if "train" in value["data"]:
             steps = [
-                {
-                    "distill": _losses(info.task) | {"max_steps": count, "num_evals": 0},
-                    "name": f"timed{count}",
-                }
+                {stage: losses | {"max_steps": count, "num_evals": 0}, "name": f"timed{count}"}
                 for count in _TIMED_UPDATES
             ]
             for step in steps[1:]:
@@ -252,7 +252,7 @@ class _Shrink:
             updates = min(_MAX_UPDATES, int(fitting))
             reasons.append(
                 f"An update takes {update:.2f} s: {_TRAININGS} trainings of {updates:,} updates fit into"
-                f" {100 * _TRAINING_SHARE:.0f} % of {minutes:g} minutes."
+                f" {100 * _TRAINING_SHARE:.0f} % of {minutes:.3g} minutes."
             )
             if updates < _MIN_UPDATES:
                 updates = 0
@@ -289,7 +289,7 @@ class _Shrink:
             first = {"finetune": {"max_steps": updates, "learning_rate": 5.0e-5}, "name": "tuned"}
             stages = [first, *stages]
             value["baseline"] = "tuned"
-        score = dict(value.get("score") or {}) | {"latency": {"batch_sizes": [1]}}
+        score = dict(value.get("score") or {}) | {"latency": _LATENCY}
         quality = list(score.get("quality") or [])
         score["quality"] = [*drops, *(name for name in quality if name not in drops)]
         search = {"minimize": goal, "subject_to": limits, "max_minutes": minutes}

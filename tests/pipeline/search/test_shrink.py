@@ -5,22 +5,28 @@ import json
 import causal
 import classifiers
 import harness
+import init_models
 import pytest
-from every_family import MODELS
+from every_family import make_model
 from expected_errors import command_error, raises_code
 from search_recipes import QUICKSTART
 
 import smelt
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.search.shrink import (
+    RECIPE_FILE,
     Measured,
     ShrinkOptions,
     Target,
+    _Shrink,
     _space_stages,
     parse_max_drop,
     parse_target,
     plan_shrink,
+    target_text,
 )
+from smelt.pipeline.search.space import read_space
+from smelt.pipeline.search.study import Search, SearchOptions
 
 
 @pytest.mark.quick
@@ -66,7 +72,7 @@ def names(stages):
     ],
 )
 def test_the_space_follows_from_task_samples_and_time(tmp_path, family, task, expected):
-    MODELS[family](tmp_path / "m")
+    make_model(tmp_path / "m", family)
     info = inspect_model(str(tmp_path / "m"), task)
     stages, told = _space_stages(info, Measured(1000, "x", 500, 0.1), updates=300, minutes=10)
     assert names(stages) == expected
@@ -84,11 +90,11 @@ def test_the_space_follows_from_task_samples_and_time(tmp_path, family, task, ex
 
 
 def test_a_new_classifier_is_trained_first_and_is_the_baseline(tmp_path):
-    classifiers.MAKERS["bert"](tmp_path / "m", labels=3, architectures=["BertModel"])
+    bare = init_models.make_models()["bare"]
     classifiers.write_labelled_rows(tmp_path / "train.jsonl", "single_label_classification")
     lines = []
     space = plan_shrink(
-        str(tmp_path / "m"),
+        str(bare),
         [tmp_path / "train.jsonl"],
         ShrinkOptions(("2x faster", "3x smaller"), minutes=5, task="text-classification"),
         lines.append,
@@ -102,22 +108,26 @@ def test_a_new_classifier_is_trained_first_and_is_the_baseline(tmp_path):
 
 def test_a_metric_without_a_range_needs_a_limit(tmp_path):
     causal.write_model(tmp_path / "m", "gpt2")
-    (tmp_path / "text.txt").write_text("the man and the dog run over the green grass. " * 400)
+    (tmp_path / "text.txt").write_text("the man and the dog run over the green grass.\n" * 400)
     options = ShrinkOptions(("2x faster",), minutes=1)
     with raises_code("missing-max-drop"):
-        plan_shrink(str(tmp_path / "m"), [tmp_path / "text.txt"], options, lambda text: None)
+        plan_shrink(str(tmp_path / "m"), [tmp_path / "text.txt"], options, None)
 
 
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory):
     out = tmp_path_factory.mktemp("shrink") / "out"
     given = [QUICKSTART / "model", "--data", QUICKSTART / "data", "--budget", "4s", "--out", out]
-    result = harness.smelt("shrink", *given, "--target", "1.1x smaller", code=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "smelt.pipeline.search.shrink._LATENCY", False
+        )  # half of the time, and tested elsewhere
+        result = harness.smelt("shrink", *given, "--target", "1.1x smaller", code=0)
     return out, given, result
 
 
 def test_the_winner_has_a_recipe_a_report_and_an_artifact(shrunk):
-    out, given, result = shrunk
+    out, _, result = shrunk
     report = json.loads((out / "search.json").read_text())
     [best] = report["front"]
     assert best["parameters"]["quantize"] is True
@@ -127,9 +137,17 @@ def test_the_winner_has_a_recipe_a_report_and_an_artifact(shrunk):
     model = sum(p.stat().st_size for p in (QUICKSTART / "model").iterdir())
     assert best["size_bytes"] < model / 1.1
     assert best["name"] in result.stdout.splitlines()[-1]
-    again = harness.smelt("shrink", *given, "--target", "1.1x smaller", code=0)
-    assert (out / "search.json").is_file()
-    assert len(again.stdout) < len(result.stdout)
+    assert best["name"] in target_text(report, ["1.1x smaller"])
+
+
+def test_the_same_arguments_go_on_with_the_search(shrunk):
+    out, given, _ = shrunk
+    options = ShrinkOptions(("1.1x smaller",), minutes=4 / 60, out=out)
+    job = _Shrink(str(given[0]), [given[2]], options)
+    assert job.written_recipe() == out / RECIPE_FILE
+    search = Search(read_space(str(out / RECIPE_FILE)), SearchOptions(out=out))
+    search.try_first({})
+    assert len(search.open_study().get_trials()) == len(search.finished_trials())
 
 
 def test_other_arguments_do_not_go_on_with_the_search(shrunk):
@@ -138,13 +156,14 @@ def test_other_arguments_do_not_go_on_with_the_search(shrunk):
     assert error.code == "other-study"
 
 
-def test_a_target_that_cannot_be_met_names_the_nearest(tmp_path):
-    report = smelt.shrink(
-        QUICKSTART / "model", QUICKSTART / "data", target="1000x smaller", budget_minutes=0.05,
-        out=tmp_path / "out", quiet=True,
-    )  # fmt: skip
-    assert report["front"] == []
-    assert report["nearest"]["violations"]["size_bytes"] > 0
+@pytest.mark.quick
+def test_a_target_that_cannot_be_met_names_the_nearest():
+    nearest = {"name": "trial-0003", "violations": {"size_bytes": 500.0, "bleu": -0.2}}
+    text = target_text({"front": [], "nearest": nearest}, ["9x smaller"])
+    assert [word in text for word in ("9x smaller", "trial-0003", "size_bytes", "500", "bleu")] == [
+        True
+    ] * 4 + [False]
+    assert "9x smaller" in target_text({"front": [], "nearest": None}, ["9x smaller"])
 
 
 def test_an_onnx_file_is_refused(tmp_path):

@@ -33,6 +33,7 @@ from smelt.pipeline.recipe.yaml_file import parse_yaml
 from smelt.pipeline.search.report import finish_search
 from smelt.pipeline.search.space import SearchSpace, read_space
 from smelt.pipeline.search.study import Search, SearchOptions
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES_BY_BITS
 
 RECIPE_FILE = "shrink.yaml"
 _FORMS = '"2x faster", "4x smaller", or "at most 20 MB"'
@@ -349,7 +350,7 @@ def _space_stages(
                 f"Not shortlist: it needs {MIN_SHORTLIST_ROWS:,} training samples, not {measured.rows:,}."
             )
     if not plain:
-        add("quantize", {"scheme": _choices("int8-dynamic", "int4")}, "weights of 8 or 4 bits")
+        add("quantize", {"scheme": _choices(DEFAULT_SCHEME, SCHEMES_BY_BITS[4].name)}, "weights of 8 or 4 bits")
     tuned = {"autotune": _choices(False, True)} if minutes >= _AUTOTUNE_MINUTES and not plain else {}
     add("onnx", {"target": "ort-cpu"} | tuned, "for ONNX Runtime on this CPU", optional=False)
     return stages, told

@@ -190,8 +190,9 @@ class _Shrink:
                 )
             measured = self._measure(value, info, Path(space))
             value, reasons = self._with_space(value, info, measured)
-            for reason in reasons if explain else ():
-                explain(reason)
+            if explain is not None:
+                for reason in reasons:
+                    explain(reason)
             comments = "".join(f"# {line}\n" for line in [self.command, *reasons])
             text = comments + yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
             checked = Path(space) / RECIPE_FILE
@@ -350,7 +351,8 @@ def _space_stages(
                 f"Not shortlist: it needs {MIN_SHORTLIST_ROWS:,} training samples, not {measured.rows:,}."
             )
     if not plain:
-        add("quantize", {"scheme": _choices(DEFAULT_SCHEME, SCHEMES_BY_BITS[4].name)}, "weights of 8 or 4 bits")
+        schemes = _choices(DEFAULT_SCHEME, SCHEMES_BY_BITS[4].name)
+        add("quantize", {"scheme": schemes}, "weights of 8 or 4 bits")
     tuned = {"autotune": _choices(False, True)} if minutes >= _AUTOTUNE_MINUTES and not plain else {}
     add("onnx", {"target": "ort-cpu"} | tuned, "for ONNX Runtime on this CPU", optional=False)
     return stages, told

@@ -92,12 +92,12 @@ class Measured:
 
 
 def parse_target(text: str) -> Target:
-    """Return a target: "2x faster", "4x smaller", or "at most 20 MB" (KB, MB, GB: powers of 1000).
+    """Return a target: "2x faster", "4x smaller", "at most 20 MB" (or "under"; powers of 1000).
 
     Raises:
         InputError: it has another form, or does not ask for anything.
     """
-    plain = " ".join(text.split())
+    plain = " ".join(text.split()).replace("X ", "x ")
     number = r"(\d+(?:\.\d+)?)"
     if found := re.fullmatch(rf"{number} ?[x×] (faster|smaller)", plain):
         if float(found[1]) > 1:
@@ -252,15 +252,18 @@ class _Shrink:
         if update is not None:
             fitting = _TRAINING_SHARE * 60 * minutes / (_TRAININGS * update)
             updates = min(_MAX_UPDATES, int(fitting))
-            reasons.append(
+            share = f"{100 * _TRAINING_SHARE:.0f} % of {minutes:.3g} minutes"
+            text = (
                 f"An update takes {update:.2f} s: {_TRAININGS} trainings of {updates:,} updates fit into"
-                f" {100 * _TRAINING_SHARE:.0f} % of {minutes:.3g} minutes."
+                f" {share}."
             )
             if updates < _MIN_UPDATES:
                 updates = 0
-                reasons.append(
-                    f"Fewer than {_MIN_UPDATES} updates are not tried: only stages without training."
+                text = (
+                    f"An update takes {update:.2f} s: {_TRAININGS} trainings of {_MIN_UPDATES} updates do not"
+                    f" fit into {share}, so only stages without training are tried."
                 )
+            reasons.append(text)
         stages, told = _space_stages(info, measured, updates, minutes)
         metric = measured.metric
         drops = self.drops or {metric: DEFAULT_MAX_DROP}

@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from smelt.core.errors import InputError
+from smelt.core.files import json_hash
 from smelt.data.labels import (
     MULTI_LABEL,
     REGRESSION,
@@ -186,3 +188,42 @@ def _most_frequent_label(kinds: Sequence[str]) -> str:
 
 def _rank_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def divide_folds(split: Split, folds: int, seed: int) -> list[tuple[Split, Split]]:
+    """Return the samples to learn from and the held-out ones of each fold.
+
+    Equal texts are in the same part. With one label per sample the parts have the same shares of the classes
+    (scikit-learn's StratifiedGroupKFold), unless all classes have fewer samples than there are folds.
+
+    Args:
+        split: the training samples.
+        folds: k.
+        seed: of the division.
+
+    Raises:
+        InputError: there are fewer different texts than folds.
+    """
+    import numpy as np
+    from sklearn.model_selection import GroupKFold, StratifiedGroupKFold
+
+    groups = np.unique([json_hash([e.text, e.text_pair]) for e in split.examples], return_inverse=True)[1]
+    if groups.max() + 1 < folds:
+        raise InputError(
+            f"score.folds: {split.origin} has {groups.max() + 1} different texts, fewer than {folds} folds.",
+            code="too-few-samples",
+            setting="score.folds",
+        )
+    labels = [e.label for e in split.examples]
+    classes = None
+    if all(isinstance(label, str | int) for label in labels):
+        classes = np.unique([str(label) for label in labels], return_inverse=True)[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a class has fewer samples than there are folds
+        if classes is not None and np.bincount(classes).max() >= folds:
+            stratified = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+            parts = list(stratified.split(classes, classes, groups))
+        else:
+            grouped = GroupKFold(folds, shuffle=True, random_state=seed)
+            parts = list(grouped.split(groups, groups=groups))
+    return [(split.select(rest.tolist()), split.select(part.tolist())) for rest, part in parts]

@@ -268,7 +268,12 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 def _flatten_moments(moments: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return the optimizer's state of each parameter, by the parameter's number and the state's name."""
-    return {f"{i}/{word}": torch.as_tensor(v) for i, state in moments.items() for word, v in state.items()}
+    found = {}
+    for i, state in moments.items():
+        for word, value in state.items():  # bitsandbytes nests its own states
+            for name, each in (value if isinstance(value, dict) else {word: value}).items():
+                found[f"{i}/{name}"] = torch.as_tensor(each)
+    return found
 
 
 def make_checkpoint_callback(

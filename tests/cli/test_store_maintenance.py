@@ -85,7 +85,7 @@ def test_clean_removes_only_what_no_run_uses_and_only_when_told(home):
     done = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
     assert "Removed 1 artifact" in done.output
     assert [e.stage for e in stored_artifacts(home / "runs" / ".store")] == ["model", "prune", "factorize"]
-    assert len(list((home / "runs" / ".store" / "scores").iterdir())) == scores - 2  # with its agreement
+    assert len(list((home / "runs" / ".store" / "scores").iterdir())) == scores - 3  # agreement, layers
     assert not list((home / "runs" / ".store" / "tmp").iterdir())
     assert "Nothing to remove" in harness.smelt("store", "clean", "--store", home / "runs").output
 

@@ -199,18 +199,23 @@ def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
 
 
 def test_training_is_told_the_device(tmp_path):
+    from smelt.compress.finetune import Finetune, FinetuneSettings
     from smelt.training.settings import TrainingSettings
     from smelt.training.trainer import _training_arguments
 
     def device_for(word):
         ctx = harness.make_context(tmp_path, device=word)
-        return _training_arguments(TrainingSettings(), str(tmp_path), ctx)
+        return _training_arguments(TrainingSettings(), str(tmp_path), "fp32", ctx)
 
     assert device_for("cpu").use_cpu
     assert not device_for("auto").use_cpu
     if not torch.cuda.is_available():
+        settings = FinetuneSettings.model_validate({"max_steps": 1, "num_evals": 0})
         with raises_code("no-gpu", InputError):
-            device_for("cuda")
+            harness.run_stage(
+                Finetune(), settings, tiny.write_marian(tmp_path / "m"), tmp_path / "w" / "out",
+                data=tiny.read_pairs(tmp_path), device="cuda",
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("command", [["predict", "x"], ["eval", "--data", "d.jsonl"], ["bench"]])

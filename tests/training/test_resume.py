@@ -90,7 +90,8 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("more", "stop"),
     [({}, 1), ({"ema_decay": 0.9, "num_evals": 0, "lr_schedule": "cosine"}, 5), ({"lora": {"rank": 2}}, 5),
-     ({"optimizer": "adafactor"}, 5), ({"gradient_checkpointing": True, "patience": 1}, 3),
+     ({"optimizer": "adafactor"}, 5), ({"optimizer": "adamw_bnb_8bit"}, 5),
+     ({"gradient_checkpointing": True, "patience": 1}, 3),
      ({"sparsify": {"start": 0, "end": 0.9}}, 5),
      ({"learned_masks": {"targets": ["heads", "width"], "learning_rate": 5.0, "warmup": 0.2}}, 5)],
 )  # fmt: skip

@@ -1,55 +1,17 @@
 """k-fold cross-validation: how the scores of a recipe vary with the samples that it learns from.
 
-The training samples are divided into k parts. A fold is a run of the whole recipe without one part, and is
-scored on that part, so that every training sample is scored once, by models that have not seen it. Equal
-texts are in the same part; with one label per sample the parts have the same shares of the classes
-(scikit-learn's StratifiedGroupKFold).
+The training samples are divided into k parts (`smelt.data.split_division.divide_folds`). A fold is a run of
+the whole recipe without one part, and is scored on that part, so that every training sample is scored once,
+by models that have not seen it.
 """
 
 from __future__ import annotations
 
 import statistics as numbers
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smelt.core.errors import InputError
 from smelt.core.files import json_hash
-from smelt.data.splits import Split
-
-
-def divide_samples(split: Split, folds: int, seed: int) -> list[tuple[Split, Split]]:
-    """Return the samples to learn from and the held-out ones of each fold.
-
-    Args:
-        split: the training samples.
-        folds: k.
-        seed: of the division.
-
-    Raises:
-        InputError: there are fewer different texts than folds.
-    """
-    import numpy as np
-    from sklearn.model_selection import GroupKFold, StratifiedGroupKFold
-
-    groups = np.unique([json_hash([e.text, e.text_pair]) for e in split.examples], return_inverse=True)[1]
-    if groups.max() + 1 < folds:
-        raise InputError(
-            f"score.folds: {split.origin} has {groups.max() + 1} different texts, fewer than {folds} folds.",
-            code="too-few-samples",
-            setting="score.folds",
-        )
-    labels = [e.label for e in split.examples]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a class has fewer samples than there are folds
-        if all(isinstance(label, str | int) for label in labels):
-            classes = np.unique([str(label) for label in labels], return_inverse=True)[1]
-            stratified = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
-            parts = list(stratified.split(classes, classes, groups))
-        else:
-            grouped = GroupKFold(folds, shuffle=True, random_state=seed)
-            parts = list(grouped.split(groups, groups=groups))
-    return [(split.select(rest.tolist()), split.select(part.tolist())) for rest, part in parts]
 
 
 def summarize_folds(

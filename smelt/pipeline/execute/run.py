@@ -228,7 +228,7 @@ class _PlanRunner:
                 self.report.judge_gates()
                 if self.options.on_test:
                     self._score_on_test()
-                if self.plan.recipe.score.folds and not self.options.is_fold:
+                if self.plan.recipe.score.folds and not self.options.is_fold and self.options.only is None:
                     self._cross_validate(self.plan.recipe.score.folds)
             self.report.mark_finished()
         except KeyboardInterrupt:
@@ -391,7 +391,8 @@ class _PlanRunner:
 
     def _cross_validate(self, count: int) -> None:
         """Run the recipe once for each fold of the training samples, scored on what the fold leaves out."""
-        from smelt.pipeline.execute.cross_validation import divide_samples, summarize_folds
+        from smelt.data.split_division import divide_folds
+        from smelt.pipeline.execute.cross_validation import summarize_folds
 
         recipe = self.plan.recipe.model_copy(update={"trackers": ()})
         plan = replace(self.plan, judged_on="test", recipe=recipe)
@@ -400,7 +401,7 @@ class _PlanRunner:
         )
         found = []
         for number, (rest, held) in enumerate(
-            divide_samples(self.data["train"], count, self.plan.recipe.seed), 1
+            divide_folds(self.data["train"], count, self.plan.recipe.seed), 1
         ):
             self.display.start_work(f"fold {number} of {count}")
             folder = self.folder / "folds" / str(number)
@@ -465,7 +466,7 @@ class _PlanRunner:
         scores = LayerScores(self.store, self.plan.recipe, split, count)
         parents = {step["name"]: step["parent"] for step in self.report.data["steps"]}
         try:
-            with rust_panics_as_errors():
+            with rust_panics_as_errors(), self._step_turn():
                 scores.compare(
                     scored,
                     parents,

@@ -168,8 +168,14 @@ def check_device(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> Non
         mistakes.add(("device",), lack, code="no-gpu")
 
 
-def check_folds(recipe: ParsedRecipe, steps: Sequence[PlanStep], mistakes: Mistakes, bad: set[str]) -> None:
-    """Check that cross-validation fits the task, and that a stage learns from the samples."""
+def check_folds(
+    recipe: ParsedRecipe,
+    steps: Sequence[PlanStep],
+    splits: Mapping[str, Split],
+    mistakes: Mistakes,
+    bad: set[str],
+) -> None:
+    """Check that cross-validation fits task and samples, and that a stage learns from them."""
     if recipe.score.folds is None or has_mistake(bad, "task", "score.folds", "stages"):
         return
     path: KeyPath = ("score", "folds")
@@ -179,6 +185,13 @@ def check_folds(recipe: ParsedRecipe, steps: Sequence[PlanStep], mistakes: Mista
     elif not any(step.trains for step in steps):
         text = "no stage trains, so that all folds would be equal. Remove folds, or add a training stage."
         mistakes.add(path, text, code="nothing-trains")
+    elif "train" in splits:
+        from smelt.data.split_division import divide_folds
+
+        try:
+            divide_folds(splits["train"], recipe.score.folds, recipe.seed)
+        except InputError as error:
+            mistakes.add_error(path, error)
 
 
 def check_trackers(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
@@ -507,7 +520,7 @@ def make_plan(
     _check_prompts(read, folder, splits, mistakes, bad)
     check_device(read, mistakes, bad)
     check_trackers(read, mistakes, bad)
-    check_folds(read, every, mistakes, bad)
+    check_folds(read, every, splits, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)
     read = check_embedder(read, folder, splits, mistakes, bad, checker.warnings)
     check_stage_data(every, checker.setting_paths, read.task, splits, mistakes, bad)

@@ -95,6 +95,7 @@ def open_storage(url: str | None, folder: Path) -> Any:
     """
     from optuna import storages
 
+    _require_kept(url)
     if url is None:
         from optuna.storages.journal import JournalFileBackend
 
@@ -109,10 +110,23 @@ def open_storage(url: str | None, folder: Path) -> Any:
         ) from error
     except Exception as error:  # every driver has errors of its own
         raise InputError(
-            f"{_without_password(url)}: the storage cannot be opened: {str(error).splitlines()[0]}. Expected"
+            f"{_without_password(url)}: the storage cannot be opened: {_driver_text(error, url)}. Expected"
             " a URL such as sqlite:///study.db or postgresql+psycopg://user@host/database.",
             code="storage-unreachable",
         ) from error
+
+
+def _require_kept(url: str | None) -> None:
+    """Require that a study outlives its process.
+
+    Raises:
+        InputError: the database is in memory.
+    """
+    if url is not None and re.fullmatch(r"sqlite(\+\w+)?:(//)?(/?(:memory:)?)(\?.*)?", url):
+        raise InputError(
+            f"{url}: a database in memory ends with its process. Name a file: sqlite:///study.db.",
+            code="storage-unreachable",
+        )
 
 
 def check_storage(url: str | None, folder: Path, name: str, identity: str) -> None:
@@ -125,6 +139,7 @@ def check_storage(url: str | None, folder: Path, name: str, identity: str) -> No
     """
     import optuna
 
+    _require_kept(url)
     path = folder / STUDY_FILE if url is None else _sqlite_file(url)
     if path is not None and not path.exists():
         if url is not None and not path.parent.is_dir():
@@ -214,5 +229,17 @@ def open_study(
     return study
 
 
+def _driver_text(error: Exception, url: str) -> str:
+    """Return the first line of a driver's error, without what may be a part of the password."""
+    parts = re.split(r"[@:/?&=]", url.partition("://")[2])
+    shown = _without_password(url)
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    for part in parts:
+        if part and part not in shown:
+            text = text.replace(part, "***")
+    return text
+
+
 def _without_password(url: str) -> str:
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+    hidden = re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", url)
+    return re.sub(r"(?i)(password=)[^&]*", r"\1***", hidden)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
+from smelt.core.locks import file_lock
 from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
 from smelt.evaluate.metrics import METRICS, is_lower_better
 from smelt.models.families.registry import no_blocks_reason
@@ -64,7 +66,8 @@ class ShrinkOptions:
     """Options of `smelt shrink`.
 
     targets: as texts, see `parse_target`; empty: as fast as possible. max_drops: as texts, see
-    `parse_max_drop`; empty: 1 point of the main metric. minutes: time for everything. task, columns,
+    `parse_max_drop`; empty: 1 point of the main metric. minutes: time for measuring and trials of a call;
+    the scores on test come after it. task, columns,
     languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink).
     """
 
@@ -400,13 +403,22 @@ def shrink(
         InputError: target, model or data are not suitable, or the folder has another search.
         RunError: all of the first trials failed.
     """
-    job = _Shrink(model, data, options)
-    path = job.written_recipe()
-    if path is None:
-        path = job.folder / RECIPE_FILE
-        job.write_recipe(path, explain)
-    search = Search(read_space(str(path)), SearchOptions(out=job.folder))
-    search.try_first(_first_point(search.space))
+    job, began = _Shrink(model, data, options), time.monotonic()
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{job.folder}: cannot use this folder: {error.strerror}. Choose another with --out.",
+            code="unusable-folder",
+        ) from error
+    with file_lock(job.folder / "shrink.lock"):  # two workers would measure two different spaces
+        path = job.written_recipe()
+        if path is None:
+            path = job.folder / RECIPE_FILE
+            job.write_recipe(path, explain)
+        left = max(0.01, options.minutes - (time.monotonic() - began) / 60)
+        search = Search(read_space(str(path)), SearchOptions(out=job.folder, max_minutes=left))
+        search.try_first(_first_point(search.space))
     return finish_search(search, search.run(explain)), job.folder
 
 
@@ -421,8 +433,12 @@ def target_text(report: Mapping[str, Any], targets: Sequence[str]) -> str:
     wanted = ", ".join(targets) or "the goal"
     if report["front"]:
         best = report["front"][0]
-        speed = (best["latency"] or {}).get("speedup")
-        found = [f"{best['size_bytes'] / 1e6:.1f} MB", *([f"{speed:.2f} times as fast"] if speed else [])]
+        row = best["latency"] or {}
+        by_cpu = row.get("stable") is False  # as the constraint was judged
+        speed = row.get("cpu_speedup" if by_cpu else "speedup")
+        how = " by processor time" if by_cpu else ""
+        found = [f"{best['size_bytes'] / 1e6:.1f} MB"]
+        found += [f"{speed:.2f} times as fast{how}"] if speed else []
         return f"Met: {wanted}. {best['name']} has {', '.join(found)}."
     nearest = report["nearest"]
     if nearest is None:

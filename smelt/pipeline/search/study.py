@@ -161,7 +161,10 @@ class Search:
         return spread(sorted(pareto_optimal(able, self.signs()), key=self._first_objective), _MAX_POINTS)
 
     def nearest(self) -> Trial | None:
-        """Return the trial that violates the constraints least, relative to their limits, or None."""
+        """Return the trial that violates the constraints least, relative to their limits, or None.
+
+        Trials of which all constraints were measured on all samples come first.
+        """
         measured = [t for t in self.finished_trials() if t.result.violations]
         limits = {
             metric: abs(gate.max_drop or gate.min or gate.max or 1.0)
@@ -171,7 +174,10 @@ class Search:
         def distance(trial: Trial) -> float:
             return sum(max(0.0, v) / limits[m] for m, v in trial.result.violations.items())
 
-        return min(measured, key=distance, default=None)
+        def is_partial(trial: Trial) -> bool:
+            return trial.result.status == "stopped" or not limits.keys() <= trial.result.violations.keys()
+
+        return min(measured, key=lambda trial: (is_partial(trial), distance(trial)), default=None)
 
     def score_on_test(self, trial: Trial) -> dict[str, Any]:
         """Score a trial's last step and the baseline on test, once; return the report of that run.
@@ -272,7 +278,7 @@ class Search:
             RunError: they did, with the code of the last one.
         """
         results = [trial.result for trial in finished_trials(study)]
-        if len(results) == _MAX_FIRST_FAILURES and all(each.status == "failed" for each in results):
+        if len(results) >= _MAX_FIRST_FAILURES and all(each.status == "failed" for each in results):
             last = results[-1].error or {}
             raise RunError(
                 f"All of the first {_MAX_FIRST_FAILURES} trials failed; the search ends. The last one:"

@@ -108,9 +108,10 @@ def test_files_without_a_name_are_told_so() -> None:
 
 def test_a_metric_of_the_user_is_refused_where_no_text_is_written() -> None:
     text = "model: m\ntask: TASK\ndata: {train: t, test: t}\nstages: []\nscore: {quality: ['own:metric']}\n"
-    [found] = mistakes(text.replace("TASK", "text-classification"))
+    [found] = mistakes(text.replace("TASK", "language-modeling"))
     assert found.code == "does-not-fit-task"
     assert "text-generation" in found.message
+    assert read(text.replace("TASK", "text-classification")).score.quality == ("own:metric",)
 
 
 def test_several_mistakes_are_reported_together_in_the_order_of_their_lines() -> None:

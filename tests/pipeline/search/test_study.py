@@ -17,8 +17,10 @@ from search_recipes import formula, search, small, write
 from smelt.cli.commands import minutes_of
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
+from smelt.pipeline.recipe.recipe import GateSettings
 from smelt.pipeline.search import trials as trials_module
 from smelt.pipeline.search.analysis import importances
+from smelt.pipeline.search.sampling import open_storage
 from smelt.pipeline.search.space import read_space
 from smelt.pipeline.search.study import Search, pareto_optimal, spread
 from smelt.pipeline.search.trials import Trial, TrialResult
@@ -490,3 +492,28 @@ def test_a_point_that_another_worker_is_running_is_not_run_again(tmp_path, monke
     monkeypatch.setattr(Search, "_measure", measure)
     assert job.run() == "exhausted"
     assert len(asked) == len(set(asked)) == len(job.finished_trials()) == 4
+
+
+def test_the_nearest_trial_was_measured_whole(space, tmp_path, monkeypatch):
+    whole = TrialResult("infeasible", {}, {"bleu": 0.2})
+    stopped = TrialResult("stopped", {}, {"bleu": 0.05}, samples=32)
+    unscored = TrialResult("infeasible", {}, {"size_bytes": 0.1})
+    trials = [Trial(at, {}, result) for at, result in enumerate((unscored, stopped, whole))]
+    job = search(space, tmp_path)
+    limits = space.settings.subject_to | {"size_bytes": GateSettings(max=100.0)}
+    job.space = replace(space, settings=space.settings.model_copy(update={"subject_to": limits}))
+    measured = replace(whole, violations={"bleu": 0.2, "size_bytes": -1.0})
+    monkeypatch.setattr(Search, "finished_trials", lambda self: [*trials[:2], Trial(2, {}, measured)])
+    assert job.nearest().number == 2
+
+
+@pytest.mark.quick
+def test_a_database_in_memory_is_refused_and_passwords_are_hidden(tmp_path):
+    for url in ("sqlite://", "sqlite:///:memory:"):
+        with raises_code("storage-unreachable", InputError):
+            open_storage(url, tmp_path)
+    for url in ("no-such://u:p@ss@host/db", "no-such://host/db?user=u&password=ss"):
+        with pytest.raises(InputError) as raised:
+            open_storage(url, tmp_path)
+        assert "ss@" not in str(raised.value)
+        assert "=ss" not in str(raised.value)

@@ -11,8 +11,8 @@ from expected_errors import command_error, raises_code
 from sklearn.metrics import accuracy_score
 from sklearn.model_selection import StratifiedGroupKFold
 
+from smelt.data.split_division import divide_folds
 from smelt.data.splits import Example, Split
-from smelt.pipeline.execute.cross_validation import divide_samples
 
 TRAINING = """\
   - finetune: {max_steps: 2, batch_size: 4, num_evals: 0, learning_rate: 0.01}
@@ -34,7 +34,7 @@ def test_parts_are_those_of_scikit_learn_and_equal_texts_stay_together():
     texts = [f"text {i % 50}" for i in range(60)]
     labels = [i % 50 % 3 for i in range(60)]
     split = Split("t", tuple(Example(text, label=label) for text, label in zip(texts, labels, strict=True)))
-    found = divide_samples(split, 5, seed=3)
+    found = divide_folds(split, 5, seed=3)
     held = [{e.text for e in part.examples} for _, part in found]
     assert sorted(text for part in held for text in part) == sorted(set(texts))
     assert all(len(rest) + len(part) == 60 for rest, part in found)
@@ -47,7 +47,7 @@ def test_parts_are_those_of_scikit_learn_and_equal_texts_stay_together():
     for _, part in found:
         assert max(np.bincount([e.label for e in part.examples])) <= 6
     numbers = Split("t", tuple(Example(str(i), label=float(i)) for i in range(9)))
-    assert [len(part) for _, part in divide_samples(numbers, 3, seed=0)] == [3, 3, 3]
+    assert [len(part) for _, part in divide_folds(numbers, 3, seed=0)] == [3, 3, 3]
 
 
 @pytest.fixture(scope="module")
@@ -134,4 +134,6 @@ def test_folds_without_training_are_refused(home, changes, code):
 def test_more_folds_than_texts_are_refused():
     split = Split("t", tuple(Example("same", label=i % 2) for i in range(9)))
     with raises_code("too-few-samples"):
-        divide_samples(split, 3, seed=0)
+        divide_folds(split, 3, seed=0)
+    rare = Split("t", tuple(Example(f"text {i}", label=i % 4) for i in range(8)))
+    assert sorted(len(part) for _, part in divide_folds(rare, 5, seed=0)) == [1, 1, 2, 2, 2]

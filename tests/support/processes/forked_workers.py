@@ -39,7 +39,11 @@ _ISOLATED_IMPORTS = [
     *("smelt.export.third_party.output_comparison", "smelt.export.third_party.simplify_stage"),
     *("onnx", "onnx.shape_inference", "onnxruntime"),
 ]
-_NOT_FORKED = ("tests/runtimes/third_party/", "tests/pipeline/faults/")
+_NOT_FORKED = (
+    "tests/runtimes/third_party/",
+    "tests/pipeline/faults/",
+    "tests/export/tensorrt/test_check_file.py",
+)
 """Tests of the limits that an isolated process has, and of its own beginning."""
 _MAX_MESSAGE_BYTES = 1 << 20
 

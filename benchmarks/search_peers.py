@@ -99,10 +99,10 @@ def _olive_search(job: dict[str, Any]) -> None:
     # workaround: in one workflow every point that takes the conversion from the cache fails in 0.13.0
     (graph,) = Path(job["out"], "fp32").rglob("*.onnx")
     goal = {"type": "max-degradation", "value": 0.01}
-    latency = {"name": "latency", "type": "latency", "data_config": "held_rows"}
+    latency: dict[str, Any] = {"name": "latency", "type": "latency", "data_config": "held_rows"}
     latency |= {"sub_types": [{"name": "avg", "priority": 1}]}
     latency |= {"user_config": {"inference_settings": {"onnx": one_thread}}}
-    accuracy = {"name": "accuracy", "type": "accuracy", "data_config": "held_rows"}
+    accuracy: dict[str, Any] = {"name": "accuracy", "type": "accuracy", "data_config": "held_rows"}
     accuracy |= {"sub_types": [{"name": "accuracy_score", "priority": 2, "goal": goal}]}
     searched = ("quant_mode", "precision", "per_channel", "reduce_range", "quant_format", "calibrate_method")
     strategy = {"execution_order": "joint", "sampler": "tpe", "seed": 0, "max_samples": 200}

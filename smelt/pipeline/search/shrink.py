@@ -11,17 +11,18 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, SmeltError, did_you_mean
 from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
 from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
-from smelt.evaluate.metrics import METRICS, is_lower_better
+from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, is_lower_better
 from smelt.models.families.registry import no_blocks_reason
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.step_runner import resolve_task
@@ -191,6 +192,14 @@ class _Shrink:
                     f" shrink needs float weights. Start from {info.quantization.float_source}.",
                     code="does-not-fit-model",
                 )
+            for metric in self.drops:
+                if metric not in (known := METRICS_BY_TASK[info.task]):
+                    raise InputError(
+                        f"max_drop: '{metric}' is not a metric for {info.task}. Known: {', '.join(known)}."
+                        f"{did_you_mean(metric, known)}",
+                        code="does-not-fit-task",
+                        setting="max_drop",
+                    )
             measured = self._measure(value, info, Path(space))
             value, reasons = self._with_space(value, info, measured)
             if explain is not None:
@@ -411,11 +420,16 @@ def shrink(
             f"{job.folder}: cannot use this folder: {error.strerror}. Choose another with --out.",
             code="unusable-folder",
         ) from error
-    with file_lock(job.folder / "shrink.lock"):  # two workers would measure two different spaces
-        path = job.written_recipe()
-        if path is None:
-            path = job.folder / RECIPE_FILE
-            job.write_recipe(path, explain)
+    path = job.folder / RECIPE_FILE
+    try:
+        with file_lock(job.folder / "shrink.lock"):  # two workers would measure two different spaces
+            if job.written_recipe() is None:
+                job.write_recipe(path, explain)
+    except SmeltError:
+        with suppress(OSError):
+            job.folder.rmdir()  # if it is empty
+        raise
+    with file_lock(job.folder / "shrink.lock"):
         left = max(0.01, options.minutes - (time.monotonic() - began) / 60)
         search = Search(read_space(str(path)), SearchOptions(out=job.folder, max_minutes=left))
         search.try_first(_first_point(search.space))

@@ -112,6 +112,10 @@ def test_a_metric_without_a_range_needs_a_limit(tmp_path):
     options = ShrinkOptions(("2x faster",), minutes=1)
     with raises_code("missing-max-drop"):
         plan_shrink(str(tmp_path / "m"), [tmp_path / "text.txt"], options, None)
+    out = tmp_path / "out"
+    with raises_code("does-not-fit-task"):
+        smelt.shrink(tmp_path / "m", tmp_path / "text.txt", max_drop="bleu 1", out=out, quiet=True)
+    assert not out.exists()
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,23 @@ def generation_options(command: Any) -> Any:
     return beams(most(command))
 
 
+def sample_options(command: Any) -> Any:
+    """Add the options for the columns and the languages of samples."""
+    command = click.option(
+        "--target-language", metavar="CODE", help="Multilingual models: target, such as de_DE."
+    )(command)
+    command = click.option(
+        "--source-language", metavar="CODE", help="Multilingual models: source, such as en_XX."
+    )(command)
+    return click.option(
+        "--column",
+        "columns",
+        multiple=True,
+        metavar="ROLE=NAME",
+        help="Name of a column, such as label=stars; may be repeated.",
+    )(command)
+
+
 def device_options(command: Any) -> Any:
     """Add the options for the device and for trusting TensorRT engines."""
     places = click.Choice(["auto", "cpu", "cuda"])
@@ -169,15 +186,7 @@ def bench(
 )
 @click.option("--out", metavar="FILE", help="File to write (default: NAME.yaml here); - prints the recipe.")
 @click.option("--task", help="Task, if the model's family supports several.")
-@click.option(
-    "--column",
-    "columns",
-    multiple=True,
-    metavar="ROLE=NAME",
-    help="Name of a column, such as label=stars; may be repeated.",
-)
-@click.option("--source-language", metavar="CODE", help="Multilingual models: source, such as en_XX.")
-@click.option("--target-language", metavar="CODE", help="Multilingual models: target, such as de_DE.")
+@sample_options
 @click.option("--fast", is_flag=True, help="Propose stronger compression with longer training.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def init(
@@ -233,15 +242,7 @@ def init(
     help='Largest loss, such as "bleu 0.5"; may be repeated (default: 1 point of the main metric).',
 )
 @click.option("--budget", default="30m", show_default=True, metavar="TIME", help="Time, such as 30m or 2h.")
-@click.option(
-    "--column",
-    "columns",
-    multiple=True,
-    metavar="ROLE=NAME",
-    help="Name of a column, such as label=stars; may be repeated.",
-)
-@click.option("--source-language", metavar="CODE", help="Multilingual models: source, such as en_XX.")
-@click.option("--target-language", metavar="CODE", help="Multilingual models: target, such as de_DE.")
+@sample_options
 @click.option(
     "--out", type=click.Path(path_type=Path), help="The search's folder (default: runs/NAME-shrink)."
 )

@@ -43,6 +43,7 @@ from smelt.models.edits import Edit
 from smelt.models.empty_model import stored_dtypes
 from smelt.quantization.layers import LowRankCorrectedLinear, MasterWeightLayer
 from smelt.training.checkpoint_selector import CheckpointSelector
+from smelt.training.processes import process_rank
 from smelt.training.settings import TrainingSettings
 
 CHECKPOINT_FILE = "checkpoint.json"
@@ -221,6 +222,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save a checkpoint if it is due."""
         due = self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes
+        due = due and process_rank() == 0  # all have the same weights and optimizer states
         if self.folder is None or not due or state.global_step >= state.max_steps:
             return
         optimizer = kwargs["optimizer"].state_dict()
@@ -247,7 +249,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def finish(self, step: int, details: Mapping[str, Any], warnings: list[Message]) -> None:
         """Save the weights of a finished long training: the rest of the step may still be interrupted."""
         long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
-        if self.folder is not None and (long or self.saved is not None):
+        if self.folder is not None and process_rank() == 0 and (long or self.saved is not None):
             metadata = {"total": step, "details": dict(details), "warnings": messages_to_json(warnings)}
             self._write(step, self._prefixed(_WEIGHT, self._trained_tensors()), metadata)
 

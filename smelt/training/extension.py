@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from smelt.core.stage import Context
 from smelt.models.sentence_model import is_sentence_model
 from smelt.training.losses import IGNORE_INDEX, classification_loss
+from smelt.training.processes import gather_parts
 from smelt.training.samples import TOKEN_MASK_KEY, EncodedSample, TensorBatch, model_inputs
 from smelt.training.training_state import autocast
 
@@ -371,7 +372,10 @@ def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str,
 def mean_loss(
     model: Any, batches: Sequence[TensorBatch], objective: Objective, precision: str, device: torch.device
 ) -> float:
-    """Return the objective's mean over all items of `batches`, in eval mode, without gradients."""
+    """Return the objective's mean over all items of `batches`, in eval mode, without gradients.
+
+    batches: of this process; the mean is over those of all.
+    """
     sums: dict[str, float] = {}
     counts: dict[AveragedOver, int] = dict.fromkeys(AVERAGED_OVER, 0)
     kinds: dict[str, AveragedOver] = {}
@@ -387,4 +391,9 @@ def mean_loss(
                 sums[name] = sums.get(name, 0.0) + mean * items[over]
                 kinds[name] = over
     model.train(was_training)
-    return sum(total / max(1, counts[kinds[name]]) for name, total in sums.items())
+    parts = gather_parts((sums, counts, kinds))
+    kinds = {name: over for part in parts for name, over in part[2].items()}
+    total = 0.0
+    for name, over in kinds.items():
+        total += sum(part[0].get(name, 0.0) for part in parts) / max(1, sum(part[1][over] for part in parts))
+    return total

@@ -28,6 +28,7 @@ from smelt.training.checkpoint_selector import CheckpointSelector, log_training_
 from smelt.training.checkpoints import make_checkpoint_callback
 from smelt.training.extension import (
     AVERAGED_OVER,
+    AveragedOver,
     Objective,
     TrainingExtension,
     as_loss_terms,
@@ -38,10 +39,12 @@ from smelt.training.extension import (
     split_parameter_groups,
     term_values,
 )
+from smelt.training.processes import from_first, gather_parts, process_count, process_rank
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
 from smelt.training.training_state import (
     autocast,
+    freed_memory_retained,
     gradient_checkpointing,
     pick_precision,
     require_training_memory,
@@ -55,13 +58,35 @@ _LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_w
 ResultT = TypeVar("ResultT")
 
 
+class _ObjectiveModule(nn.Module):
+    """Computes the loss of a batch in `forward`, as DistributedDataParallel and FSDP require."""
+
+    def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
+        super().__init__()
+        self.model = model
+        self.config: Any = model.config
+        self._objective = (objective,)  # a tuple, so that a teacher in it is no part of the module
+        self.precision = precision
+        self.values: dict[str, tuple[float, AveragedOver]] = {}
+
+    def forward(self, inputs: TensorBatch, shares: Mapping[AveragedOver, float]) -> Any:
+        """Return the sum of the terms, each times the share of its items; keep the terms' values."""
+        with autocast(self.precision, inputs["labels"].device):
+            terms = as_loss_terms(self._objective[0](self.model, inputs))
+        self.values = term_values(terms)
+        parts = [term.value * shares[term.averaged_over] for term in terms.values()]
+        return sum(parts[1:], parts[0])
+
+
 class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
     """Trainer with a planned list of batches and an objective of smelt.
 
-    The gradient of an update is that of the mean over all items (tokens, samples) of its batches, on all
-    processes, as if they were one batch: each batch's mean is weighted by its share of the items. So Trainer
-    must not divide by the number of batches: from 5.19 on an attribute controls this, before that the
-    signature of the model's forward, which takes keywords in all supported families.
+    The gradient of an update is that of the mean over all items (tokens, samples) of its batches, as if they
+    were one batch: each batch's mean is weighted by its share of the items. So Trainer must not divide by
+    the number of batches: from 5.19 on an attribute controls this, before that the signature of the model's
+    forward, which takes keywords in all supported families.
+
+    Several processes divide the samples of each batch, so that the updates are the same for any number.
     """
 
     loss_is_scaled_for_ga = True
@@ -77,14 +102,22 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         keeper: CheckpointSelector,
         precision: str,
     ) -> None:
-        pack = partial(collate, config=model.config)
-        super().__init__(model=model, args=args, train_dataset=rows, callbacks=[keeper], data_collator=pack)
+        self.measured = _ObjectiveModule(model, objective, precision)
+        pack = partial(_collate_part, config=model.config)
+        super().__init__(
+            model=self.measured,
+            args=args,
+            train_dataset=_SamplesOrNone(rows),
+            callbacks=[keeper],
+            data_collator=pack,
+        )
         self.remove_callback(transformers.trainer_callback.PrinterCallback)
-        self.plan, self.objective, self.keeper, self.precision = plan, objective, keeper, precision
+        self.plan, self.keeper = plan, keeper
 
     def get_train_dataloader(self) -> Any:
-        """Return the planned batches; accelerate distributes them to processes."""
-        loader = DataLoader(self.train_dataset, batch_sampler=self.plan, collate_fn=self.data_collator)
+        """Return the planned batches; accelerate distributes their parts to processes."""
+        parts = [part for batch in self.plan for part in divide_batch(batch, process_count())]
+        loader = DataLoader(self.train_dataset, batch_sampler=parts, collate_fn=self.data_collator)
         return self.accelerator.prepare(loader)
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -98,7 +131,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the batches of one update, and the number of labels in those of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = [count_batch_items(batch) for batch in batches]
+        counts = [_count_part(batch) for batch in batches]
         items = torch.tensor([sum(found[over] for found in counts) for over in AVERAGED_OVER], device=device)
         whole = self.accelerator.gather(items).reshape(-1, len(AVERAGED_OVER)).sum(dim=0)
         self.items = dict(zip(AVERAGED_OVER, whole.tolist(), strict=True))
@@ -108,9 +141,13 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         self, model: Any, inputs: TensorBatch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the batch's part of the update's mean loss; raise if it is not finite."""
-        with autocast(self.precision, self.args.device):
-            terms = as_loss_terms(self.objective(model, inputs))
-        values, counts = term_values(terms), count_batch_items(inputs)
+        counts = _count_part(inputs)
+        # gradients are averaged over processes afterwards
+        shares = {
+            over: counts[over] * process_count() / max(1, self.items[over]) for over in AVERAGED_OVER
+        }
+        loss = model({name: value for name, value in inputs.items() if name != _NO_SAMPLES}, shares)
+        values = _mean_over_processes(self.measured.values, counts, loss.device)
         value = sum(mean for mean, _ in values.values())
         if not math.isfinite(value):
             raise RunError(
@@ -119,12 +156,59 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
                 " Lower learning_rate, raise warmup, or set precision: fp32.",
                 code="non-finite-loss",
             )
-        self.keeper.recent.append({name: (mean, counts[over]) for name, (mean, over) in values.items()})
-        # gradients are averaged over processes afterwards
-        whole, processes = self.items, self.accelerator.num_processes
-        shares = {over: counts[over] * processes / max(1, whole[over]) for over in AVERAGED_OVER}
-        parts = [term.value * shares[term.averaged_over] for term in terms.values()]
-        return sum(parts[1:], parts[0])
+        self.keeper.recent.append(values)
+        return loss
+
+
+_NO_SAMPLES = "no_samples"  # a key of batches that only fill the place of a missing part
+
+
+class _SamplesOrNone:
+    """Samples by index; a negative index -1 - i is sample i as the content of an empty part."""
+
+    def __init__(self, samples: Sequence[EncodedSample]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[EncodedSample, bool]:
+        return (self.samples[index], True) if index >= 0 else (self.samples[-1 - index], False)
+
+
+def divide_batch(batch: Sequence[int], processes: int) -> list[list[int]]:
+    """Return the indices of each process; without any of its own it gets -1 - the first one, which is empty.
+
+    Every process must compute a gradient in every update.
+    """
+    return [list(batch[number::processes]) or [-1 - batch[0]] for number in range(processes)]
+
+
+def _collate_part(found: Sequence[tuple[EncodedSample, bool]], config: Any) -> TensorBatch:
+    batch = collate([sample for sample, _ in found], config)
+    return batch if all(real for _, real in found) else batch | {_NO_SAMPLES: torch.ones(1)}
+
+
+def _count_part(batch: TensorBatch) -> dict[AveragedOver, int]:
+    """Return the number of items of each kind in a process's part of a batch."""
+    return dict.fromkeys(AVERAGED_OVER, 0) if _NO_SAMPLES in batch else count_batch_items(batch)
+
+
+def _mean_over_processes(
+    values: Mapping[str, tuple[float, AveragedOver]], counts: Mapping[AveragedOver, int], device: torch.device
+) -> dict[str, tuple[float, int]]:
+    """Return the mean of each named loss term over the items of all processes, and their number."""
+    found = [(mean, counts[over]) for mean, over in values.values()]
+    if process_count() > 1:
+        # an empty part has no mean
+        sums = torch.tensor(
+            [[mean * items if items else 0.0, items] for mean, items in found],
+            dtype=torch.float64,
+            device=device,
+        )
+        torch.distributed.all_reduce(sums)
+        found = [(total / max(1.0, items), int(items)) for total, items in sums.tolist()]
+    return dict(zip(values, found, strict=True))
 
 
 def run_training(
@@ -160,9 +244,10 @@ def run_training(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
         stack.enter_context(torch_threads(ctx.threads))
+        stack.enter_context(freed_memory_retained())
         # raises if CUDA is missing; Trainer would silently use the CPU
         device = torch.device(torch_device(ctx.device))
-        precision = pick_precision(settings.precision, device)
+        precision = from_first(partial(pick_precision, settings.precision, device))
         args = _training_arguments(settings, folder, precision, ctx)
         stack.enter_context(modules_attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
@@ -184,7 +269,10 @@ def run_training(
         loop.add_callback(resume)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
-            batches = [collate([validation[i] for i in group], model.config) for group in groups]
+            batches = [
+                collate([validation[i] for i in group], model.config)
+                for group in groups[process_rank() :: process_count()]
+            ]
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
             keeper.evals, keeper.patience = settings.num_evals, settings.patience
             keeper.score = None if score is None else partial(_as_stored, model, extension, score)
@@ -198,7 +286,6 @@ def run_training(
             keeps_average=settings.ema_decay is not None,
         )
         loop.train()
-        loop.accelerator.unwrap_model(loop.model_wrapped, keep_fp32_wrapper=False)  # of fp16's forward
         steps = int(loop.state.global_step)
         keeper.load_best()
         _require_finite(model, keeper)
@@ -247,8 +334,9 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
 
 
 def _as_stored(model: nn.Module, extension: TrainingExtension, score: Callable[[], ResultT]) -> ResultT:
+    """Return the score of the weights as they will be stored; process 0 computes it."""
     with modules_detached(model), extension.as_stored():
-        return score()
+        return from_first(score)
 
 
 def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
@@ -289,6 +377,8 @@ def _training_arguments(settings: TrainingSettings, folder: str, precision: str,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         accelerator_config={"even_batches": False},
+        ddp_find_unused_parameters=not settings.gradient_checkpointing,
+        ddp_timeout=24 * 3600,
     )
     # With several visible GPUs Trainer would wrap the model in DataParallel, which splits batches whose items
     # were counted as a whole.

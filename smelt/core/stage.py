@@ -207,6 +207,8 @@ class Context:
     score: scores of an artifact on the validation data, or on the samples of a second argument, by metric
         name; higher is better: metrics in `negated_metrics` have the opposite sign.
     device: auto, cpu or cuda: where to train; auto is CUDA if torch finds one.
+    launch: the settings of several processes that train together
+        (`smelt.training.processes.LaunchSettings`); None for one process.
     cached_value: returns the result of a function (JSON), computed once for everything that it depends on and
         cached in the store, for use by several steps.
     cached_files: the same for large results: yields a folder with the files that a function wrote into an
@@ -229,6 +231,7 @@ class Context:
     progress: Progress = no_progress
     threads: int | None = None
     device: str = "auto"
+    launch: Any = None
     cached_value: Callable[[Mapping[str, Any], Callable[[], Any]], Any] = lambda what, make: make()
     cached_files: Callable[
         [Mapping[str, Any], Callable[[Path], None]], AbstractContextManager[tuple[Path, bool]]

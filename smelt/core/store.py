@@ -369,7 +369,7 @@ class StageCache:
 
     def cached_value(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
         """Return the result of `make` (JSON), from the store if it is cached."""
-        key = json_hash({"kept": dict(what), "libraries": dict(self.versions)})
+        key = self.value_key(what)
         with self.store.lock(key, self._report_wait):
             found = self.store.read_score(key)
             if found is None:
@@ -385,10 +385,10 @@ class StageCache:
 
         Damaged files are made again.
         """
-        key = json_hash({"files": dict(what), "libraries": dict(self.versions)})
+        key = self.files_key(what)
         words, artifacts = str(what["what"]), list(what["artifacts"])
         with self.store.lock(key, self._report_wait):
-            found, cached = self._find_intact(key, words), True
+            found, cached = self.find_intact(key, words), True
             if found is None:
                 cached, started = False, time.monotonic()
                 with self.store.workspace() as space:
@@ -402,7 +402,16 @@ class StageCache:
             self.log(f"  {words}: {found.size_bytes / 1e6:,.1f} MB, {took}")
         yield found.path, cached
 
-    def _find_intact(self, key: str, words: str) -> CachedFiles | None:
+    def value_key(self, what: Mapping[str, Any]) -> str:
+        """Return the key of a cached value."""
+        return json_hash({"kept": dict(what), "libraries": dict(self.versions)})
+
+    def files_key(self, what: Mapping[str, Any]) -> str:
+        """Return the key of cached files."""
+        return json_hash({"files": dict(what), "libraries": dict(self.versions)})
+
+    def find_intact(self, key: str, words: str) -> CachedFiles | None:
+        """Return the cached files `key`; damaged ones are removed."""
         found = find_cached_files(self.store, key)
         wrong = found.find_damage() if found is not None else None
         if found is None or wrong is None:

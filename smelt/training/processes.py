@@ -66,7 +66,7 @@ def process_count() -> int:
 
 def processes_on_machine() -> int:
     """Return how many of them run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_distributed() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_distributed() else 1
 
 
 def join_processes(device: str) -> None:
@@ -80,7 +80,7 @@ def join_processes(device: str) -> None:
     if device == "cpu":
         torch.distributed.init_process_group("gloo", timeout=_TIMEOUT)
         return
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
         raise InputError(
             f"launch: process {local} of this machine needs a GPU of its own, but torch finds"
@@ -121,9 +121,7 @@ def gather_parts(part: ValueT) -> list[ValueT]:
     return found
 
 
-def sharded_map(
-    items: Sequence[ValueT], compute: Callable[[Sequence[ValueT]], Sequence[Any]]
-) -> list[Any]:
+def sharded_map(items: Sequence[ValueT], compute: Callable[[Sequence[ValueT]], Sequence[Any]]) -> list[Any]:
     """Return the results of `compute` for `items` in their order; each process computes its share.
 
     compute: returns one result per item, independent of the other items.

@@ -39,7 +39,7 @@ from smelt.training.extension import (
     split_parameter_groups,
     term_values,
 )
-from smelt.training.processes import from_first, gather_parts, process_count, process_rank
+from smelt.training.processes import from_first, process_count, process_rank
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
 from smelt.training.training_state import (
@@ -143,9 +143,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         """Return the batch's part of the update's mean loss; raise if it is not finite."""
         counts = _count_part(inputs)
         # gradients are averaged over processes afterwards
-        shares = {
-            over: counts[over] * process_count() / max(1, self.items[over]) for over in AVERAGED_OVER
-        }
+        shares = {over: counts[over] * process_count() / max(1, self.items[over]) for over in AVERAGED_OVER}
         loss = model({name: value for name, value in inputs.items() if name != _NO_SAMPLES}, shares)
         values = _mean_over_processes(self.measured.values, counts, loss.device)
         value = sum(mean for mean, _ in values.values())

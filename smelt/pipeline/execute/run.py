@@ -27,10 +27,10 @@ from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
 from smelt.pipeline.execute.run_result import Report, Result, write_report
-from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.sources import make_first_artifact
-from smelt.pipeline.execute.step_runner import StepRunner
+from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.trackers import RunTrackers
+from smelt.pipeline.execute.training_processes import TrainingLaunch, external_processes, external_run
 from smelt.pipeline.inspect.machine import unscored_reason
 from smelt.pipeline.plan.untrained_checks import UNTRAINED_NOT_SCORED
 from smelt.pipeline.plan.warnings import data_warnings, few_windows_warnings
@@ -56,7 +56,7 @@ class RunOptions:
     and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
     most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
     on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts are
-    written besides report.json. is_fold: whether the run is one of a cross-validation. label: of a run that
+    written besides report.json. fold: number and count, of a run of a cross-validation. label: of a run that
     is part of a search; it is printed briefly, each line with the label. turns: of the workers of a search
     on this machine.
     """
@@ -72,7 +72,7 @@ class RunOptions:
     timed: bool = True
     on_test: bool = True
     pages: bool = True
-    is_fold: bool = False
+    fold: tuple[int, int] | None = None
     label: str = ""
     turns: MachineTurns | None = None
 
@@ -117,6 +117,8 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             stack.enter_context(denormals_as_zero())
         if new_store:
             display.print_line(f"note: {new_store}")
+        if external_processes():
+            stack.enter_context(external_run(plan))
         run = _PlanRunner(plan, options, whole, data, folder, store, display)
         run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
         return run.execute()
@@ -171,34 +173,12 @@ class _PlanRunner:
         store: Store,
         display: Display,
     ) -> None:
-        recipe = plan.recipe
         self.plan, self.options, self.all_data, self.data = plan, options, whole, data
         self.folder, self.store, self.display = folder, store, display
         self.run_folder = RunFolder(folder)
-        score = recipe.score
-        self.scorer = Scorer(
-            store,
-            recipe.task,
-            score.quality,
-            score.generation,
-            score.batch_size,
-            recipe.threads,
-            recipe.truncation,
-            recipe.device,
-            recipe.metric_settings,
-            recipe.base,
-        )
-        self.step_runner = StepRunner(
-            store,
-            recipe.task,
-            data,
-            recipe.seed,
-            recipe.threads,
-            self.scorer,
-            display,
-            device=recipe.device,
-            windows=recipe.data.windows if recipe.task == "language-modeling" else None,
-        )
+        self.scorer = recipe_scorer(plan.recipe, store)
+        launch = TrainingLaunch(plan, options.limit, options.fold)
+        self.step_runner = recipe_step_runner(plan.recipe, store, data, self.scorer, display, launch)
         self.artifacts: dict[str, Artifact] = {}
         self.previous_artifacts: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit, partial(cached_agreement, store))
@@ -228,7 +208,7 @@ class _PlanRunner:
                 self.report.judge_gates()
                 if self.options.on_test:
                     self._score_on_test()
-                if self.plan.recipe.score.folds and not self.options.is_fold and self.options.only is None:
+                if self.plan.recipe.score.folds and not self.options.fold and self.options.only is None:
                     self._cross_validate(self.plan.recipe.score.folds)
             self.report.mark_finished()
         except KeyboardInterrupt:
@@ -396,9 +376,7 @@ class _PlanRunner:
 
         recipe = self.plan.recipe.model_copy(update={"trackers": ()})
         plan = replace(self.plan, judged_on="test", recipe=recipe)
-        options = replace(
-            self.options, timed=False, on_test=False, pages=False, quiet=True, only=None, is_fold=True
-        )
+        options = replace(self.options, timed=False, on_test=False, pages=False, quiet=True, only=None)
         found = []
         for number, (rest, held) in enumerate(
             divide_folds(self.data["train"], count, self.plan.recipe.seed), 1
@@ -411,7 +389,8 @@ class _PlanRunner:
                 register_run(self.store.root, folder),
                 closing(Display(folder / "log.txt", quiet=True)) as display,
             ):
-                fold = _PlanRunner(plan, options, data, data, folder, self.store, display)
+                one = replace(options, fold=(number, count))
+                fold = _PlanRunner(plan, one, data, data, folder, self.store, display)
                 fold.execute()
             if fold.report.status == "interrupted":
                 raise KeyboardInterrupt

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
 from smelt.core.errors import SmeltError, combined_error, rust_panics_as_errors
@@ -36,6 +36,7 @@ from smelt.runtimes.third_party.trial_run import record_verified_graphs
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display
     from smelt.pipeline.plan.plan import Plan, PlanStep
+    from smelt.pipeline.recipe.recipe import ParsedRecipe
 
 
 _KEY_LIBRARIES = (
@@ -58,13 +59,31 @@ _KEY_LIBRARIES = (
 )
 
 
+class StageLauncher(Protocol):
+    """Runs training stages in several processes (smelt.pipeline.execute.training_processes)."""
+
+    def applies_to(self, step: PlanStep) -> bool:
+        """Return whether `step` is trained in several processes."""
+
+    def train(
+        self,
+        step: PlanStep,
+        key: str,
+        ancestors: Mapping[str, Artifact],
+        store: Store,
+        ctx: Context,
+        log_line: Callable[[str], None],
+    ) -> None:
+        """Run the stage of `step` as it would run with `ctx`."""
+
+
 @dataclass(frozen=True)
 class StepRunner:
     """Runs the steps of one run.
 
     validation_scorer: scores on validation data. windows: the recipe's window settings for language models,
     stored in the artifacts so that `smelt eval` uses the same. log_metrics: receives a step's training
-    curve: step, metrics, update.
+    curve: step, metrics, update. launch: of training stages in several processes.
     """
 
     store: Store
@@ -78,6 +97,7 @@ class StepRunner:
     device: str = "auto"
     windows: Windows | None = None
     log_metrics: Callable[[str, Mapping[str, float], int], None] = lambda step, metrics, update: None
+    launch: StageLauncher | None = None
 
     @property
     def windows_details(self) -> dict[str, Any]:
@@ -194,30 +214,17 @@ class StepRunner:
         parent = ancestors[step.parent]
         out = space / "out"
         out.mkdir()
-        shelf = StageCache(self.store, self.versions, self.display.print_line)
-        ctx = Context(
-            out=out,
-            task=self.task,
-            data={n: s for n, s in self.data.items() if n != "test"},
-            seed=self.seed,
-            ancestors=ancestors,
-            score=self._validation_scores,
-            negated_metrics=self.validation_scorer.negated_metrics,
-            progress=self.display.progress,
-            threads=self.threads,
-            device=self.device,
-            cached_value=shelf.cached_value,
-            cached_files=shelf.cached_files,
-            next_checkpoint_folder=unfinished.next_folder,
-            log_metrics=partial(self.log_metrics, step.name),
-            log=self.display.print_line,
-        )
+        ctx = self.context(step, ancestors, out, unfinished)
         started = time.monotonic()
         with _capture_stdout() as chatter:
             try:
-                step.stage_class()(parent, step.settings, ctx)
-            except SmeltError:
-                unfinished.remove()  # resuming would fail again
+                if self.launch is not None and self.launch.applies_to(step):
+                    self.launch.train(step, key, ancestors, self.store, ctx, self.display.log_line)
+                else:
+                    step.stage_class()(parent, step.settings, ctx)
+            except SmeltError as error:
+                if error.code != "training-process-died":
+                    unfinished.remove()  # resuming would fail again
                 raise
             finally:
                 for line in chatter.getvalue().splitlines():
@@ -242,10 +249,73 @@ class StepRunner:
             seconds=round(time.monotonic() - started, 3),
         )
 
+    def context(
+        self, step: PlanStep, ancestors: Mapping[str, Artifact], out: Path, unfinished: StepCheckpoints
+    ) -> Context:
+        """Return the context of the stage of `step`, which writes into the empty folder `out`."""
+        shelf = StageCache(self.store, self.versions, self.display.print_line)
+        return Context(
+            out=out,
+            task=self.task,
+            data={n: s for n, s in self.data.items() if n != "test"},
+            seed=self.seed,
+            ancestors=ancestors,
+            score=self._validation_scores,
+            negated_metrics=self.validation_scorer.negated_metrics,
+            progress=self.display.progress,
+            threads=self.threads,
+            device=self.device,
+            cached_value=shelf.cached_value,
+            cached_files=shelf.cached_files,
+            next_checkpoint_folder=unfinished.next_folder,
+            log_metrics=partial(self.log_metrics, step.name),
+            log=self.display.print_line,
+        )
+
     def _validation_scores(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
         scores = self.validation_scorer.score(artifact, rows or self.data["validation"])["quality"]
         # stages select the highest value, so metrics where lower is better are negated
         return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
+
+
+def recipe_scorer(recipe: ParsedRecipe, store: Store) -> Scorer:
+    """Return the scorer with the settings of a recipe."""
+    score = recipe.score
+    return Scorer(
+        store,
+        recipe.task,
+        score.quality,
+        score.generation,
+        score.batch_size,
+        recipe.threads,
+        recipe.truncation,
+        recipe.device,
+        recipe.metric_settings,
+        recipe.base,
+    )
+
+
+def recipe_step_runner(
+    recipe: ParsedRecipe,
+    store: Store,
+    data: Mapping[str, Split],
+    scorer: Scorer,
+    display: Display,
+    launch: StageLauncher | None = None,
+) -> StepRunner:
+    """Return the runner of a recipe's steps."""
+    return StepRunner(
+        store,
+        recipe.task,
+        data,
+        recipe.seed,
+        recipe.threads,
+        scorer,
+        display,
+        device=recipe.device,
+        windows=recipe.data.windows if recipe.task == "language-modeling" else None,
+        launch=launch,
+    )
 
 
 def _master_weights_key(step: PlanStep, parent: Artifact) -> dict[str, Any]:

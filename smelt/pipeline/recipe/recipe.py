@@ -47,6 +47,7 @@ from smelt.pipeline.recipe.model_and_data import (
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
 from smelt.runtimes.device import Device
+from smelt.training.processes import LaunchSettings
 
 # Gates on latency: by wall-clock time, by CPU time.
 SPEED_METRICS = ("speedup", "cpu_speedup")
@@ -148,6 +149,9 @@ class RecipeKeys(Settings):
         default=None, ge=1, le=1024, description="number of torch threads; default: all cores"
     )
     device: Device = Field(default="auto", description="device for training; auto: CUDA if available")
+    launch: LaunchSettings = Field(
+        default=LaunchSettings(), description="processes that train a stage together"
+    )
     trackers: tuple[TrackerName, ...] = Field(
         default=(), description="experiment trackers to which the run is logged"
     )

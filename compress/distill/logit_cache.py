@@ -21,6 +21,7 @@ V = vocabulary, k = kept logits.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,15 +40,17 @@ from smelt.core.stage import Context
 from smelt.data.images import image_hash
 from smelt.runtimes.device import torch_device
 from smelt.training.losses import blockwise_loss
+from smelt.training.processes import process_count, process_rank
 from smelt.training.samples import CACHE_INDEX_KEY, EncodedSample, collate, group_by_length
 from smelt.training.training_state import autocast, pick_precision, torch_threads
 
 
 class NpyFile:
-    """A .npy file of shape `shape`, whose rows can be written in any order."""
+    """A .npy file of shape `shape`, whose rows can be written in any order, also by several processes."""
 
     def __init__(self, path: Path, dtype: str, shape: Sequence[int]) -> None:
-        self._stream: BinaryIO = path.open("wb")
+        # not truncated: each process writes the same header, and its own rows
+        self._stream: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         self.dtype = np.dtype(dtype)
         header = {
             "descr": np.lib.format.dtype_to_descr(self.dtype),
@@ -452,7 +455,7 @@ class CachedTeacher:
         return pick_precision(self.settings.precision, self._device)
 
     def _run_teacher(self, rows: Sequence[EncodedSample], folder: Any) -> None:
-        """Run the teacher on all `rows`; write its outputs into the empty `folder`."""
+        """Run the teacher on `rows`; write its outputs into `folder`. Processes divide the batches."""
         groups = group_by_length(rows, len(rows), _MAX_BATCH_TOKENS, None)
         with ExitStack() as stack:
             stack.enter_context(torch_threads(self.ctx.threads))
@@ -463,8 +466,9 @@ class CachedTeacher:
             writer = stack.enter_context(
                 LogitCacheWriter(folder, rows, self.words, self.top, self.settings.temperature)
             )
-            for done, group in enumerate(groups, start=1):
+            own = groups[process_rank() :: process_count()]
+            for done, group in enumerate(own, start=1):
                 batch = collate([rows[i] for i in group], self.config)
                 on_device = {name: value.to(self._device) for name, value in batch.items()}
                 writer.write(group, self.ask(self.teacher, on_device).float())
-                self.ctx.progress(done, len(groups), "running the teacher")
+                self.ctx.progress(done, len(own), "running the teacher")

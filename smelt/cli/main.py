@@ -154,6 +154,12 @@ def _override_options(command: Any) -> Any:
     metavar="N",
     help="Use at most N samples of every split, for a first try.",
 )
+@click.option(
+    "--num-processes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes of each training stage (launch.num_processes).",
+)
 @click.option("--quiet", is_flag=True, help="Print only the table at the end.")
 def run(
     recipe: str,
@@ -163,14 +169,24 @@ def run(
     store: Path | None,
     rebuild: tuple[str, ...],
     limit: int | None,
+    num_processes: int | None,
     quiet: bool,
 ) -> None:
-    """Run RECIPE: a file, or the name of an included recipe (quickstart)."""
+    """Run RECIPE: a file, or the name of an included recipe (quickstart).
+
+    Started by torchrun or srun, the processes train its stages together.
+    """
     from smelt.pipeline.execute.run import RunOptions, run_plan
     from smelt.pipeline.execute.run_result import summary_lines
+    from smelt.pipeline.execute.training_processes import external_rank, serve_training
     from smelt.pipeline.plan.load_plan import load_plan
 
+    if num_processes is not None:
+        overrides += (f"launch.num_processes={num_processes}",)
     plan = load_plan(recipe, overrides, until)
+    if external_rank():
+        serve_training(plan)
+        return
     for warning in plan.warnings:
         print_untrusted(f"warning: {warning}", err=True)
     result = run_plan(plan, RunOptions(out, store, frozenset(rebuild), limit, quiet))

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -114,6 +115,11 @@ def external_processes() -> int:
     count = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 0)
     started = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "SLURM_PROCID" in os.environ)
     return count if started and count > 1 else 0
+
+
+def external_rank() -> int:
+    """Return the number of this process among those of torchrun or srun; 0 without others."""
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) if external_processes() else 0
 
 
 def _follow(space: Path, poll: Callable[[], bool], ctx: Context) -> None:
@@ -229,11 +235,7 @@ def _launch(space: Path, count: int) -> None:
 # One key of the store for each job; the other processes wait for it.
 _JOB_KEY, _FAILED_KEY, _END_KEY = "smelt/job/{}", "smelt/failed/{}", "smelt/end/{}"
 _COUNT_KEY = "smelt/jobs"
-_HELLO_SECONDS = 600.0
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+_HELLO_SECONDS, _CONNECT_SECONDS = 600.0, 600.0
 
 
 def _key_value_store() -> Any:
@@ -247,7 +249,13 @@ def _key_value_store() -> Any:
     host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT") or 29500)
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        return torch.distributed.TCPStore(host, port, is_master=_rank() == 0 and not hosted)
+        return torch.distributed.TCPStore(
+            host,
+            port,
+            is_master=external_rank() == 0 and not hosted,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_CONNECT_SECONDS),
+        )
     except (torch.distributed.DistError, OSError, ValueError) as error:
         raise InputError(
             f"MASTER_ADDR={host}, MASTER_PORT={port}: process 0 cannot be reached there"
@@ -327,7 +335,7 @@ def serve_training(plan: Plan) -> None:
         InputError: process 0 cannot be reached.
     """
     store, number = _key_value_store(), 0
-    store.set(f"smelt/recipe/{_rank()}", json_hash(plan.recipe_dict()))
+    store.set(f"smelt/recipe/{external_rank()}", json_hash(plan.recipe_dict()))
     while True:
         key = _JOB_KEY.format(number)
         while not store.check([key]):
@@ -343,9 +351,9 @@ def serve_training(plan: Plan) -> None:
                     time.sleep(_POLL_SECONDS)
             if process.returncode > 0 and not store.check([_END_KEY.format(number)]):
                 error = _first_error(space)
-                text = str(error) if error else f"process {_rank()} ended with {process.returncode}"
+                text = str(error) if error else f"process {external_rank()} ended with {process.returncode}"
                 found = {"message": text, "code": error.code if error else "training-process-died"}
-                more = {"rank": _rank(), "time": time.time(), "setting": None, "exit_code": 1}
+                more = {"rank": external_rank(), "time": time.time(), "setting": None, "exit_code": 1}
                 store.set(_FAILED_KEY.format(number), json.dumps(found | more))
         number += 1
 
@@ -355,8 +363,15 @@ def external_run(plan: Plan) -> Iterator[None]:
     """Run a recipe as process 0 of several: the others are released at the end.
 
     Raises:
-        InputError: a process does not answer, or runs another recipe (`ranks-differ`).
+        InputError: a process does not answer, runs another recipe (`ranks-differ`), or was started in Python
+            (`smelt.run` in each process).
     """
+    if external_rank():
+        raise InputError(
+            "Several processes were started by torchrun or srun. Start `smelt run RECIPE` with it, or set"
+            " launch: {num_processes: N}.",
+            code="started-by-launcher",
+        )
     store, own = _key_value_store(), json_hash(plan.recipe_dict())
     try:
         deadline = time.monotonic() + _HELLO_SECONDS
@@ -477,7 +492,7 @@ def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> Context:
         )
     out = Path(job["out"]) if rank == 0 else space / f"out-{rank}"
     out.mkdir(parents=True, exist_ok=True)
-    cache = _SharedCache(StageCache(store, runner.versions, events.print_line))
+    cache = SharedStageCache(StageCache(store, runner.versions, events.print_line))
     ctx = replace(
         runner.context(step, ancestors, out, StepCheckpoints(store.root, job["key"])),
         launch=plan.recipe.launch,
@@ -491,12 +506,13 @@ def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> Context:
 
 
 @dataclass(frozen=True)
-class _SharedCache:
+class SharedStageCache:
     """The cache of a stage in several processes: process 0 reads and writes it, all compute."""
 
     cache: StageCache
 
     def cached_value(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+        """Return the result of `make`, which all processes compute, from the store if it is cached."""
         from smelt.training.processes import from_first, process_rank
 
         store, key = self.cache.store, self.cache.value_key(what)

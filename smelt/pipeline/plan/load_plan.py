@@ -79,6 +79,7 @@ from smelt.pipeline.recipe.recipe import TRACKER_PACKAGES, ParsedRecipe, check_r
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
+from smelt.runtimes.device import cuda_device_count
 from smelt.training.settings import TrainedPart, TrainingSettings, default_learning_rate, has_fewer_layers
 
 if TYPE_CHECKING:
@@ -163,9 +164,17 @@ def _check_prompts(
 
 
 def check_device(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
-    """Check that the requested device is available."""
+    """Check that the requested device, and one for each process, is available."""
     if recipe.device == "cuda" and not has_mistake(bad, "device") and (lack := cuda_missing_reason()):
         mistakes.add(("device",), lack, code="no-gpu")
+    gpus, wanted = (cuda_device_count() if recipe.device != "cpu" else 0), recipe.launch.num_processes
+    if gpus and wanted > gpus and not has_mistake(bad, "launch", "device"):
+        mistakes.add(
+            ("launch", "num_processes"),
+            f"{wanted} processes need as many GPUs, but this machine has {gpus}. Lower num_processes, or set"
+            " device: cpu.",
+            code="too-few-gpus",
+        )
 
 
 def check_folds(

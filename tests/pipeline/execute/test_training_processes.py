@@ -1,0 +1,174 @@
+"""Training stages in several processes: started by a run, or by torchrun."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import harness
+import psutil
+import pytest
+import tiny
+from expected_errors import raises_code
+
+import smelt
+from smelt.core.store import Store
+from smelt.pipeline.execute import training_processes
+from smelt.pipeline.execute.training_processes import TrainingLaunch, external_processes, external_rank
+from smelt.pipeline.plan import load_plan as plans
+from smelt.pipeline.plan.load_plan import load_plan
+
+RECIPE = """
+model: model
+task: translation
+device: cpu
+threads: 1
+data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}
+stages:
+  - finetune: {max_steps: 12, num_evals: 2, batch_size: 4, precision: fp32, dropout: 0.0,
+               checkpoint_interval_minutes: 0}
+score: {latency: false, generation: {max_new_tokens: 4}}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    tiny.write_marian(folder / "model")
+    tiny.write_pairs(folder / "rows.jsonl", rows=12)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(home):
+    """The training of one process."""
+    return training(
+        smelt.run(home / "recipe.yaml", out=home / "runs" / "alone", store=home / "alone", quiet=True)
+    )
+
+
+def training(result):
+    (step,) = [s for s in result.report["steps"] if s["name"] == "finetune"]
+    assert step["status"] == "done", step["error"]
+    return step["details"]["training"]
+
+
+def same_losses(one, two):
+    return one["curve"]["train_loss"] == pytest.approx(two["curve"]["train_loss"], abs=1e-5, rel=2e-5)
+
+
+def rank_process(rank):
+    """Return the process of a rank that trains, below this process; None if there is none."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "train" in process.cmdline() and process.environ().get("RANK") == str(rank):
+                return process
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return None
+
+
+def test_a_process_that_is_killed_ends_the_step_and_the_next_run_resumes(home, alone):
+    out, store = home / "runs" / "two", home / "two"
+    stopped = threading.Event()
+
+    def kill():
+        while not stopped.is_set():
+            saved = list((store / "unfinished").rglob("checkpoint.json"))
+            if saved and (process := rank_process(1)) is not None:
+                process.kill()
+                return
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    options = {"overrides": ["launch.num_processes=2"], "out": out, "store": store, "quiet": True}
+    result = smelt.run(home / "recipe.yaml", **options)
+    stopped.set()
+    killer.join()
+    (step,) = [s for s in result.report["steps"] if s["name"] == "finetune"]
+    assert step["error"]["code"] == "training-process-died"
+    assert "process 1 ended with -9" in step["error"]["message"]
+    assert [rank_process(rank) for rank in (0, 1)] == [None, None]
+    (note,) = (store / "unfinished").rglob("checkpoint.json")
+    reached = json.loads(note.read_text())["step"]
+    result = smelt.run(home / "recipe.yaml", **(options | {"overrides": ["launch.num_processes=3"]}))
+    assert same_losses(training(result), alone)
+    log = (out / "log.txt").read_text()
+    assert f"resuming from step {reached}" in log
+    assert not list((store / "unfinished").rglob("checkpoint.json"))
+
+
+def test_a_process_with_another_step_is_refused(home, tmp_path):
+    plan = load_plan(home / "recipe.yaml", ["launch.num_processes=2"])
+    source = tiny.as_artifact(home / "model")
+    ctx = harness.make_context(tmp_path / "space" / "out", ancestors={"model": source})
+    with raises_code("ranks-differ"):
+        TrainingLaunch(plan).train(
+            plan.step("finetune"), "f" * 64, ctx.ancestors, Store(tmp_path / "store"), ctx, print
+        )
+
+
+def test_processes_of_torchrun_serve_the_stages_of_process_zero(home, alone):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    out = home / "runs" / "external"
+    command = [
+        sys.executable,
+        "-m",
+        "smelt",
+        "run",
+        home / "recipe.yaml",
+        "--out",
+        out,
+        "--store",
+        home / "external",
+    ]
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    running = [
+        subprocess.Popen(command, text=True,
+                         env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": str(port)},
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in "01"
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=500)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    report = json.loads((out / "report.json").read_text())
+    (step,) = [s for s in report["steps"] if s["name"] == "finetune"]
+    assert same_losses(step["details"]["training"], alone)
+
+
+@pytest.mark.quick
+def test_other_ranks_are_known_by_the_environment_and_python_runs_are_refused(home, monkeypatch, tmp_path):
+    assert (external_processes(), external_rank()) == (0, 0)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert external_processes() == 0  # srun without an address: independent runs
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert (external_processes(), external_rank()) == (4, 3)
+    with raises_code("started-by-launcher"):
+        smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True)
+    monkeypatch.setattr(training_processes, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with raises_code("no-connection"):
+        training_processes.serve_training(load_plan(home / "recipe.yaml"))
+
+
+@pytest.mark.quick
+def test_more_processes_than_gpus_are_refused_by_the_plan(home, monkeypatch):
+    monkeypatch.setattr(plans, "cuda_device_count", lambda: 2)
+    with raises_code("too-few-gpus"):
+        load_plan(home / "recipe.yaml", ["launch.num_processes=3", "device=auto"])
+    assert load_plan(home / "recipe.yaml", ["launch.num_processes=3"]).recipe.launch.num_processes == 3

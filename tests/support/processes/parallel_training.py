@@ -1,0 +1,126 @@
+"""Trainings that one process, or several together, compute; as a program this is one of them.
+
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for each; process 0 writes what it trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import tiny
+
+from smelt.compress.distill.stage import Distill
+from smelt.compress.finetune import Finetune
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.store import StageCache, Store
+from smelt.pipeline.execute.training_processes import SharedStageCache
+from smelt.training.processes import LaunchSettings, join_processes, leave_processes, process_rank
+
+SHORT = {"max_steps": 4, "batch_size": 5, "precision": "fp32", "dropout": 0.0, "num_evals": 2,
+         "learning_rate": 1e-3}  # fmt: skip
+STUDENT = {"student": {"decoder_layers": 1}, "losses": {"logits": 1.0, "labels": 0.5, "hidden_states": 1.0}}
+CACHED = {"student": {"decoder_layers": 1}, "losses": {"logits": 1.0}, "cache_logits": {"top_k": 4}}
+TEACHER_TEXTS = {"losses": {"labels": 1.0}, "sequence_level": {"num_beams": 2, "max_new_tokens": 6}}
+MASKS = {"learned_masks": {"keep_ratio": 0.5, "multiple_of": 1}}
+# name: stage, settings, whether the source is quantized
+CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "finetune": (Finetune, {"gradient_accumulation_steps": 2, "ema_decay": 0.9}, False),
+    "single samples": (Finetune, {"batch_size": 1}, False),
+    "by tokens": (Finetune, {"max_tokens_per_batch": 24, "gradient_checkpointing": True}, False),
+    "selected": (Finetune, {"metric_for_best_model": "chrf"}, False),
+    "lora": (Finetune, {"lora": {"rank": 2}}, False),
+    "qat": (Finetune, {}, True),
+    "masks": (Finetune, MASKS, False),
+    "distill": (Distill, STUDENT, False),
+    "cached": (Distill, CACHED, False),
+    "teacher texts": (Distill, TEACHER_TEXTS, False),
+}
+FSDP_CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    name: CASES[name] for name in ("finetune", "distill")
+}  # fmt: skip
+
+
+def score(artifact: Any, *_: Any) -> dict[str, float]:
+    """Return a score that only process 0 knows: a sum of the stored weights."""
+    from safetensors.torch import load_file
+
+    assert process_rank() == 0
+    weights = load_file(artifact.path / "model.safetensors")
+    return {"chrf": float(sum(w.double().abs().sum() for w in weights.values()))}
+
+
+def train(folder: Path, work: Path, name: str, launch: LaunchSettings | None = None) -> Any:
+    """Train the case `name` on the model and the pairs in `folder`; return its context."""
+    stage, more, quantized = CASES[name]
+    settings = stage.settings_type.model_validate(SHORT | more)
+    source = tiny.as_artifact(folder / ("quantized" if quantized else "model"))
+    out = work / name.replace(" ", "-") / f"out-{process_rank()}"
+    (out / "own").mkdir(parents=True)
+    rows = tiny.read_pairs(out / "own")
+    cache = SharedStageCache(StageCache(Store(work / "store"), {}, print))
+    return harness.run_stage(
+        stage(), settings, source, out / "made", data=rows, score=score, launch=launch,
+        cached_value=cache.cached_value, cached_files=cache.cached_files,
+    )  # fmt: skip
+
+
+def write_models(folder: Path) -> None:
+    """Write the model and the quantized one that the cases train."""
+    tiny.write_marian(folder / "model")
+    ctx = harness.run_stage(
+        Quantize(), QuantizeSettings(scheme="int4", group_size=16), folder / "model", folder / "quantized"
+    )
+    assert ctx.out == folder / "quantized"
+
+
+def run_processes(folder: Path, work: Path, *names: str, count: int = 2) -> None:
+    """Train the cases `names` in `count` processes, which write into `work`."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost",
+              "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    command = [sys.executable, __file__, str(folder), str(work), *names]
+    running = [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    outputs = [process.communicate(timeout=500)[1] for process in running]
+    assert [process.returncode for process in running] == [0] * count, "\n".join(outputs)
+
+
+def details(work: Path, name: str) -> Any:
+    """Return the details that process 0 wrote of a case."""
+    return json.loads((work / f"{name.replace(' ', '-')}.json").read_text())
+
+
+def main() -> None:
+    """Train the cases of the command line together with the other processes."""
+    folder, work, *names = sys.argv[1:]
+    join_processes("cpu")
+    for name in names:
+        case, _, strategy = name.partition("/")
+        launch = LaunchSettings(num_processes=2, strategy=strategy or "ddp")
+        ctx = train(Path(folder), Path(work) / (strategy or "ddp"), case, launch)
+        if process_rank() == 0:
+            path = Path(work) / f"{name.replace(' ', '-').replace('/', '-')}.json"
+            path.write_text(json.dumps(ctx.details))
+    leave_processes()
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from smelt.core.stage import Progress
 from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
 from smelt.training.extension import TOTAL_LOSS, TrainingExtension
+from smelt.training.sharding import local_part
 
 # transformers imports peft with its Trainer, and peft imports bitsandbytes, if they are installed
 with silence_bitsandbytes():
@@ -266,12 +267,12 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             return
         decay = min(self.ema or 0.0, (1 + step) / (10 + step))  # the first weights decay quickly
         for name, value in self.parameters.items():
-            self.average[name].lerp_(value.detach().to(self.average[name].device), 1 - decay)
+            self.average[name].lerp_(local_part(value.detach()).to(self.average[name].device), 1 - decay)
 
     def _copy_weights(self) -> dict[str, Tensor]:
-        return {n: p.detach().to("cpu", copy=True) for n, p in self.parameters.items()}
+        return {n: local_part(p.detach()).to("cpu", copy=True) for n, p in self.parameters.items()}
 
     def _load_weights(self, values: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, value in values.items():
-                self.parameters[name].copy_(value)
+                local_part(self.parameters[name]).copy_(value)

@@ -42,6 +42,7 @@ from smelt.training.extension import (
 from smelt.training.processes import from_first, process_count, process_rank
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
+from smelt.training.sharding import require_shardable, sharded
 from smelt.training.training_state import (
     autocast,
     freed_memory_retained,
@@ -69,13 +70,29 @@ class _ObjectiveModule(nn.Module):
         self.precision = precision
         self.values: dict[str, tuple[float, AveragedOver]] = {}
 
-    def forward(self, inputs: TensorBatch, shares: Mapping[AveragedOver, float]) -> Any:
-        """Return the sum of the terms, each times the share of its items; keep the terms' values."""
+    def forward(self, inputs: TensorBatch, shares: Mapping[AveragedOver, float] | None = None) -> Any:
+        """Return the sum of the terms, each times the share of its items, and keep the terms' values.
+
+        shares: None: return the terms.
+        """
         with autocast(self.precision, inputs["labels"].device):
             terms = as_loss_terms(self._objective[0](self.model, inputs))
+        if shares is None:
+            return terms
         self.values = term_values(terms)
         parts = [term.value * shares[term.averaged_over] for term in terms.values()]
         return sum(parts[1:], parts[0])
+
+
+class _Wrapped(nn.Module):
+    """A model that needs no wrapper of accelerate."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
 
 
 class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -93,17 +110,16 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def __init__(
         self,
-        model: nn.Module,
+        measured: _ObjectiveModule,
         args: Any,
         rows: Sequence[EncodedSample],
         *,
         plan: list[list[int]],
-        objective: Objective,
         keeper: CheckpointSelector,
-        precision: str,
+        is_sharded: bool,
     ) -> None:
-        self.measured = _ObjectiveModule(model, objective, precision)
-        pack = partial(_collate_part, config=model.config)
+        self.measured, self.is_sharded = measured, is_sharded
+        pack = partial(_collate_part, config=measured.config)
         super().__init__(
             model=self.measured,
             args=args,
@@ -113,6 +129,10 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         )
         self.remove_callback(transformers.trainer_callback.PrinterCallback)
         self.plan, self.keeper = plan, keeper
+
+    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a divided model as wrapped already; accelerate wraps others for several processes."""
+        return _Wrapped(model) if self.is_sharded else super()._wrap_model(model, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return the planned batches; accelerate distributes their parts to processes."""
@@ -252,6 +272,11 @@ def run_training(
         if settings.gradient_checkpointing:
             stack.enter_context(gradient_checkpointing(model))
         stack.enter_context(extension.training_context())
+        measured = _ObjectiveModule(model, objective, precision)
+        is_sharded = process_count() > 1 and ctx.launch is not None and ctx.launch.strategy == "fsdp"
+        if is_sharded:
+            require_shardable(model, settings, extension)
+            stack.enter_context(sharded(measured, model, ctx.launch, args.device))
         keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
         resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx)
         if resume.saved is not None and resume.saved.details is not None:
@@ -261,17 +286,15 @@ def run_training(
             return
         if resume.saved is not None:
             plan, args.max_steps = plan[resume.step * settings.gradient_accumulation_steps :], resume.total
-        loop = PlannedTrainer(
-            model, args, samples, plan=plan, objective=objective, keeper=keeper, precision=precision
-        )
+        loop = PlannedTrainer(measured, args, samples, plan=plan, keeper=keeper, is_sharded=is_sharded)
         loop.add_callback(resume)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
-            batches = [
-                collate([validation[i] for i in group], model.config)
-                for group in groups[process_rank() :: process_count()]
-            ]
-            keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
+            own = groups if is_sharded else groups[process_rank() :: process_count()]
+            batches = [collate([validation[i] for i in group], model.config) for group in own]
+            keeper.evaluate = partial(
+                mean_loss, measured, batches, nn.Module.__call__, precision, args.device
+            )
             keeper.evals, keeper.patience = settings.num_evals, settings.patience
             keeper.score = None if score is None else partial(_as_stored, model, extension, score)
             keeper.probe = None if probe is None else partial(_as_stored, model, extension, probe)

@@ -207,8 +207,8 @@ def _freeze_zeros(model: nn.Module) -> list[Any]:
     return [weight.register_hook(partial(within, weight.detach() != 0)) for weight in weights.values()]
 
 
-def _freeze_pad_rows(model: Any) -> list[Any]:
-    """Freeze the embedding of padding in families whose decoder starts from it."""
+def frozen_pad_rows(model: Any) -> list[tuple[nn.Parameter, int]]:
+    """Return the embedding of padding, as weight and row, in families whose decoder starts from it."""
     family = family_of(model)
     if family is None or not family.freezes_pad_row:
         return []
@@ -217,13 +217,16 @@ def _freeze_pad_rows(model: Any) -> list[Any]:
         for m in model.modules()
         if isinstance(m, nn.Embedding) and m.padding_idx is not None and m.weight.requires_grad
     }
+    return list(rows.values())
 
+
+def _freeze_pad_rows(model: Any) -> list[Any]:
     def without(row: int, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         gradient[row] = 0
         return gradient
 
-    return [weight.register_hook(partial(without, row)) for weight, row in rows.values()]
+    return [weight.register_hook(partial(without, row)) for weight, row in frozen_pad_rows(model)]
 
 
 _GRADIENT_BYTES, _COPY_BYTES = 4, 4  # bytes a weight

@@ -2,7 +2,7 @@
 
 import parallel_training
 import pytest
-from parallel_training import CASES, SHORT
+from parallel_training import CASES, FSDP_CASES, SHORT
 
 from smelt.training.trainer import divide_batch
 
@@ -12,15 +12,15 @@ def trained(tmp_path_factory):
     """The folder with the models, and the one with what two processes trained."""
     folder, work = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("two")
     parallel_training.write_models(folder)
-    parallel_training.run_processes(folder, work, *CASES)
+    parallel_training.run_processes(folder, work, *CASES, *(f"{name}/fsdp" for name in FSDP_CASES))
     return folder, work
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(f"{name}/fsdp" for name in FSDP_CASES)])
 def test_two_processes_compute_the_losses_of_one(trained, tmp_path, name):
     folder, work = trained
     alone, together = (
-        parallel_training.train(folder, tmp_path, name).details,
+        parallel_training.train(folder, tmp_path, name.partition("/")[0]).details,
         parallel_training.details(work, name),
     )
     one, two = alone["training"], together["training"]

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,6 +45,8 @@ _POLL_SECONDS = 0.1
 _STOP_SECONDS = 30.0  # for processes to end before they are killed
 _LOG_LINES = 40  # of a process that died
 _JOB, _EVENTS, _RESULT, _ERROR = "job.json", "events.jsonl", "result.json", "error-{}.json"
+_DIED = "died.json"  # exit codes of processes by their number
+_UNEXPECTED = "unexpected"  # the code of an error that is not smelt's
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,10 @@ class TrainingLaunch:
         start = _start_external if external > 1 else _start_launcher
         with start(space, external or self.plan.recipe.launch.num_processes, ctx) as poll:
             _follow(space, poll, ctx)
-        error = _first_error(space)
-        if error is not None or not (space / _RESULT).is_file():
+        if not (space / _RESULT).is_file():
             for name, tail in _log_tails(space).items():
                 log_line(f"{name}:\n{tail}")
-            raise error or _died_error(space, step.name)
+            raise _first_error(space, step.name)
         result = read_json_object(space / _RESULT)
         ctx.details.update(result["details"])
         ctx.warnings.extend(Message(**found) for found in result["warnings"])
@@ -144,19 +146,18 @@ def _follow(space: Path, poll: Callable[[], bool], ctx: Context) -> None:
                 time.sleep(_POLL_SECONDS)
 
 
-def _first_error(space: Path) -> SmeltError | None:
-    """Return the error of the process that failed first; None if none has written one."""
+def _first_error(space: Path, step: str) -> SmeltError:
+    """Return the error that ended the processes: one of smelt's, else that one was killed, else any other."""
     found = [read_json_object(path) for path in space.glob(_ERROR.format("*"))]
-    if not found:
-        return None
-    first = min(found, key=lambda error: float(error["time"]))
-    kind = InputError if first["exit_code"] == InputError.exit_code else RunError
-    return kind(first["message"], code=first["code"], setting=first["setting"])
-
-
-def _died_error(space: Path, step: str) -> RunError:
-    died = read_json_object(space / "died.json") if (space / "died.json").is_file() else {}
-    how = ", ".join(f"process {rank} ended with {code}" for rank, code in died.items())
+    found.sort(key=lambda error: (error["code"] == _UNEXPECTED, float(error["time"])))
+    died = read_json_object(space / _DIED) if (space / _DIED).is_file() else {}
+    # the launcher ends the others with SIGTERM, and they fail when one is gone
+    killed = {rank: code for rank, code in died.items() if code < 0 and code != -signal.SIGTERM}
+    if found and (found[0]["code"] != _UNEXPECTED or not killed):
+        first = found[0]
+        kind = InputError if first["exit_code"] == InputError.exit_code else RunError
+        return kind(first["message"], code=first["code"], setting=first["setting"])
+    how = ", ".join(f"process {rank} ended with {code}" for rank, code in (killed or died).items())
     return RunError(
         f"{step}: the processes of the training ended without a result ({how or 'their launcher failed'})."
         " -9 is usually a lack of memory: lower batch_size or num_processes. The run's log.txt has their"
@@ -228,16 +229,17 @@ def _launch(space: Path, count: int) -> None:
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        write_json(space / "died.json", {str(r): failure.exitcode for r, failure in error.failures.items()})
+        write_json(space / _DIED, {str(r): failure.exitcode for r, failure in error.failures.items()})
         sys.exit(1)
 
 
 # One key of the store for each job; the other processes wait for it.
 _JOB_KEY, _FAILED_KEY, _END_KEY = "smelt/job/{}", "smelt/failed/{}", "smelt/end/{}"
-_COUNT_KEY = "smelt/jobs"
+_COUNT_KEY, _LEFT_KEY, _FINISHED_KEY = "smelt/jobs", "smelt/left", "smelt/finished"
 _HELLO_SECONDS, _CONNECT_SECONDS = 600.0, 600.0
 
 
+@cache
 def _key_value_store() -> Any:
     """Return the key-value store of all processes; torchrun hosts it, else process 0 does.
 
@@ -289,14 +291,16 @@ def _start_external(space: Path, count: int, ctx: Context) -> Iterator[Callable[
         def ended() -> bool:
             if store.check([_FAILED_KEY.format(number)]):
                 error = json.loads(store.get(_FAILED_KEY.format(number)))
-                write_json(space / _ERROR.format(error["rank"]), error)
+                write_json(space / _DIED, {str(error["rank"]): error["exit"]})
+                if error["code"]:
+                    write_json(space / _ERROR.format(error["rank"]), error)
                 return True
             return process.poll() is not None
 
         try:
             yield ended
-            if process.poll():
-                write_json(space / "died.json", {"0": process.returncode})
+            if process.poll() and not (space / _DIED).is_file():
+                write_json(space / _DIED, {"0": process.returncode})
         finally:
             store.set(_END_KEY.format(number), "ended")
 
@@ -334,28 +338,42 @@ def serve_training(plan: Plan) -> None:
     Raises:
         InputError: process 0 cannot be reached.
     """
+    from torch.distributed import DistError
+
     store, number = _key_value_store(), 0
-    store.set(f"smelt/recipe/{external_rank()}", json_hash(plan.recipe_dict()))
-    while True:
-        key = _JOB_KEY.format(number)
-        while not store.check([key]):
-            if store.check(["smelt/finished"]):
-                return
-            time.sleep(_POLL_SECONDS)
-        job = json.loads(store.get(key))
-        with tempfile.TemporaryDirectory(prefix="smelt-train-") as folder:
-            space = Path(folder)
-            write_json(space / _JOB, job)
-            with _rank_process(space, job, job["threads"]) as process:
-                while process.poll() is None and not store.check([_END_KEY.format(number)]):
-                    time.sleep(_POLL_SECONDS)
-            if process.returncode > 0 and not store.check([_END_KEY.format(number)]):
-                error = _first_error(space)
-                text = str(error) if error else f"process {external_rank()} ended with {process.returncode}"
-                found = {"message": text, "code": error.code if error else "training-process-died"}
-                more = {"rank": external_rank(), "time": time.time(), "setting": None, "exit_code": 1}
-                store.set(_FAILED_KEY.format(number), json.dumps(found | more))
-        number += 1
+    try:
+        store.set(f"smelt/recipe/{external_rank()}", json_hash(plan.recipe_dict()))
+        while True:
+            while not store.check([_JOB_KEY.format(number)]):
+                if store.check([_FINISHED_KEY]):
+                    store.add(_LEFT_KEY, 1)
+                    return
+                time.sleep(_POLL_SECONDS)
+            _serve_job(store, number)
+            number += 1
+    except DistError as error:
+        raise RunError(
+            "The connection to process 0 was lost: its run has ended, or was killed. See its log.txt.",
+            code="no-connection",
+        ) from error
+
+
+def _serve_job(store: Any, number: int) -> None:
+    """Start this rank's process of a job, and report if it fails."""
+    job = json.loads(store.get(_JOB_KEY.format(number)))
+    with tempfile.TemporaryDirectory(prefix="smelt-train-") as folder:
+        space = Path(folder)
+        write_json(space / _JOB, job)
+        with _rank_process(space, job, job["threads"]) as process:
+            while process.poll() is None and not store.check([_END_KEY.format(number)]):
+                time.sleep(_POLL_SECONDS)
+            ended = process.returncode
+        if ended and not store.check([_END_KEY.format(number)]):
+            path = space / _ERROR.format(external_rank())
+            error = read_json_object(path) if path.is_file() else {"code": None}
+            store.set(
+                _FAILED_KEY.format(number), json.dumps(error | {"rank": external_rank(), "exit": ended})
+            )
 
 
 @contextlib.contextmanager
@@ -393,7 +411,10 @@ def external_run(plan: Plan) -> Iterator[None]:
                 )
         yield
     finally:
-        store.set("smelt/finished", "yes")
+        store.set(_FINISHED_KEY, "yes")
+        deadline = time.monotonic() + _STOP_SECONDS  # this process may host the key-value store
+        while store.add(_LEFT_KEY, 0) < external_processes() - 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
 
 class _Events:
@@ -448,11 +469,10 @@ def _train(space: Path) -> None:
             space / _ERROR.format(rank),
             {
                 "message": str(error) if known else f"process {rank}: {type(error).__name__}: {error}",
-                "code": (getattr(error, "code", "") if known else "unexpected") or DEFAULT_CODE,
+                "code": (getattr(error, "code", "") if known else _UNEXPECTED) or DEFAULT_CODE,
                 "setting": getattr(error, "setting", None),
                 "exit_code": getattr(error, "exit_code", 1),
-                # an error of the library is often the consequence of another process's end
-                "time": time.time() + (0 if known else 60),
+                "time": time.time(),
             },
         )
         sys.stderr.flush()

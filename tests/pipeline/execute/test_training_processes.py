@@ -15,6 +15,7 @@ import tiny
 from expected_errors import raises_code
 
 import smelt
+from smelt.core.artifact import read_artifact
 from smelt.core.store import Store
 from smelt.pipeline.execute import training_processes
 from smelt.pipeline.execute.training_processes import TrainingLaunch, external_processes, external_rank
@@ -103,9 +104,9 @@ def test_a_process_that_is_killed_ends_the_step_and_the_next_run_resumes(home, a
     assert not list((store / "unfinished").rglob("checkpoint.json"))
 
 
-def test_a_process_with_another_step_is_refused(home, tmp_path):
+def test_a_process_with_another_step_is_refused(home, alone, tmp_path):
     plan = load_plan(home / "recipe.yaml", ["launch.num_processes=2"])
-    source = tiny.as_artifact(home / "model")
+    source = read_artifact((home / "runs" / "alone" / "artifacts" / "model").resolve())
     ctx = harness.make_context(tmp_path / "space" / "out", ancestors={"model": source})
     with raises_code("ranks-differ"):
         TrainingLaunch(plan).train(
@@ -137,7 +138,7 @@ def test_processes_of_torchrun_serve_the_stages_of_process_zero(home, alone):
     }
     running = [
         subprocess.Popen(command, text=True,
-                         env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": str(port)},
+                         env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank},
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for rank in "01"
     ]  # fmt: skip

@@ -43,9 +43,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "cached": (Distill, CACHED, False),
     "teacher texts": (Distill, TEACHER_TEXTS, False),
 }
-FSDP_CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
-    name: CASES[name] for name in ("finetune", "distill")
-}  # fmt: skip
+FSDP_CASES = ("finetune", "distill")
 
 
 def score(artifact: Any, *_: Any) -> dict[str, float]:
@@ -105,7 +103,7 @@ def run_processes(folder: Path, work: Path, *names: str, count: int = 2) -> None
 
 def details(work: Path, name: str) -> Any:
     """Return the details that process 0 wrote of a case."""
-    return json.loads((work / f"{name.replace(' ', '-')}.json").read_text())
+    return json.loads((work / f"{name.replace(' ', '-').replace('/', '-')}.json").read_text())
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from smelt.data.examples import UNLABELLED, UNLABELLED_TASKS
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import SENTENCE_SIMILARITY, Example, Label, Split, Task
 from smelt.models.text_rules import read_text_rules
-from smelt.training.processes import sharded_map
 
 GENERATION_VERSION = 1  # raise it whenever the same settings generate other texts
 
@@ -91,23 +90,19 @@ def _generate(teacher: Artifact, split: Split, settings: SequenceSettings, ctx: 
     options: dict[str, Any] = {"num_beams": settings.num_beams, "max_new_tokens": settings.max_new_tokens}
     if settings.num_beams > 1:
         options["length_penalty"] = settings.length_penalty
-    generation = GenerationSettings(**options)
-    tokenize = _bleu_tokenizer(teacher, split, settings) if settings.best_of else ""
-    with open_runner(teacher, ctx.threads, "cpu" if ctx.device == "cpu" else "auto") as runner:
-
-        def generate(examples: Sequence[Example]) -> list[str]:
-            texts = [e.text for e in examples]
-            if settings.best_of is None:
-                return generate_texts(runner, texts, generation, settings.batch_size, ctx.progress)
-            found = generate_candidates(
-                runner, texts, generation, settings.best_of, settings.batch_size, ctx.progress
-            )
-            return [
-                closest_by_bleu(e.references, candidates, tokenize)
-                for e, candidates in zip(examples, found, strict=True)
-            ]
-
-        return sharded_map(split.examples, generate)
+    generation, texts = GenerationSettings(**options), [e.text for e in split.examples]
+    device = "cpu" if ctx.device == "cpu" else "auto"
+    with open_runner(teacher, ctx.threads, device) as runner:
+        if settings.best_of is None:
+            return generate_texts(runner, texts, generation, settings.batch_size, ctx.progress)
+        found = generate_candidates(
+            runner, texts, generation, settings.best_of, settings.batch_size, ctx.progress
+        )
+    tokenize = _bleu_tokenizer(teacher, split, settings)
+    return [
+        closest_by_bleu(e.references, candidates, tokenize)
+        for e, candidates in zip(split.examples, found, strict=True)
+    ]
 
 
 def closest_by_bleu(references: Sequence[str], candidates: Sequence[str], tokenize: str = "13a") -> str:

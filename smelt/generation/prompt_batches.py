@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import InputError
+from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
 from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch
 from smelt.data.prompt_rows import assistant_turns
@@ -229,10 +230,9 @@ def continue_texts(
     prompts, shortened = truncated_prompts(runner, texts, decoding)
     if shortened and on_truncate is not None:
         on_truncate(shortened, tools.max_input_length)
-    results = [""] * len(texts)
-    done = 0
+    results: dict[int, str] = {}
     limited: list[int] = []
-    for part, (rows, batch) in enumerate(
+    for part, (rows, batch) in own_batches(
         batch_prompts(prompts, batch_size, padding_token(tokenizer), decoding)
     ):
         tokens = runner.generator(runner, batch, decoding, part)
@@ -244,11 +244,11 @@ def continue_texts(
                 results[i] = answers[at]
             if len(new) >= decoding.prompt_limits(len(prompts[i]))[0] and new[-1] not in decoding.eos:
                 limited.append(len(new))
-        done += len(rows)
-        progress(done, len(texts), "texts")
+        progress(min(len(texts), len(results) * process_count()), len(texts), "texts")
+    limited = [tokens for part in gather_parts(limited) for tokens in part]
     if limited and on_length_limit is not None:
         on_length_limit(len(limited), max(limited))
-    return results
+    return merge_shares(results)
 
 
 def decode_continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:

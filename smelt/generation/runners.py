@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
+from smelt.core.process_group import merge_shares, own_batches, process_count
 from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch, Logits, Tokens
 from smelt.generation.shortlist import Shortlist, read_shortlist, vocabulary_sizes
@@ -116,17 +117,16 @@ def last_tokens_nll(
     groups: dict[int, list[int]] = {}
     for place, ids in enumerate(rows):
         groups.setdefault(len(ids), []).append(place)
-    sums = [0.0] * len(rows)
-    done = 0
-    for places in groups.values():
-        for at in range(0, len(places), batch_size):
-            chosen = places[at : at + batch_size]
-            losses = token_nll(runner, np.stack([np.asarray(rows[i], dtype=np.int64) for i in chosen]))
-            for i, row in zip(chosen, losses, strict=True):
-                sums[i] = float(row[-counts[i] :].sum(dtype=np.float64))
-            done += len(chosen)
-            progress(done, len(sums), "windows")
-    return sums
+    sums: dict[int, float] = {}
+    batches = [
+        places[at : at + batch_size] for places in groups.values() for at in range(0, len(places), batch_size)
+    ]
+    for _, chosen in own_batches(batches):
+        losses = token_nll(runner, np.stack([np.asarray(rows[i], dtype=np.int64) for i in chosen]))
+        for i, row in zip(chosen, losses, strict=True):
+            sums[i] = float(row[-counts[i] :].sum(dtype=np.float64))
+        progress(min(len(rows), len(sums) * process_count()), len(rows), "windows")
+    return merge_shares(sums)
 
 
 @dataclass

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import os
 import subprocess
 import sys
 import threading
 import warnings
 import weakref
 from functools import cache
-from typing import Literal
+from typing import Literal, cast
 
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
 from smelt.core.system import child_environment, python_command
@@ -37,6 +38,31 @@ NO_PROVIDER = (
     "An NVIDIA GPU is available, but ONNX Runtime cannot load its CUDA provider: this graph runs on the CPU."
     " pip install 'onnxruntime-gpu[cuda,cudnn]', or set device: cpu. `smelt doctor` shows what is missing."
 )
+
+
+_SELECTED_GPU = "SMELT_SELECTED_GPU"  # the device that this process or its parent was limited to
+
+
+def select_gpu(device: str) -> Device:
+    """Return `device` without a number; for `cuda:1` only that GPU is visible from now on, also to children.
+
+    Raises:
+        InputError: CUDA is in use already, with other GPUs.
+    """
+    kind, _, number = device.partition(":")
+    if number and os.environ.get(_SELECTED_GPU) != device:
+        torch = sys.modules.get("torch")
+        if _SELECTED_GPU in os.environ or (torch is not None and torch.cuda.is_initialized()):
+            raise InputError(
+                f"device: {device}: this process already uses other GPUs. Start Python again, or with"
+                f" CUDA_VISIBLE_DEVICES={number} and device: cuda.",
+                code="gpu-selected",
+                setting="device",
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        chosen = visible[int(number)] if visible[0] and int(number) < len(visible) else number
+        os.environ |= {"CUDA_VISIBLE_DEVICES": chosen, _SELECTED_GPU: device}
+    return cast(Device, kind)
 
 
 def torch_device(requested: str) -> DeviceType:

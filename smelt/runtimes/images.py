@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
+from smelt.core.process_group import merge_shares, own_batches
 from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Logits, check_finite_outputs
 from smelt.data.images import IMAGE_FORMATS, check_image, read_image_bytes
@@ -69,15 +70,15 @@ def image_logits(
         InputError: an image cannot be read, or images of one batch have different sizes.
         RunError: `non-finite-outputs`.
     """
-    found: list[NDArray[np.float32]] = []
-    for at in range(0, len(images), batch_size):
+    found: dict[int, NDArray[np.float32]] = {}
+    for number, at in own_batches(range(0, len(images), batch_size)):
         part = range(at, min(len(images), at + batch_size))
         named = [names[i] if names else f"image {i + 1}" for i in part]
-        found.append(runner.forward(batch_images([images[i] for i in part], runner.processor, named)))
+        found[number] = runner.forward(batch_images([images[i] for i in part], runner.processor, named))
         progress(part.stop, len(images), "images")
-    if not found:
+    if not images:
         raise InputError("No images were given.", code="empty-data")
-    return check_finite_outputs(np.concatenate(found))
+    return check_finite_outputs(np.concatenate(merge_shares(found)))
 
 
 def batch_images(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
+from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
 from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch, check_finite_outputs
 from smelt.data.splits import Example
@@ -143,18 +144,16 @@ def generate_texts(
         )
     tools = runner.text
     tokenizer, decoding = tools.tokenizer, tools.resolved_generation(generation, runner)
-    results = [""] * len(texts)
-    done = endless = 0
-    for part, (rows, batch) in enumerate(_batches(tools, texts, batch_size, None, on_truncate)):
+    results: dict[int, str] = {}
+    endless = 0
+    for part, (rows, batch) in own_batches(_batches(tools, texts, batch_size, None, on_truncate)):
         tokens = runner.generator(runner, batch, decoding, part)
         endless += sum(decoding.hit_length_limit(row) for row in tokens)
-        for i, text in zip(rows, tokenizer.decode_batch(tokens), strict=True):
-            results[i] = text
-        done += len(rows)
-        progress(done, len(texts), "sentences")
+        results.update(zip(rows, tokenizer.decode_batch(tokens), strict=True))
+        progress(min(len(texts), len(results) * process_count()), len(texts), "sentences")
     if on_length_limit is not None:
-        on_length_limit(endless, decoding.max_total_length(1) - 1)
-    return results
+        on_length_limit(sum(gather_parts(endless)), decoding.max_total_length(1) - 1)
+    return merge_shares(results)
 
 
 def generate_candidates(
@@ -177,20 +176,18 @@ def generate_candidates(
     """
     tools = runner.text
     decoding = tools.resolved_generation(generation, runner)
-    results: list[list[str]] = [[] for _ in texts]
-    done = 0
+    results: dict[int, list[str]] = {}
     batches: Sequence[tuple[list[int], Batch]]
     if is_causal(runner.config):
         prompts, _ = truncated_prompts(runner, texts, decoding)
         batches = batch_prompts(prompts, batch_size, padding_token(tools.tokenizer), decoding)
     else:
         batches = _batches(tools, texts, batch_size, None, None)
-    for rows, batch in batches:
+    for _, (rows, batch) in own_batches(batches):
         for i, found in zip(rows, generate_n_best(runner, batch, decoding, count), strict=True):
             results[i] = list(tools.tokenizer.decode_batch(found))
-        done += len(rows)
-        progress(done, len(texts), "sentences")
-    return results
+        progress(min(len(texts), len(results) * process_count()), len(texts), "sentences")
+    return merge_shares(results)
 
 
 def embed_texts(
@@ -238,18 +235,13 @@ def _forward(
     on_truncate: OnTruncate | None,
 ) -> NDArray[np.float32]:
     """Return the outputs of `forward` for each text (and its pair), float32 [n, C or D]."""
-    results: NDArray[np.float32] | None = None
-    done = 0
-    for rows, batch in _batches(runner.text, texts, batch_size, pairs, on_truncate):
-        found = runner.forward(batch)
-        if results is None:
-            results = np.empty((len(texts), found.shape[1]), dtype=np.float32)
-        results[rows] = found
-        done += len(rows)
-        progress(done, len(texts), "texts")
-    if results is None:
+    results: dict[int, NDArray[np.float32]] = {}
+    for _, (rows, batch) in own_batches(_batches(runner.text, texts, batch_size, pairs, on_truncate)):
+        results.update(zip(rows, runner.forward(batch), strict=True))
+        progress(min(len(texts), len(results) * process_count()), len(texts), "texts")
+    if not texts:
         raise InputError("No texts were given.", code="empty-data")
-    return results
+    return np.stack(merge_shares(results)).astype(np.float32, copy=False)
 
 
 def _batches(

@@ -36,6 +36,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import fsync_path, json_hash, read_json_object, sha256_of, write_json
 from smelt.core.messages import Message, messages_to_json
+from smelt.core.process_group import from_first, process_rank, wait_for_all
 from smelt.core.stage import Context, candidate_artifact
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
@@ -43,8 +44,8 @@ from smelt.models.edits import Edit
 from smelt.models.empty_model import stored_dtypes
 from smelt.quantization.layers import LowRankCorrectedLinear, MasterWeightLayer
 from smelt.training.checkpoint_selector import CheckpointSelector
-from smelt.training.processes import process_rank
 from smelt.training.settings import TrainingSettings
+from smelt.training.sharding import divided_like, local_part, whole_tensor
 
 CHECKPOINT_FILE = "checkpoint.json"
 _METADATA_KEY = "training"  # the header's key of the JSON
@@ -170,6 +171,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.minutes, self._log = minutes, log
         self._began = self._last = time.monotonic()
         self._random_pending = False
+        self._is_sharded = any(hasattr(p, "full_tensor") for p in keeper.parameters.values())
         self.saved = None if folder is None else read_checkpoint(folder, identity, log)
         if self.saved is not None:
             self._restore(self.saved)
@@ -193,9 +195,19 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         weights = saved.tensors_of(_WEIGHT)
         with torch.no_grad():
             for name, tensor in self._trained_tensors().items():
-                tensor.copy_(weights[name])
+                tensor.copy_(divided_like(weights[name], tensor))
         if saved.details is None:
-            self.keeper.load_state(saved.state["keeper"], saved.tensors_of(_BEST), saved.tensors_of(_AVERAGE))
+            best, average = (self._own_parts(saved.tensors_of(kind)) for kind in (_BEST, _AVERAGE))
+            self.keeper.load_state(saved.state["keeper"], best, average)
+
+    def _own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: local_part(divided_like(tensor, self.keeper.parameters[name])).cpu()
+            for name, tensor in whole.items()
+        }
+
+    def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: whole_tensor(part, self.keeper.parameters[name]).cpu() for name, part in parts.items()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the state of optimizer and schedule, and the step."""
@@ -206,6 +218,11 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         for name, tensor in self.saved.tensors_of(_MOMENT).items():
             number, word = name.split("/")
             moments.setdefault(int(number), {})[word] = tensor
+        trained = [p for group in kwargs["optimizer"].param_groups for p in group["params"]]
+        for at, state_of_one in moments.items():
+            for word, tensor in state_of_one.items():
+                if tensor.shape == trained[at].shape:
+                    state_of_one[word] = divided_like(tensor, trained[at])
         groups = self.saved.state["groups"]
         kwargs["optimizer"].load_state_dict({"state": moments, "param_groups": groups})
         kwargs["lr_scheduler"].load_state_dict(self.saved.state["schedule"])
@@ -222,15 +239,18 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save a checkpoint if it is due."""
         due = self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes
-        due = due and process_rank() == 0  # all have the same weights and optimizer states
+        if self._is_sharded:  # all take part
+            due = from_first(lambda: due)
+        elif process_rank():  # all have the same weights and optimizer states
+            due = False
         if self.folder is None or not due or state.global_step >= state.max_steps:
             return
         optimizer = kwargs["optimizer"].state_dict()
         random_tensors, random_told = _random_state()
         tensors = {
             **self._prefixed(_WEIGHT, self._trained_tensors()),
-            **self._prefixed(_BEST, self.keeper.best_weights),
-            **self._prefixed(_AVERAGE, self.keeper.average),
+            **self._prefixed(_BEST, self._whole(self.keeper.best_weights)),
+            **self._prefixed(_AVERAGE, self._whole(self.keeper.average)),
             **self._prefixed(_RANDOM, random_tensors),
             **self._prefixed(_MOMENT, _flatten_moments(optimizer["state"])),
         }
@@ -249,15 +269,24 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def finish(self, step: int, details: Mapping[str, Any], warnings: list[Message]) -> None:
         """Save the weights of a finished long training: the rest of the step may still be interrupted."""
         long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
-        if self.folder is not None and process_rank() == 0 and (long or self.saved is not None):
+        if self._is_sharded:
+            long = from_first(lambda: long)
+        if self.folder is not None and (long or self.saved is not None):
             metadata = {"total": step, "details": dict(details), "warnings": messages_to_json(warnings)}
             self._write(step, self._prefixed(_WEIGHT, self._trained_tensors()), metadata)
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a checkpoint; the training continues if that fails."""
         assert self.folder is not None
+        first, whole = process_rank() == 0, dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            full = whole_tensor(tensor)
+            if first:
+                whole[name] = full.to("cpu")
+        if not first:
+            return
         try:
-            write_checkpoint(self.folder, self.identity, step, tensors, metadata)
+            write_checkpoint(self.folder, self.identity, step, whole, metadata)
         except (OSError, SafetensorError) as error:
             _remove_leftovers(self.folder)
             self._log(f"  cannot write a checkpoint to {self.folder}: {error}; the training continues")
@@ -408,9 +437,13 @@ class CheckpointScorer:
             tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space,
             _random_state_preserved(),
         ):
-            folder = Path(space)
-            save_model(self.model, self.edits, folder, self.src.path, self.settings.dtype)
-            return dict(self.ctx.score(candidate_artifact(folder, self.src, self.ctx), self.split))
+            folder = from_first(lambda: Path(space))  # all score what process 0 has written
+            if process_rank() == 0:
+                save_model(self.model, self.edits, folder, self.src.path, self.settings.dtype)
+            wait_for_all()
+            found = dict(self.ctx.score(candidate_artifact(folder, self.src, self.ctx), self.split))
+            wait_for_all()
+            return found
 
 
 def _random_state_preserved() -> Any:

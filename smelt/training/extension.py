@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smelt.core.process_group import gather_parts
 from smelt.core.stage import Context
 from smelt.models.sentence_model import is_sentence_model
 from smelt.training.losses import IGNORE_INDEX, classification_loss
-from smelt.training.processes import gather_parts
 from smelt.training.samples import TOKEN_MASK_KEY, EncodedSample, TensorBatch, model_inputs
 from smelt.training.training_state import autocast
 

@@ -7,22 +7,21 @@ PyTorch Distributed, arXiv:2006.15704). The settings import no torch, so that re
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError
 from smelt.core.stage import Settings
+from smelt.training.settings import LOSS_METRIC
 
-ValueT = TypeVar("ValueT")
 # Process 0 scores checkpoints while the others wait.
 _TIMEOUT = timedelta(days=1)
 
 
 class LaunchSettings(Settings):
-    """Processes that train a stage together on this machine."""
+    """Processes that train a stage together."""
 
     num_processes: int = Field(
         default=1, ge=1, le=1024, description="processes of each training stage; with CUDA one per GPU"
@@ -36,6 +35,10 @@ class LaunchSettings(Settings):
         default=False, description="fsdp: parameters and optimizer states are kept in the CPU's memory"
     )
 
+    scoring: bool = Field(
+        default=False, description="the processes also score quality; worth their start for many samples"
+    )
+
     @model_validator(mode="after")
     def _offload_needs_shards(self) -> Self:
         if self.cpu_offload and self.strategy != "fsdp":
@@ -43,30 +46,13 @@ class LaunchSettings(Settings):
         return self
 
 
-def is_distributed() -> bool:
-    """Return whether this process trains together with others."""
-    import torch
-
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def process_rank() -> int:
-    """Return the number of this process; 0 without others."""
-    import torch
-
-    return torch.distributed.get_rank() if is_distributed() else 0
-
-
-def process_count() -> int:
-    """Return the number of processes that train together; 1 without others."""
-    import torch
-
-    return torch.distributed.get_world_size() if is_distributed() else 1
-
-
-def processes_on_machine() -> int:
-    """Return how many of them run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_distributed() else 1
+def fsdp_conflicts(settings: Any) -> list[str]:
+    """Return the settings of a training that need whole parameters in every process."""
+    techniques = ("lora", "qat", "sparsify", "learned_masks")
+    found = [name for name in techniques if getattr(settings, name, None) is not None]
+    if settings.metric_for_best_model != LOSS_METRIC:
+        found.append("metric_for_best_model")
+    return found + (["precision: fp16"] if settings.precision == "fp16" else [])
 
 
 def join_processes(device: str) -> None:
@@ -97,38 +83,3 @@ def leave_processes() -> None:
     import torch
 
     torch.distributed.destroy_process_group()
-
-
-def from_first(make: Callable[[], ValueT]) -> ValueT:
-    """Return the result of `make`, which only process 0 calls."""
-    if not is_distributed():
-        return make()
-    import torch
-
-    found = [make() if process_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(found, src=0)
-    return found[0]  # type: ignore[return-value]
-
-
-def gather_parts(part: ValueT) -> list[ValueT]:
-    """Return the `part` of every process, in the order of their numbers."""
-    if not is_distributed():
-        return [part]
-    import torch
-
-    found: list[Any] = [None] * process_count()
-    torch.distributed.all_gather_object(found, part)
-    return found
-
-
-def sharded_map(items: Sequence[ValueT], compute: Callable[[Sequence[ValueT]], Sequence[Any]]) -> list[Any]:
-    """Return the results of `compute` for `items` in their order; each process computes its share.
-
-    compute: returns one result per item, independent of the other items.
-    """
-    count, rank = process_count(), process_rank()
-    parts = gather_parts(list(compute(items[rank::count])))
-    found: list[Any] = [None] * len(items)
-    for number, part in enumerate(parts):
-        found[number::count] = part
-    return found

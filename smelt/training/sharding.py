@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from smelt.core.errors import InputError
 from smelt.quantization.layers import MasterWeightLayer
 from smelt.training.extension import TrainingExtension
-from smelt.training.processes import LaunchSettings
-from smelt.training.settings import LOSS_METRIC, TrainingSettings
+from smelt.training.processes import LaunchSettings, fsdp_conflicts
+from smelt.training.settings import TrainingSettings
 from smelt.training.training_state import frozen_pad_rows
 
 
@@ -29,21 +29,45 @@ def local_part(tensor: Tensor) -> Tensor:
     return found
 
 
+def whole_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a divided tensor as a whole one; all processes must call it. Another tensor is unchanged.
+
+    like: a divided tensor of which `tensor` is this process's part.
+    """
+    if like is not None and hasattr(like, "full_tensor"):
+        from torch.distributed.tensor import DTensor
+
+        divided: Any = like
+        part = tensor.to(local_part(like).device)
+        tensor = DTensor.from_local(
+            part, divided.device_mesh, divided.placements, shape=like.shape, stride=like.stride()
+        )
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor divided as `like`; unchanged if `like` is whole."""
+    if not hasattr(like, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    divided: Any = like
+    return distribute_tensor(tensor.to(local_part(like).device), divided.device_mesh, divided.placements)
+
+
 def require_shardable(model: nn.Module, settings: TrainingSettings, extension: TrainingExtension) -> None:
     """Require a training whose steps only use gradients and whole layers.
 
     Raises:
         InputError: techniques that change single weights, or that score checkpoints.
     """
-    reasons = {
-        "lora": settings.lora is not None,
-        "metric_for_best_model": settings.metric_for_best_model != LOSS_METRIC,
-        "precision: fp16": settings.precision == "fp16",
-        "quantized weights": any(isinstance(m, MasterWeightLayer) for m in model.modules()),
-        "a technique or loss with parameters of its own": bool(extension.modules or extension.groups),
-        "a technique that works between the updates": not extension.can_resume,
-    }
-    if found := [name for name, applies in reasons.items() if applies]:
+    found = fsdp_conflicts(settings)
+    if any(isinstance(m, MasterWeightLayer) for m in model.modules()):
+        found.append("quantized weights")
+    if extension.modules or extension.groups or not extension.can_resume:
+        found.append("a loss or technique with parameters of its own")
+    if found:
         raise InputError(
             f"strategy: fsdp cannot train with {', '.join(found)}. Remove it, or set strategy: ddp.",
             code="not-with-fsdp",
@@ -92,8 +116,7 @@ def sharded(
 def _copy_whole(divided: nn.Module, whole: nn.Module) -> None:
     targets: dict[str, Tensor] = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, tensor in [*divided.named_parameters(), *divided.named_buffers()]:
-        full: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        targets[name].copy_(full)
+        targets[name].copy_(whole_tensor(tensor))
 
 
 def _zero_gradient_row(parameter: nn.Parameter, row: int) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
 from smelt.core.messages import warning
+from smelt.core.process_group import from_first, process_count, process_rank
 from smelt.core.stage import Context
 from smelt.runtimes.device import torch_device
 from smelt.training.checkpoint_selector import CheckpointSelector, log_training_curve
@@ -39,7 +40,6 @@ from smelt.training.extension import (
     split_parameter_groups,
     term_values,
 )
-from smelt.training.processes import from_first, process_count, process_rank
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
 from smelt.training.sharding import require_shardable, sharded
@@ -355,9 +355,10 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
 
 
 def _as_stored(model: nn.Module, extension: TrainingExtension, score: Callable[[], ResultT]) -> ResultT:
-    """Return the score of the weights as they will be stored; process 0 computes it."""
+    """Return the score of the weights as they will be stored; the processes compute it together."""
     with modules_detached(model), extension.as_stored():
-        return from_first(score)
+        found = score()
+        return from_first(lambda: found)
 
 
 def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:

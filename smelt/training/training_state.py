@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.core.process_group import processes_on_machine
 from smelt.core.system import available_bytes, require_memory
 from smelt.models.edits import is_masked
 from smelt.models.families.registry import family_of
 from smelt.runtimes.device import bf16_speedup
-from smelt.training.processes import processes_on_machine
 from smelt.training.settings import OPTIMIZERS
 
 _MIN_SPEEDUP = 1.3  # below it bf16 is not worth its lower precision

@@ -1,5 +1,6 @@
 """Where a runner works: what is asked for, what the machine has, and what is said where the two differ."""
 
+import os
 from types import SimpleNamespace
 
 import harness
@@ -274,3 +275,14 @@ def test_the_trial_of_bf16_prints_a_ratio(monkeypatch):
     """Both in fp32, which all processors support."""
     monkeypatch.setattr(places, "_BF16_PROBE", places._BF16_PROBE.replace("least(True)", "least(False)"))
     assert 0.2 < places.bf16_speedup.__wrapped__() < 5
+
+
+@pytest.mark.quick
+def test_a_numbered_gpu_is_the_only_visible_one(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "4,6"})
+    assert [places.select_gpu(name) for name in ("cpu", "cuda")] == ["cpu", "cuda"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert [places.select_gpu("cuda:1") for _ in range(2)] == ["cuda"] * 2  # also in a child process
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+    with raises_code("gpu-selected"):
+        places.select_gpu("cuda:0")

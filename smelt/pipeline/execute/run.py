@@ -177,8 +177,8 @@ class _PlanRunner:
         self.folder, self.store, self.display = folder, store, display
         self.run_folder = RunFolder(folder)
         self.scorer = recipe_scorer(plan.recipe, store)
-        launch = TrainingLaunch(plan, options.limit, options.fold)
-        self.step_runner = recipe_step_runner(plan.recipe, store, data, self.scorer, display, launch)
+        self.launch = TrainingLaunch(plan, options.limit, options.fold)
+        self.step_runner = recipe_step_runner(plan.recipe, store, data, self.scorer, display, self.launch)
         self.artifacts: dict[str, Artifact] = {}
         self.previous_artifacts: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit, partial(cached_agreement, store))
@@ -343,9 +343,13 @@ class _PlanRunner:
 
     def _score(self, name: str, artifact: Artifact, on_test: bool = False) -> dict[str, Any]:
         self.display.start_work(f"{name}, scoring{' on test' if on_test else ''}")
-        split = self.data["test" if on_test else self.plan.judged_on]
-        split = limit_split(split, self.options.score_limit)
+        split_name, limit = "test" if on_test else self.plan.judged_on, self.options.score_limit
+        split = limit_split(self.data[split_name], limit)
         with self.store.lock(f"{artifact.key}-score", self._report_waiting(name)):
+            if self.launch.scores and self.scorer.cached_score(artifact, split) is None:
+                self.launch.score(
+                    artifact, split_name, limit, self.scorer.reference, self.store, self.display
+                )
             return self.scorer.score(artifact, split, self.display.progress)
 
     def _score_on_test(self) -> None:

@@ -12,6 +12,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.core.messages import Message, messages_to_json, warning, with_count
+from smelt.core.process_group import from_first, process_rank
 from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
 from smelt.data.labels import (
@@ -108,7 +109,8 @@ class Scorer:
         """
         from smelt.runtimes.registry import open_runner
 
-        kept = self.cached_score(artifact, split)
+        # several processes that score together decide alike
+        kept = from_first(lambda: self.cached_score(artifact, split))
         if kept is not None:
             return kept
         with open_runner(artifact, self.threads, self.device) as runner:
@@ -133,7 +135,8 @@ class Scorer:
             )
             warnings.insert(0, warning("truncated-texts", text))
         value["warnings"] = messages_to_json(warnings)
-        self.store.write_score(self._key(artifact, split), value)
+        if process_rank() == 0:
+            self.store.write_score(self._key(artifact, split), value)
         return value
 
     def cached_score(self, artifact: Artifact, split: Split) -> dict[str, Any] | None:

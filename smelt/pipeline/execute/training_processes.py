@@ -38,6 +38,8 @@ from smelt.core.store import StageCache, StepCheckpoints, Store, commit_cached_f
 from smelt.core.system import child_environment, python_command
 
 if TYPE_CHECKING:
+    from smelt.pipeline.execute.display import Display
+    from smelt.pipeline.execute.step_runner import StepRunner
     from smelt.pipeline.plan.plan import Plan, PlanStep
 
 _MODULE = "smelt.pipeline.execute.training_processes"
@@ -60,12 +62,21 @@ class TrainingLaunch:
     limit: int | None = None
     fold: tuple[int, int] | None = None
 
+    @property
+    def several(self) -> bool:
+        """Whether there are several processes."""
+        return self.plan.recipe.launch.num_processes > 1 or external_processes() > 1
+
+    @property
+    def scores(self) -> bool:
+        """Whether they also score quality."""
+        return self.several and self.plan.recipe.launch.scoring
+
     def applies_to(self, step: PlanStep) -> bool:
         """Return whether `step` is trained in several processes."""
         from smelt.training.settings import TrainingSettings
 
-        several = self.plan.recipe.launch.num_processes > 1 or external_processes() > 1
-        return several and isinstance(step.settings, TrainingSettings)
+        return self.several and isinstance(step.settings, TrainingSettings)
 
     def train(
         self,
@@ -81,35 +92,69 @@ class TrainingLaunch:
         Raises:
             SmeltError: the error of the process that failed first; `training-process-died` if it was killed.
         """
-        space = ctx.out.parent
-        write_json(
-            space / _JOB,
-            {
-                "recipe": self.plan.recipe_dict(),
-                "path": str(self.plan.path.resolve()),
-                "step": step.name,
-                "key": key,
-                "ancestors": {name: str(artifact.path) for name, artifact in ancestors.items()},
-                "store": str(store.root),
-                "out": str(ctx.out),
-                "limit": self.limit,
-                "fold": self.fold,
-                "device": ctx.device,
-                "threads": ctx.threads,
-                "pid": os.getpid(),
-            },
-        )
+        job = {
+            "step": step.name,
+            "key": key,
+            "ancestors": {name: str(artifact.path) for name, artifact in ancestors.items()},
+            "out": str(ctx.out),
+        }
+        result = self._run(job, ctx.out.parent, store, ctx, log_line)
+        ctx.details.update(result["details"])
+        ctx.warnings.extend(Message(**found) for found in result["warnings"])
+
+    def score(
+        self,
+        artifact: Artifact,
+        split: str,
+        score_limit: int | None,
+        reference: Artifact | None,
+        store: Store,
+        display: Display,
+    ) -> None:
+        """Score `artifact` in several processes; its score is in the store afterwards.
+
+        Raises:
+            SmeltError: as `train`.
+        """
+        job = {
+            "artifact": str(artifact.path),
+            "split": split,
+            "score_limit": score_limit,
+            "reference": None if reference is None else str(reference.path),
+        }
+        with store.workspace() as space:
+            self._run(job, space, store, display, display.log_line)
+
+    def _run(
+        self,
+        job: Mapping[str, Any],
+        space: Path,
+        store: Store,
+        events: Context | Display,
+        log_line: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """Start the processes of a job in the folder `space`, follow them, and return their result."""
+        recipe = self.plan.recipe
+        whole = {
+            "recipe": self.plan.recipe_dict(),
+            "path": str(self.plan.path.resolve()),
+            "store": str(store.root),
+            "limit": self.limit,
+            "fold": self.fold,
+            "device": recipe.device,
+            "threads": recipe.threads,
+            "pid": os.getpid(),
+        }
+        write_json(space / _JOB, whole | dict(job))
         external = external_processes()
         start = _start_external if external > 1 else _start_launcher
-        with start(space, external or self.plan.recipe.launch.num_processes, ctx) as poll:
-            _follow(space, poll, ctx)
+        with start(space, external or recipe.launch.num_processes, recipe.threads) as poll:
+            _follow(space, poll, events)
         if not (space / _RESULT).is_file():
             for name, tail in _log_tails(space).items():
                 log_line(f"{name}:\n{tail}")
-            raise _first_error(space, step.name)
-        result = read_json_object(space / _RESULT)
-        ctx.details.update(result["details"])
-        ctx.warnings.extend(Message(**found) for found in result["warnings"])
+            raise _first_error(space, str(job.get("step", "score")))
+        return read_json_object(space / _RESULT)
 
 
 def external_processes() -> int:
@@ -124,13 +169,13 @@ def external_rank() -> int:
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) if external_processes() else 0
 
 
-def _follow(space: Path, poll: Callable[[], bool], ctx: Context) -> None:
-    """Pass the events of process 0 on to `ctx` until `poll` returns true: the processes have ended."""
-    handlers: dict[str, Callable[..., None]] = {
-        "progress": ctx.progress,
-        "log": ctx.log,
-        "metrics": ctx.log_metrics,
-    }
+def _follow(space: Path, poll: Callable[[], bool], target: Context | Display) -> None:
+    """Pass the events of process 0 on to `target` until `poll` returns true: the processes have ended."""
+    handlers: dict[str, Callable[..., None]] = {"progress": target.progress}
+    if isinstance(target, Context):
+        handlers |= {"log": target.log, "metrics": target.log_metrics}
+    else:
+        handlers["log"] = target.print_line
     path = space / _EVENTS
     path.touch()
     with path.open(encoding="utf-8") as file:
@@ -182,7 +227,7 @@ def _environment(count: int, threads: int | None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _start_launcher(space: Path, count: int, ctx: Context) -> Iterator[Callable[[], bool]]:
+def _start_launcher(space: Path, count: int, threads: int | None) -> Iterator[Callable[[], bool]]:
     """Start `count` processes on this machine; yield a function that returns whether they have ended."""
     with (space / "stderr.log").open("wb") as log:
         process = subprocess.Popen(
@@ -190,7 +235,7 @@ def _start_launcher(space: Path, count: int, ctx: Context) -> Iterator[Callable[
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment(count, ctx.threads),
+            env=_environment(count, threads),
         )
         try:
             yield lambda: process.poll() is not None
@@ -279,14 +324,14 @@ def _environment_of_rank(job: Mapping[str, Any], threads: int | None) -> dict[st
 
 
 @contextlib.contextmanager
-def _start_external(space: Path, count: int, ctx: Context) -> Iterator[Callable[[], bool]]:
+def _start_external(space: Path, count: int, threads: int | None) -> Iterator[Callable[[], bool]]:
     """Start process 0 of a job here, and have the other ranks start theirs; yield as `_start_launcher`."""
     store = _key_value_store()
     number = store.add(_COUNT_KEY, 1) - 1
     job = read_json_object(space / _JOB) | {"port": _free_port()}
     write_json(space / _JOB, job)
     store.set(_JOB_KEY.format(number), json.dumps(job))
-    with _rank_process(space, job, ctx.threads) as process:
+    with _rank_process(space, job, threads) as process:
 
         def ended() -> bool:
             if store.check([_FAILED_KEY.format(number)]):
@@ -450,7 +495,8 @@ class _Events:
 
 def _train(space: Path) -> None:
     """Run one process of the job in `space` (the program `train`)."""
-    from smelt.training.processes import join_processes, leave_processes, process_rank
+    from smelt.core.process_group import process_rank
+    from smelt.training.processes import join_processes, leave_processes
 
     job = read_json_object(space / _JOB)
     rank = int(os.environ["RANK"])
@@ -458,9 +504,9 @@ def _train(space: Path) -> None:
         from smelt.runtimes.device import torch_device
 
         join_processes(torch_device(job["device"]))
-        ctx = _run_job(job, space, rank)
+        result = _run_job(job, space, rank)
         if process_rank() == 0:
-            write_json(space / _RESULT, {"details": ctx.details, "warnings": messages_to_json(ctx.warnings)})
+            write_json(space / _RESULT, result)
         leave_processes()
     except Exception as error:
         traceback.print_exc()
@@ -479,14 +525,12 @@ def _train(space: Path) -> None:
         os._exit(1)  # the library may wait for the other processes
 
 
-def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> Context:
-    """Run the stage of `job`; return its context with details and warnings."""
+def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> dict[str, Any]:
+    """Run the stage of `job` and return its details and warnings, or score its artifact."""
     from smelt.data.split_division import divide_folds, limit_split
     from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner, resolve_task
     from smelt.pipeline.plan.load_plan import make_plan
     from smelt.pipeline.recipe.yaml_file import YamlDocument
-    from smelt.training.processes import gather_parts
-    from smelt.training.training_state import denormals_as_zero
 
     path = Path(job["path"])
     plan = make_plan(YamlDocument(str(path), job["recipe"]), path)
@@ -500,9 +544,29 @@ def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> Context:
     store = Store(Path(job["store"]))
     scorer = recipe_scorer(plan.recipe, store)
     scorer = replace(scorer, metrics=resolve_task(plan, whole, scorer.metrics).metrics)
+    if "artifact" in job:
+        reference = None if job["reference"] is None else _artifact(job["reference"])
+        split = limit_split(data[job["split"]], job["score_limit"])
+        replace(scorer, reference=reference).score(_artifact(job["artifact"]), split, events.progress)
+        return {}
     runner = recipe_step_runner(plan.recipe, store, data, scorer, cast(Any, events))
-    ancestors = {name: Artifact(Path(p), read_manifest(Path(p))) for name, p in job["ancestors"].items()}
-    step = plan.step(job["step"])
+    ctx = _train_step(runner, plan, job, events, space)
+    return {"details": ctx.details, "warnings": messages_to_json(ctx.warnings)}
+
+
+def _artifact(folder: str) -> Artifact:
+    return Artifact(Path(folder), read_manifest(Path(folder)))
+
+
+def _train_step(
+    runner: StepRunner, plan: Plan, job: Mapping[str, Any], events: _Events, space: Path
+) -> Context:
+    """Run the stage of `job`; return its context with details and warnings."""
+    from smelt.core.process_group import gather_parts, process_rank
+    from smelt.training.training_state import denormals_as_zero
+
+    ancestors = {name: _artifact(folder) for name, folder in job["ancestors"].items()}
+    step, rank, store = plan.step(job["step"]), process_rank(), runner.store
     keys = gather_parts(runner.step_key(step, ancestors))
     if wrong := [number for number, key in enumerate(keys) if key != job["key"]]:
         raise InputError(
@@ -533,7 +597,7 @@ class SharedStageCache:
 
     def cached_value(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
         """Return the result of `make`, which all processes compute, from the store if it is cached."""
-        from smelt.training.processes import from_first, process_rank
+        from smelt.core.process_group import from_first, process_rank
 
         store, key = self.cache.store, self.cache.value_key(what)
         found = from_first(lambda: store.read_score(key))
@@ -548,7 +612,7 @@ class SharedStageCache:
         self, what: Mapping[str, Any], make: Callable[[Path], None]
     ) -> Iterator[tuple[Path, bool]]:
         """Yield the folder with the files of `make`, into which every process writes its part."""
-        from smelt.training.processes import from_first, gather_parts, process_rank
+        from smelt.core.process_group import from_first, process_rank, wait_for_all
 
         store, key = self.cache.store, self.cache.files_key(what)
         words, artifacts = str(what["what"]), list(what["artifacts"])
@@ -557,10 +621,10 @@ class SharedStageCache:
             with store.workspace() if process_rank() == 0 else contextlib.nullcontext(Path()) as space:
                 folder = from_first(lambda: _made(space / "out"))
                 make(folder)
-                gather_parts(None)  # all have written their part
+                wait_for_all()  # all have written their part
                 if process_rank() == 0:
                     commit_cached_files(store, folder, key, words, artifacts)
-            gather_parts(None)
+            wait_for_all()
         found = find_cached_files(store, key)
         assert found is not None
         yield found.path, intact

@@ -80,6 +80,7 @@ from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
 from smelt.runtimes.device import cuda_device_count
+from smelt.training.processes import fsdp_conflicts
 from smelt.training.settings import TrainedPart, TrainingSettings, default_learning_rate, has_fewer_layers
 
 if TYPE_CHECKING:
@@ -164,17 +165,36 @@ def _check_prompts(
 
 
 def check_device(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
-    """Check that the requested device, and one for each process, is available."""
+    """Check that the requested device is available."""
     if recipe.device == "cuda" and not has_mistake(bad, "device") and (lack := cuda_missing_reason()):
         mistakes.add(("device",), lack, code="no-gpu")
-    gpus, wanted = (cuda_device_count() if recipe.device != "cpu" else 0), recipe.launch.num_processes
-    if gpus and wanted > gpus and not has_mistake(bad, "launch", "device"):
+
+
+def check_launch(
+    recipe: ParsedRecipe,
+    steps: Sequence[PlanStep],
+    paths: Mapping[str, KeyPath],
+    mistakes: Mistakes,
+    bad: set[str],
+) -> None:
+    """Check that each process has a GPU, and that FSDP can train every stage."""
+    if has_mistake(bad, "launch", "device"):
+        return
+    gpus, launch = (cuda_device_count() if recipe.device != "cpu" else 0), recipe.launch
+    if gpus and launch.num_processes > gpus:
         mistakes.add(
             ("launch", "num_processes"),
-            f"{wanted} processes need as many GPUs, but this machine has {gpus}. Lower num_processes, or set"
-            " device: cpu.",
+            f"{launch.num_processes} processes need as many GPUs, but this machine has {gpus}. Lower"
+            " num_processes, or set device: cpu.",
             code="too-few-gpus",
         )
+    for step in steps if launch.strategy == "fsdp" else ():
+        for name in fsdp_conflicts(step.settings) if isinstance(step.settings, TrainingSettings) else ():
+            mistakes.add(
+                (*paths[step.name], *name.split(": ")[:1]),
+                f"strategy: fsdp cannot train with {name}. Remove it, or set launch: {{strategy: ddp}}.",
+                code="not-with-fsdp",
+            )
 
 
 def check_folds(
@@ -528,6 +548,7 @@ def make_plan(
         check_metrics(read, splits, mistakes)
     _check_prompts(read, folder, splits, mistakes, bad)
     check_device(read, mistakes, bad)
+    check_launch(read, every, checker.setting_paths, mistakes, bad)
     check_trackers(read, mistakes, bad)
     check_folds(read, every, splits, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)

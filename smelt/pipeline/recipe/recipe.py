@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.core.stage import Settings
 from smelt.data.splits import (
     ALL_TASKS,
@@ -46,7 +47,7 @@ from smelt.pipeline.recipe.model_and_data import (
 )
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
-from smelt.runtimes.device import Device
+from smelt.runtimes.device import select_gpu
 from smelt.training.processes import LaunchSettings
 
 # Gates on latency: by wall-clock time, by CPU time.
@@ -148,13 +149,26 @@ class RecipeKeys(Settings):
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="number of torch threads; default: all cores"
     )
-    device: Device = Field(default="auto", description="device for training; auto: CUDA if available")
+    device: str = Field(
+        default="auto", description="auto, cpu, cuda, or one GPU: cuda:1; auto: CUDA if available"
+    )
     launch: LaunchSettings = Field(
         default=LaunchSettings(), description="processes that train a stage together"
     )
     trackers: tuple[TrackerName, ...] = Field(
         default=(), description="experiment trackers to which the run is logged"
     )
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, name: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+            known = ("auto", "cpu", "cuda", "cuda:1")
+            raise SettingError(
+                f"'{name[:60]}' is not a device; known: {', '.join(known)}.{did_you_mean(name, known)}",
+                code="wrong-value",
+            )
+        return name
 
 
 class ParsedRecipe(RecipeKeys):
@@ -252,6 +266,10 @@ def check_recipe(
     keys, places = validate_settings(RecipeKeys, head | task_bad, (), mistakes, _PLACEHOLDERS)
     assert keys is not None  # each key has a default or a placeholder
     bad = {dotted_path(place) for place in places} | set(task_bad)
+    try:
+        keys = keys.model_copy(update={"device": select_gpu(keys.device)})
+    except InputError as error:
+        mistakes.add_error(("device",), error)
     _check_data(keys, bad, mistakes)
     keys = _check_quality(keys, bad, mistakes)
     _check_gates(keys, metric_settings, bad, mistakes)

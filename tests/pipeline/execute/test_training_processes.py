@@ -1,5 +1,6 @@
 """Training stages in several processes: started by a run, or by torchrun."""
 
+import gzip
 import json
 import os
 import socket
@@ -147,6 +148,12 @@ def test_processes_of_torchrun_serve_the_stages_of_process_zero(home, alone):
     report = json.loads((out / "report.json").read_text())
     (step,) = [s for s in report["steps"] if s["name"] == "finetune"]
     assert same_losses(step["details"]["training"], alone)
+    # the model's own scores: also the outputs are those of one process
+    scores = [
+        json.loads(gzip.decompress((home / "runs" / run / "scores" / "model.json.gz").read_bytes()))
+        for run in ("alone", "external")
+    ]
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.quick

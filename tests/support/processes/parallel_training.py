@@ -5,13 +5,16 @@ RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for each; process 0 writes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import harness
 import tiny
@@ -20,9 +23,11 @@ from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from smelt.core.process_group import process_rank
 from smelt.core.store import StageCache, Store
 from smelt.pipeline.execute.training_processes import SharedStageCache
-from smelt.training.processes import LaunchSettings, join_processes, leave_processes, process_rank
+from smelt.training.checkpoint_selector import CheckpointSelector
+from smelt.training.processes import LaunchSettings, join_processes, leave_processes
 
 SHORT = {"max_steps": 4, "batch_size": 5, "precision": "fp32", "dropout": 0.0, "num_evals": 2,
          "learning_rate": 1e-3}  # fmt: skip
@@ -47,27 +52,54 @@ FSDP_CASES = ("finetune", "distill")
 
 
 def score(artifact: Any, *_: Any) -> dict[str, float]:
-    """Return a score that only process 0 knows: a sum of the stored weights."""
+    """Return a sum of the stored weights as the score."""
     from safetensors.torch import load_file
 
-    assert process_rank() == 0
     weights = load_file(artifact.path / "model.safetensors")
     return {"chrf": float(sum(w.double().abs().sum() for w in weights.values()))}
 
 
-def train(folder: Path, work: Path, name: str, launch: LaunchSettings | None = None) -> Any:
-    """Train the case `name` on the model and the pairs in `folder`; return its context."""
-    stage, more, quantized = CASES[name]
-    settings = stage.settings_type.model_validate(SHORT | more)
+def train(
+    folder: Path,
+    work: Path,
+    name: str,
+    launch: LaunchSettings | None = None,
+    unfinished: Path | None = None,
+    **more: Any,
+) -> Any:
+    """Train the case `name` on the model and the pairs in `folder`; return its context.
+
+    unfinished: folder of its checkpoints, written after each update.
+    """
+    stage, options, quantized = CASES[name]
+    saved = {} if unfinished is None else {"checkpoint_interval_minutes": 0}
+    settings = stage.settings_type.model_validate(SHORT | options | saved)
     source = tiny.as_artifact(folder / ("quantized" if quantized else "model"))
-    out = work / name.replace(" ", "-") / f"out-{process_rank()}"
+    out = work / name / f"out-{process_rank()}"
     (out / "own").mkdir(parents=True)
     rows = tiny.read_pairs(out / "own")
     cache = SharedStageCache(StageCache(Store(work / "store"), {}, print))
     return harness.run_stage(
         stage(), settings, source, out / "made", data=rows, score=score, launch=launch,
         cached_value=cache.cached_value, cached_files=cache.cached_files,
+        next_checkpoint_folder=lambda: unfinished, **more,
     )  # fmt: skip
+
+
+class StopError(Exception):
+    """Ends a training before it is finished."""
+
+
+def stop_before(step: int) -> Any:
+    """Return a patch that ends every training before the update after `step`."""
+    begin = CheckpointSelector.on_step_begin
+
+    def stop(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if state.global_step == step:
+            raise StopError
+        return begin(self, args, state, control, **kwargs)
+
+    return patch.object(CheckpointSelector, "on_step_begin", stop)
 
 
 def write_models(folder: Path) -> None:
@@ -101,9 +133,9 @@ def run_processes(folder: Path, work: Path, *names: str, count: int = 2) -> None
     assert [process.returncode for process in running] == [0] * count, "\n".join(outputs)
 
 
-def details(work: Path, name: str) -> Any:
-    """Return the details that process 0 wrote of a case."""
-    return json.loads((work / f"{name.replace(' ', '-').replace('/', '-')}.json").read_text())
+def details_file(work: Path, name: str) -> Path:
+    """Return the file with the details of a case that process 0 writes."""
+    return work / f"{name.replace('/', '-')}.json"
 
 
 def main() -> None:
@@ -111,12 +143,19 @@ def main() -> None:
     folder, work, *names = sys.argv[1:]
     join_processes("cpu")
     for name in names:
-        case, _, strategy = name.partition("/")
+        case, strategy, what = (*name.split("/"), "", "")[:3]
         launch = LaunchSettings(num_processes=2, strategy=strategy or "ddp")
-        ctx = train(Path(folder), Path(work) / (strategy or "ddp"), case, launch)
-        if process_rank() == 0:
-            path = Path(work) / f"{name.replace(' ', '-').replace('/', '-')}.json"
-            path.write_text(json.dumps(ctx.details))
+        unfinished = Path(work) / "unfinished" if what else None
+        place = Path(work) / (name.replace("/", "-"))
+        with contextlib.ExitStack() as stack:
+            if what == "stopped":
+                stack.enter_context(contextlib.suppress(StopError))
+                stack.enter_context(stop_before(3))
+            ctx = train(Path(folder), place, case, launch, unfinished)
+            if process_rank() == 0:
+                details_file(Path(work), name).write_text(json.dumps(ctx.details))
+        if what == "stopped" and process_rank() == 0:
+            shutil.copytree(Path(work) / "unfinished", Path(work) / "stopped")
     leave_processes()
 
 

@@ -1,0 +1,80 @@
+"""This process among several that compute together (torch.distributed).
+
+Without others every function returns at once, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+ValueT = TypeVar("ValueT")
+
+
+def is_distributed() -> bool:
+    """Return whether this process computes together with others."""
+    if "torch" not in sys.modules:
+        return False
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def process_rank() -> int:
+    """Return the number of this process; 0 without others."""
+    import torch
+
+    return torch.distributed.get_rank() if is_distributed() else 0
+
+
+def process_count() -> int:
+    """Return the number of processes that compute together; 1 without others."""
+    import torch
+
+    return torch.distributed.get_world_size() if is_distributed() else 1
+
+
+def processes_on_machine() -> int:
+    """Return how many of them run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_distributed() else 1
+
+
+def from_first(make: Callable[[], ValueT]) -> ValueT:
+    """Return the result of `make`, which only process 0 calls."""
+    if not is_distributed():
+        return make()
+    import torch
+
+    found = [make() if process_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]  # type: ignore[return-value]
+
+
+def gather_parts(part: ValueT) -> list[ValueT]:
+    """Return the `part` of every process, in the order of their numbers."""
+    if not is_distributed():
+        return [part]
+    import torch
+
+    found: list[Any] = [None] * process_count()
+    torch.distributed.all_gather_object(found, part)
+    return found
+
+
+def own_batches(batches: Iterable[ValueT]) -> list[tuple[int, ValueT]]:
+    """Return this process's share of `batches`, each with its number."""
+    count, rank = process_count(), process_rank()
+    return [(number, batch) for number, batch in enumerate(batches) if number % count == rank]
+
+
+def merge_shares(found: Mapping[int, ValueT]) -> list[ValueT]:
+    """Return the results of all processes in the order of their indices, which are 0 to n - 1."""
+    merged = {index: value for part in gather_parts(dict(found)) for index, value in part.items()}
+    return [merged[index] for index in range(len(merged))]
+
+
+def wait_for_all() -> None:
+    """Return when all processes have called it."""
+    gather_parts(None)

@@ -19,7 +19,7 @@ def is_distributed() -> bool:
         return False
     import torch
 
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def process_rank() -> int:

@@ -53,7 +53,10 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     divided: Any = like
-    return distribute_tensor(tensor.to(local_part(like).device), divided.device_mesh, divided.placements)
+    found: Tensor = distribute_tensor(
+        tensor.to(local_part(like).device), divided.device_mesh, divided.placements
+    )
+    return found
 
 
 def require_shardable(model: nn.Module, settings: TrainingSettings, extension: TrainingExtension) -> None:
@@ -119,7 +122,7 @@ def _copy_whole(divided: nn.Module, whole: nn.Module) -> None:
         targets[name].copy_(whole_tensor(tensor))
 
 
-def _zero_gradient_row(parameter: nn.Parameter, row: int) -> None:
+def _zero_gradient_row(parameter: Tensor, row: int) -> None:
     """Keep the gradient of a row of a divided parameter zero."""
     local = local_part(parameter)
     size = -(-parameter.shape[0] // torch.distributed.get_world_size())  # of every slice but the last ones

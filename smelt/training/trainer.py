@@ -317,6 +317,7 @@ def run_training(
             **({} if settings.dropout is None else {"dropout": settings.dropout}),
             "precision": precision,
             "device": args.device.type,
+            **({"processes": process_count()} if process_count() > 1 else {}),
             **keeper.details(steps),
         }
         doubts = {

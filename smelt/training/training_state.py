@@ -207,7 +207,7 @@ def _freeze_zeros(model: nn.Module) -> list[Any]:
     return [weight.register_hook(partial(within, weight.detach() != 0)) for weight in weights.values()]
 
 
-def frozen_pad_rows(model: Any) -> list[tuple[nn.Parameter, int]]:
+def frozen_pad_rows(model: Any) -> list[tuple[Tensor, int]]:
     """Return the embedding of padding, as weight and row, in families whose decoder starts from it."""
     family = family_of(model)
     if family is None or not family.freezes_pad_row:

@@ -9,17 +9,16 @@ import sys
 import threading
 import time
 
-import harness
 import psutil
 import pytest
 import tiny
 from expected_errors import raises_code
 
 import smelt
-from smelt.core.artifact import read_artifact
 from smelt.core.store import Store
 from smelt.pipeline.execute import training_processes
-from smelt.pipeline.execute.training_processes import TrainingLaunch, external_processes, external_rank
+from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
+from smelt.pipeline.execute.training_processes import external_processes, external_rank
 from smelt.pipeline.plan import load_plan as plans
 from smelt.pipeline.plan.load_plan import load_plan
 
@@ -98,7 +97,7 @@ def test_a_process_that_is_killed_ends_the_step_and_the_next_run_resumes(home, a
     assert [rank_process(rank) for rank in (0, 1)] == [None, None]
     (note,) = (store / "unfinished").rglob("checkpoint.json")
     reached = json.loads(note.read_text())["step"]
-    result = smelt.run(home / "recipe.yaml", **(options | {"overrides": ["launch.num_processes=3"]}))
+    result = smelt.run(home / "recipe.yaml", **(options | {"overrides": []}))  # in one process
     assert same_losses(training(result), alone)
     log = (out / "log.txt").read_text()
     assert f"resuming from step {reached}" in log
@@ -106,13 +105,13 @@ def test_a_process_that_is_killed_ends_the_step_and_the_next_run_resumes(home, a
 
 
 def test_a_process_with_another_step_is_refused(home, alone, tmp_path):
-    plan = load_plan(home / "recipe.yaml", ["launch.num_processes=2"])
-    source = read_artifact((home / "runs" / "alone" / "artifacts" / "model").resolve())
-    ctx = harness.make_context(tmp_path / "space" / "out", ancestors={"model": source})
+    plan = load_plan(home / "recipe.yaml")
+    store = Store(tmp_path / "store")
+    runner = recipe_step_runner(plan.recipe, store, plan.read_data(), recipe_scorer(plan.recipe, store), None)
+    model = home / "runs" / "alone" / "artifacts" / "model"
+    job = {"step": "finetune", "key": "f" * 64, "ancestors": {"model": str(model)}}
     with raises_code("ranks-differ"):
-        TrainingLaunch(plan).train(
-            plan.step("finetune"), "f" * 64, ctx.ancestors, Store(tmp_path / "store"), ctx, print
-        )
+        training_processes._train_step(runner, plan, job, None, tmp_path)
 
 
 def test_processes_of_torchrun_serve_the_stages_of_process_zero(home, alone):

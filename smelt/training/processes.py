@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError
-from smelt.core.stage import Settings
+from smelt.core.stage import RecipePath, Settings
 from smelt.training.settings import LOSS_METRIC
 
 # Process 0 scores checkpoints while the others wait.
@@ -35,6 +35,9 @@ class LaunchSettings(Settings):
         default=False, description="fsdp: parameters and optimizer states are kept in the CPU's memory"
     )
 
+    config_file: RecipePath = Field(
+        default=None, description="file of `accelerate config` with processes and strategy, instead of these"
+    )
     scoring: bool = Field(
         default=False, description="the processes also score quality; worth their start for many samples"
     )

@@ -44,6 +44,7 @@ from smelt.pipeline.recipe.model_and_data import (
     DataSettings,
     EmbeddingSettings,
     UntrainedModel,
+    resolve_launch,
 )
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
@@ -270,6 +271,10 @@ def check_recipe(
         keys = keys.model_copy(update={"device": select_gpu(keys.device)})
     except InputError as error:
         mistakes.add_error(("device",), error)
+    try:
+        keys = keys.model_copy(update={"launch": resolve_launch(keys.launch, path.parent)})
+    except InputError as error:
+        mistakes.add_error(("launch", "config_file"), error)
     _check_data(keys, bad, mistakes)
     keys = _check_quality(keys, bad, mistakes)
     _check_gates(keys, metric_settings, bad, mistakes)

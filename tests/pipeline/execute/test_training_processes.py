@@ -179,3 +179,28 @@ def test_more_processes_than_gpus_are_refused_by_the_plan(home, monkeypatch):
     with raises_code("too-few-gpus"):
         load_plan(home / "recipe.yaml", ["launch.num_processes=3", "device=auto"])
     assert load_plan(home / "recipe.yaml", ["launch.num_processes=3"]).recipe.launch.num_processes == 3
+
+
+@pytest.mark.quick
+def test_processes_are_read_from_a_file_of_accelerate(home, tmp_path):
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    def launch(kind, **more):
+        config = ClusterConfig(
+            compute_environment="LOCAL_MACHINE", distributed_type=kind, mixed_precision="no", use_cpu=True,
+            debug=False, **more,
+        )  # fmt: skip
+        config.to_yaml_file(tmp_path / "accelerate.yaml")
+        return load_plan(
+            home / "recipe.yaml", [f"launch.config_file={tmp_path / 'accelerate.yaml'}"]
+        ).recipe.launch
+
+    divided = launch("FSDP", num_processes=4, fsdp_config={"fsdp_offload_params": True})
+    assert (divided.num_processes, divided.strategy, divided.cpu_offload) == (4, "fsdp", True)
+    assert launch("MULTI_CPU", num_processes=2).strategy == "ddp"
+    for unsupported in ({"kind": "DEEPSPEED", "num_processes": 2}, {"kind": "MULTI_CPU", "num_processes": -1},
+                        {"kind": "MULTI_CPU", "num_processes": 2, "num_machines": 2}):  # fmt: skip
+        with raises_code("launch-config"):
+            launch(**unsupported)
+    with raises_code("unreadable-file"):
+        load_plan(home / "recipe.yaml", ["launch.config_file=missing.yaml"])

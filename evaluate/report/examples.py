@@ -250,7 +250,7 @@ def _join_marks(parts: Marked) -> Marked:
     return joined
 
 
-AGREEMENT_NOTE = (
+_AGREEMENT_NOTE = (
     "How much the outputs changed, not whether they are right: a corrected mistake lowers the agreement too."
 )
 # Hides the examples that lack a word of the search field; without scripts the field is not shown.
@@ -303,18 +303,25 @@ def step_shown_first(report: ReportData) -> StepReport | None:
 
 def agreement_columns(report: ReportData) -> list[tuple[str, str]]:
     """Return (field, title) of the values of `Agreement` that a step of the report has."""
+    found = [step.agreement for step in report.steps if step.agreement]
+    per_token = " per token" if any(each.bleu is not None for each in found) else ""
     titles = {
         "equal": "Same output, %",
         "bleu": "BLEU",
         "chrf": "chrF",
-        "kl_divergence": "KL divergence, nats",
+        "kl_divergence": f"KL divergence, nats{per_token}",
     }
-    found = [step.agreement for step in report.steps if step.agreement]
     return [
         (name, title)
         for name, title in titles.items()
         if any(getattr(each, name) is not None for each in found)
     ]
+
+
+def agreement_notes(report: ReportData) -> list[str]:
+    """Return what the agreement means, and why a KL divergence is missing."""
+    known = [(step.name, step.agreement.kl_reason) for step in report.steps if step.agreement]
+    return [_AGREEMENT_NOTE, *(f"No KL divergence of {name}: {reason}." for name, reason in known if reason)]
 
 
 def agreement_text(step: StepReport, name: str) -> str:

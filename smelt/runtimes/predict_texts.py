@@ -12,7 +12,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch, check_finite_outputs
 from smelt.data.splits import Example
-from smelt.generation.config import GenerationSettings
+from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.generation.prompt_batches import (
     OnTruncate,
     batch_prompts,
@@ -157,6 +157,17 @@ def generate_texts(
     return results
 
 
+def generation_batches(
+    runner: Runner, texts: Sequence[str], decoding: GenerationConfig, batch_size: int
+) -> Sequence[tuple[list[int], Batch]]:
+    """Return the batches of `texts` that a model generates from, each with the indices of its rows."""
+    tools = runner.text
+    if not is_causal(runner.config):
+        return _batches(tools, texts, batch_size, None, None)
+    prompts, _ = truncated_prompts(runner, texts, decoding)
+    return batch_prompts(prompts, batch_size, padding_token(tools.tokenizer), decoding)
+
+
 def generate_candidates(
     runner: Runner,
     texts: Sequence[str],
@@ -179,13 +190,7 @@ def generate_candidates(
     decoding = tools.resolved_generation(generation, runner)
     results: list[list[str]] = [[] for _ in texts]
     done = 0
-    batches: Sequence[tuple[list[int], Batch]]
-    if is_causal(runner.config):
-        prompts, _ = truncated_prompts(runner, texts, decoding)
-        batches = batch_prompts(prompts, batch_size, padding_token(tools.tokenizer), decoding)
-    else:
-        batches = _batches(tools, texts, batch_size, None, None)
-    for rows, batch in batches:
+    for rows, batch in generation_batches(runner, texts, decoding, batch_size):
         for i, found in zip(rows, generate_n_best(runner, batch, decoding, count), strict=True):
             results[i] = list(tools.tokenizer.decode_batch(found))
         done += len(rows)

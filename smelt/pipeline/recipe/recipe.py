@@ -98,6 +98,13 @@ class ScoreSettings(Settings):
         description="validation samples on which each layer of a torch step is compared with the baseline's"
         " (SQNR); 0: not compared",
     )
+    kl_samples: int = Field(
+        default=16,
+        ge=0,
+        le=1024,
+        description="generated texts: samples on whose outputs by the baseline each step's next-token"
+        " distributions are compared with the baseline's (KL divergence); 0: not compared",
+    )
 
     @field_validator("latency")
     @classmethod

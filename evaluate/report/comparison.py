@@ -45,7 +45,7 @@ COMPARISON_SCHEMA = 1
 _SIZE, _LATENCY, _SPEEDUP = "size", "latency", "speedup"
 _SCORE_KEYS = {"value", "unit", "higher_is_better", "ci95"}
 _RULE = re.compile(
-    r"(?P<what>[A-Za-z0-9_]+) +(?P<change>drops|rises) +(?P<limit>\d+(?:\.\d+)?) *(?P<percent>%?)"
+    r"(?P<what>[\w.:]+(?:\(.+?\))?) +(?P<change>drops|rises) +(?P<limit>\d+(?:\.\d+)?) *(?P<percent>%?)"
     r"(?: +at +(?P<step>\S+))?"
 )
 

@@ -19,7 +19,7 @@ from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
 from smelt.data.labels import multi_label_targets
 from smelt.data.prompt_rows import parse_conversation
 from smelt.data.splits import Example, Split
-from smelt.evaluate.metrics import METRICS, RESPONSE_PERPLEXITY
+from smelt.evaluate.metrics import RESPONSE_PERPLEXITY, base_metric, find_metric
 from smelt.evaluate.report import view
 from smelt.evaluate.report.schema import ChangedExample, Confusion, ReportData, StepReport
 
@@ -62,7 +62,7 @@ def _changed_examples(
     if found is None:
         return None
     metric, values = found
-    sign = 1 if METRICS[metric].higher_is_better else -1
+    sign = 1 if find_metric(metric).higher_is_better else -1
     gains = sign * (values[0] - values[1])
     order = sorted(range(len(gains)), key=lambda at: float(gains[at]))
     worse = [at for at in order if gains[at] < 0]
@@ -88,7 +88,9 @@ def _changed_examples(
         for kind, rows in chosen.items()
     }
     return {
-        "metric": "accuracy" if metric == "f1" else metric,  # of one example it is right or wrong
+        "metric": "accuracy"
+        if base_metric(metric) == "f1"
+        else metric,  # of one example it is right or wrong
         "n": len(own),
         "num_worse": len(worse),
         "num_better": len(better),
@@ -206,11 +208,12 @@ def _count_predictions(score: Mapping[str, Any], labels: int) -> Any:
     import numpy as np
 
     statistics = score["statistics"]
-    rows = next((statistics[name]["rows"] for name in _ONE_LABEL_METRICS if name in statistics), None)
+    scored = (each["rows"] for name, each in statistics.items() if base_metric(name) in _ONE_LABEL_METRICS)
+    rows = next(scored, None)
     if rows is None:
         return None
     counts = np.zeros((labels, labels), dtype=np.int64)
-    for predicted, gold in rows:
+    for predicted, gold, *_ in rows:
         counts[int(gold), int(predicted)] += 1
     return counts
 

@@ -334,9 +334,10 @@ class _PlanRunner:
             self.artifacts[name] = artifact
             self.report.add_unscored_step(name, artifact, why, cached)
             took = "from the store" if cached else duration(seconds)
+            # a search scores after all steps are built
+            note = "" if self.options.label and why[0] == "scoring-disabled" else f"; not scored: {why[1]}"
             self.display.print_line(
-                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {why[1]}",
-                brief=not cached,
+                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB{note}", brief=not cached
             )
             return
         if name == (MODEL_STEP if self.plan.recipe.task == CUSTOM_TASK else self.plan.recipe.baseline):

@@ -105,6 +105,32 @@ def test_mistakes_are_named_before_any_work(tmp_path, old, new, codes):
     assert error_codes(raised.value) == codes
 
 
+def test_all_mistakes_are_named_together_once_each_where_they_are_in_the_file(tmp_path):
+    text = small()
+    for old, new in (
+        ("[0.5, 0.9]", "[0.9, 0.5]"),
+        ("int8-dynamic, int4", "int8-dynamic, int5"),
+        ("[latency, size]", "[latency, speed]"),
+        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}"),
+        ("minimize:", "trial: 3\n  minimize:"),
+    ):
+        text = text.replace(old, new)
+    path = write(tmp_path, text)
+    with pytest.raises(InputError) as raised:
+        read_space(path)
+    found = {each.setting: each for each in raised.value.found}
+    assert {setting: each.code for setting, each in found.items()} == {
+        "stages[0].prune.keep_ratio.search": "wrong-search-range",
+        "quantize.scheme": "wrong-value",
+        "search.trial": "unknown-setting",
+        "search.minimize[1]": "metric-not-scored",
+        "search.subject_to.blue": "unknown-metric",
+    }
+    assert len(raised.value.found) == 5
+    lines = path.read_text().splitlines()
+    assert "blue" in lines[found["search.subject_to.blue"].line - 1]
+
+
 def test_a_users_own_metric_is_minimized_where_lower_is_better(tmp_path, monkeypatch):
     (tmp_path / "own_loss.py").write_text("def loss(prediction, references):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))

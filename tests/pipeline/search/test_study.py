@@ -224,13 +224,16 @@ def test_a_sampler_that_repeats_itself_does_not_end_before_the_space(space, tmp_
     monkeypatch.setattr(
         trials_module, "make_sampler", lambda name, seed: make(name, seed) if name == "random" else Same()
     )
-    job = search(steps, tmp_path / "steps", trials=100, sampler=sampler)
-    assert job.run() == "exhausted"
+    job, lines = search(steps, tmp_path / "steps", trials=100, sampler=sampler), []
+    assert job.run(lines.append) == "exhausted"
+    shown = [line.rpartition(":")[2].split(",") for line in lines if line.startswith("repeats")]
+    numbers = {trial.number for trial in job.finished_trials()} | {int(n) for each in shown for n in each}
     points = [
         (f"{trial.parameters['prune.keep_ratio']:.2g}", trial.parameters["quantize.scheme"])
         for trial in job.finished_trials()
     ]
     assert len(points) == len(set(points)) == 5 * 2
+    assert numbers == set(range(max(numbers) + 1))
     # an endless space goes on
     job = search(space, tmp_path / "endless", trials=5, sampler=sampler)
     assert job.run() == "trials"

@@ -551,8 +551,13 @@ def read_report(run: Path) -> dict[str, Any]:
     """
     path = run if run.is_file() else run / "report.json"
     if not path.is_file():
+        hint = (
+            " This is the folder of a search; its runs are in points."
+            if (run / "search.json").is_file()
+            else ""
+        )
         raise InputError(
-            f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.",
+            f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.{hint}",
             code="missing-file",
             file=str(path),
         )

@@ -296,6 +296,11 @@ def steps_with_examples(report: ReportData) -> list[StepReport]:
     ]
 
 
+def has_changed_examples(report: ReportData) -> bool:
+    """Return whether the page shows an example, so that there is something to search."""
+    return any(step.examples and (step.examples.worse or step.examples.better) for step in report.steps)
+
+
 def step_shown_first(report: ReportData) -> StepReport | None:
     """Return the step whose examples are open in the page: the verdict's, else the first with examples."""
     shown = steps_with_examples(report)

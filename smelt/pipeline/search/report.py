@@ -161,6 +161,8 @@ def _point_entry(
             for key in ("batch_size", "p50_ms", "speedup", "speedup_ci95", "cpu_speedup", "stable")
         },
         "memory_bytes": result.memory_bytes,
+        "format": (leaf or {}).get("format"),
+        "deployable": (leaf or {}).get("deployable"),
         "recipe": str(Path("recipes") / f"{trial.name}.yaml") if scored is not None else None,
         "artifact": str((folder / "artifacts" / search.space.leaf).relative_to(search.folder))
         if scored is not None
@@ -191,9 +193,14 @@ def summary_text(report: Mapping[str, Any], folder: Path) -> list[str]:
             place = Path(os.path.relpath(folder))
             lines += [
                 f"Run it: smelt run {shlex.quote(str(place / best['recipe']))} --store"
-                f" {shlex.quote(str(place / 'trials' / '.store'))}",
-                f"Ship it: smelt package {shlex.quote(str(place / best['artifact']))}",
+                f" {shlex.quote(str(place / 'trials' / '.store'))}"
             ]
+            if best["deployable"]:
+                artifact = shlex.quote(str(place / best["artifact"]))
+                packed = best["format"] == "onnx"
+                lines.append(
+                    f"Ship it: {f'smelt package {artifact}' if packed else f'cp -rL {artifact} NEW'}"
+                )
     return [*lines, f"Report: {Path(os.path.relpath(folder)) / 'search.html'}"]
 
 
@@ -224,6 +231,11 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
     found += [f"{message['severity']}: {message['message']}" for message in report["warnings"]]
     if report["limit"]:
         found.append(f"A search on at most {report['limit']} samples per split, not a result.")
+    if any(point["deployable"] is False for point in report["front"]):
+        found.append(
+            "The last step cannot be deployed: torch computes its quantized layers in float. Add a stage that"
+            " exports, such as onnx, and search again."
+        )
     if not report["front"]:
         nearest = report["nearest"]
         found.append(

@@ -59,7 +59,7 @@ def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it
     job.run()
     monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:3])
     full = {"code": "disk-full", "message": "on test: The disk is full.", "severity": "error"}
-    step = {"name": "onnx", "error": None, "latency": []}
+    step = {"name": "onnx", "error": None, "latency": [], "format": "onnx", "deployable": True}
     score = {"value": 29.0, "ci95": None, "higher_is_better": True}
     test = {"quality": {"bleu": score}, "against_baseline": {}, "gates": []}
     asked = iter(
@@ -86,6 +86,16 @@ def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it
     assert json.loads((tmp_path / "search.json").read_text()) == json.loads(json.dumps(report))
     assert exit_code(report) == 0
     assert exit_code(report | {"front": report["front"][:2]}) == 1
+    first = report["front"][2]  # was scored
+    for kind, able, shown in (
+        ("onnx", True, "smelt package"),
+        ("tensorrt", True, "cp -rL"),
+        ("torch", False, ""),
+    ):
+        text = summary_text(report | {"front": [first | {"format": kind, "deployable": able}]}, job.folder)
+        [ships] = [line for line in text if line.startswith("Ship it")] or [""]
+        assert (shown in ships, bool(ships)) == (True, able)
+        assert any("cannot be deployed" in line for line in text) is not able
 
 
 def test_winners_are_scored_by_one_worker_at_a_time(space, tmp_path, monkeypatch):

@@ -474,10 +474,10 @@ def test_the_front_is_what_nothing_dominates():
 
 
 def test_times_are_read_with_their_unit():
-    assert [minutes_of(text) for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
+    assert [minutes_of(text, "--budget") for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
     for wrong in ("30", "0m", "later"):
         with raises_code("wrong-value"):
-            minutes_of(wrong)
+            minutes_of(wrong, "--budget")
 
 
 def test_a_point_that_another_worker_is_running_is_not_run_again(tmp_path, monkeypatch):

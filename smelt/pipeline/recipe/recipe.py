@@ -106,8 +106,8 @@ class ScoreSettings(Settings):
         default=16,
         ge=0,
         le=1024,
-        description="generated texts: samples on whose outputs by the baseline each step's next-token"
-        " distributions are compared with the baseline's (KL divergence); 0: not compared",
+        description="generated texts: samples on which next-token distributions are compared with the"
+        " baseline's (KL divergence); 0: not compared",
     )
 
     @field_validator("latency")

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import json_hash, resolve_path
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
 from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, base_metric, is_lower_better, is_own_metric
 from smelt.pipeline.plan.load_plan import make_plan
@@ -126,9 +126,8 @@ class SearchSpace:
 
     def __str__(self) -> str:
         """Return the space for a terminal: its parameters, objectives and constraints."""
-        lines = [
-            f"{self.path}: {len(self.parameters)} parameters, one chain of {len(self.step_names)} stages"
-        ]
+        counts = with_count(len(self.parameters), "parameter"), with_count(len(self.step_names), "stage")
+        lines = [f"{self.path}: {counts[0]}, one chain of {counts[1]}"]
         for each in self.parameters:
             values = (
                 ", ".join(str(label) for label in each.labels)
@@ -146,6 +145,10 @@ class SearchSpace:
             limits = gate.model_dump(exclude_none=True, mode="json")
             written = (f"{key} {_limit_text(metric, value)}" for key, value in limits.items())
             lines.append(f"subject to: {metric}: {', '.join(written)}")
+        if self.plan is not None and self.plan.steps[-1].stage == "quantize":
+            lines.append(
+                f"note: '{self.leaf}' is the result, and torch cannot deploy it. Add a stage such as onnx."
+            )
         return "\n".join(lines)
 
     def defaults(self) -> dict[str, Any]:

@@ -32,6 +32,8 @@ def test_parameters_and_goals_are_those_of_the_recipe(space):
     goals = [(each.name, each.maximize) for each in space.objectives]
     assert goals == [("latency", False), ("size", False), ("bleu", True)]
     assert (space.leaf, space.sampler) == ("onnx", "nsga2")
+    last = replace(space, plan=replace(space.plan, steps=space.plan.steps[:-1]))  # quantize
+    assert "onnx" in str(last).splitlines()[-1] not in str(space).splitlines()
 
 
 def test_a_point_is_a_recipe_without_search(space, tmp_path):

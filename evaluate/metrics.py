@@ -46,7 +46,10 @@ class BleuSettings(Settings):
 
 
 class ClassSettings(Settings):
-    """Settings of `precision`, `recall` and `f1` of a classifier with one label."""
+    """Settings of `precision`, `recall` and `f1` of a classifier with one label.
+
+    Such a metric may be scored several times; see `variant_name`.
+    """
 
     label: str | int | None = Field(
         default=None, description="the only class that is scored; default: the mean over all classes"
@@ -219,16 +222,40 @@ def find_metric(name: str) -> Metric:
     Raises:
         KeyError: no such metric.
     """
-    if is_own_metric(name):
-        return replace(_OWN_METRIC, title=name)
-    if name not in METRICS:
+    base = base_metric(name)
+    if is_own_metric(base):
+        return replace(_OWN_METRIC, title=base)
+    if base not in METRICS:
         raise KeyError(f"'{name}' is not a metric")
-    return METRICS[name]
+    known = METRICS[base]
+    return known if base == name else replace(known, title=f"{known.title} {name.removeprefix(base)}")
+
+
+def variant_name(metric: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of a metric that is scored several times, `f1(positive)`; `f1` without settings."""
+    return f"{metric}({', '.join(map(str, settings.values()))})" if settings else metric
+
+
+def base_metric(name: str) -> str:
+    """Return the metric of `variant_name`, `f1` for `f1(positive)`; other names are returned as they are."""
+    base, bracket, _ = name.partition("(")
+    found = METRICS.get(base) if bracket and name.endswith(")") else None
+    return base if found is not None and found.settings is ClassSettings else name
+
+
+def absent_metric_hint(name: str) -> str:
+    """Return why a known metric is not offered, after a space; empty for any other name."""
+    if "comet" not in name.lower():
+        return ""
+    return (
+        " COMET is not offered: its checkpoints are pickles, which run code when they are opened, and smelt"
+        " opens none. bertscore compares meanings, too."
+    )
 
 
 def is_own_metric(name: str) -> bool:
     """Return whether `name` is a user's own metric, `package.module:function`."""
-    return ":" in name
+    return ":" in name and base_metric(name) == name  # a class may be called `a:b`
 
 
 def takes_own_metrics(task: str) -> bool:
@@ -249,7 +276,7 @@ def is_lower_better(name: str, settings: MetricSettingValues) -> bool:
     """Return whether lower values of the metric `name` are better; False for an unknown one."""
     if is_own_metric(name):
         return not settings.get(name, {}).get("greater_is_better", True)
-    return name in LOWER_IS_BETTER
+    return base_metric(name) in LOWER_IS_BETTER
 
 
 def _fitting(*groups: str) -> tuple[str, ...]:

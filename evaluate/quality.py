@@ -34,6 +34,7 @@ from smelt.evaluate.metrics import (
     TEXT_METRICS,
     WINDOW_METRICS,
     MetricSettingValues,
+    base_metric,
     find_metric,
 )
 from smelt.evaluate.significance import (
@@ -152,7 +153,7 @@ def score_labels(
     log-probability of the gold class, nats.
 
     Args:
-        metrics: names from CLASS_METRICS.
+        metrics: names from CLASS_METRICS, also as `variant_name`.
         predicted: n class numbers.
         gold: n class numbers.
         logits: float32 [n, C]; for cross_entropy.
@@ -161,7 +162,7 @@ def score_labels(
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
     """
-    check_inputs(metrics, CLASS_METRICS, len(predicted), len(gold))
+    check_inputs([base_metric(name) for name in metrics], CLASS_METRICS, len(predicted), len(gold))
     from sklearn.metrics import accuracy_score, f1_score
 
     only = only or {}
@@ -233,7 +234,7 @@ def chance_level(statistics: Statistics) -> float | None:
     (or set of classes) for every example; for numbers that of their mean, whose correlation is 0. None for
     other metrics.
     """
-    metric, rows = statistics.metric, statistics.rows
+    metric, rows = base_metric(statistics.metric), statistics.rows
     if metric == AGREEMENT_METRIC:
         return None
     if metric in TEXT_METRICS or metric in ("pearson", "spearman"):

@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
-from smelt.evaluate.metrics import AGREEMENT_METRIC, RESPONSE_PERPLEXITY, WINDOW_METRICS, find_metric
+from smelt.evaluate.metrics import (
+    AGREEMENT_METRIC,
+    RESPONSE_PERPLEXITY,
+    WINDOW_METRICS,
+    base_metric,
+    find_metric,
+)
 
 Array = NDArray[np.float64]
 
@@ -230,7 +236,7 @@ def example_values(statistics: Statistics) -> Array | None:
     example's own labels, 100 where it neither has nor gets any; mse: the squared error. Correlations and
     perplexity of running text have no value on one example.
     """
-    rows, metric = np.asarray(statistics.rows, dtype=np.float64), statistics.metric
+    rows, metric = np.asarray(statistics.rows, dtype=np.float64), base_metric(statistics.metric)
     if metric == "bleu":
         return _bleu(rows, effective_order=True)
     if metric == "chrf":
@@ -539,7 +545,7 @@ def _draw_weights(n: int) -> Iterator[Array]:
 def _metric_values(metric: str, rows: Array, weights: Array) -> Array:
     """Return the metric for each row of weights: [n, K], [R, n] -> [R]."""
     known = find_metric(metric)
-    function = accuracy if known.kind == "proportion" else LABEL_METRIC_FUNCTIONS.get(metric)
+    function = accuracy if known.kind == "proportion" else LABEL_METRIC_FUNCTIONS.get(base_metric(metric))
     if function is not None:
         return function(rows, weights)
     sums = weights @ rows

@@ -45,7 +45,7 @@ COMPARISON_SCHEMA = 1
 _SIZE, _LATENCY, _SPEEDUP = "size", "latency", "speedup"
 _SCORE_KEYS = {"value", "unit", "higher_is_better", "ci95"}
 _RULE = re.compile(
-    r"(?P<what>[A-Za-z0-9_]+) +(?P<change>drops|rises) +(?P<limit>\d+(?:\.\d+)?) *(?P<percent>%?)"
+    r"(?P<what>[\w.:]+(?:\(.+?\))?) +(?P<change>drops|rises) +(?P<limit>\d+(?:\.\d+)?) *(?P<percent>%?)"
     r"(?: +at +(?P<step>\S+))?"
 )
 
@@ -203,9 +203,9 @@ def find_regressions(comparison: Mapping[str, Any], rules: Sequence[str]) -> lis
 def _broken(comparison: Mapping[str, Any], rule: str) -> list[Regression]:
     found = _RULE.fullmatch(rule.strip())
     entries = [entry for step in comparison["steps"] for entry in step["runs"] if entry]
-    own = {metric for entry in entries for metric in entry["quality"]} - {*METRICS}
-    known = [*METRICS, *sorted(own), _SIZE, _LATENCY, _SPEEDUP]
-    if found is None or found["what"] not in known:
+    scored = dict.fromkeys(metric for entry in entries for metric in entry["quality"])
+    known = [*scored, _SIZE, _LATENCY, _SPEEDUP]
+    if found is None or found["what"] not in (*known, *METRICS):
         hint = did_you_mean(found["what"], known) if found else ""
         raise InputError(
             f"--fail-if: cannot read {rule!r}. Expected QUANTITY drops|rises NUMBER[%] [at STEP], such as"

@@ -19,7 +19,7 @@ from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
 from smelt.data.labels import multi_label_targets
 from smelt.data.prompt_rows import parse_conversation
 from smelt.data.splits import Example, Split
-from smelt.evaluate.metrics import METRICS, RESPONSE_PERPLEXITY
+from smelt.evaluate.metrics import RESPONSE_PERPLEXITY, base_metric, find_metric
 from smelt.evaluate.report import view
 from smelt.evaluate.report.schema import ChangedExample, Confusion, ReportData, StepReport
 
@@ -62,7 +62,7 @@ def _changed_examples(
     if found is None:
         return None
     metric, values = found
-    sign = 1 if METRICS[metric].higher_is_better else -1
+    sign = 1 if find_metric(metric).higher_is_better else -1
     gains = sign * (values[0] - values[1])
     order = sorted(range(len(gains)), key=lambda at: float(gains[at]))
     worse = [at for at in order if gains[at] < 0]
@@ -88,7 +88,9 @@ def _changed_examples(
         for kind, rows in chosen.items()
     }
     return {
-        "metric": "accuracy" if metric == "f1" else metric,  # of one example it is right or wrong
+        "metric": "accuracy"
+        if base_metric(metric) == "f1"
+        else metric,  # of one example it is right or wrong
         "n": len(own),
         "num_worse": len(worse),
         "num_better": len(better),
@@ -206,11 +208,12 @@ def _count_predictions(score: Mapping[str, Any], labels: int) -> Any:
     import numpy as np
 
     statistics = score["statistics"]
-    rows = next((statistics[name]["rows"] for name in _ONE_LABEL_METRICS if name in statistics), None)
+    scored = (each["rows"] for name, each in statistics.items() if base_metric(name) in _ONE_LABEL_METRICS)
+    rows = next(scored, None)
     if rows is None:
         return None
     counts = np.zeros((labels, labels), dtype=np.int64)
-    for predicted, gold in rows:
+    for predicted, gold, *_ in rows:
         counts[int(gold), int(predicted)] += 1
     return counts
 
@@ -250,7 +253,7 @@ def _join_marks(parts: Marked) -> Marked:
     return joined
 
 
-AGREEMENT_NOTE = (
+_AGREEMENT_NOTE = (
     "How much the outputs changed, not whether they are right: a corrected mistake lowers the agreement too."
 )
 # Hides the examples that lack a word of the search field; without scripts the field is not shown.
@@ -293,6 +296,11 @@ def steps_with_examples(report: ReportData) -> list[StepReport]:
     ]
 
 
+def has_changed_examples(report: ReportData) -> bool:
+    """Return whether the page shows an example, so that there is something to search."""
+    return any(step.examples and (step.examples.worse or step.examples.better) for step in report.steps)
+
+
 def step_shown_first(report: ReportData) -> StepReport | None:
     """Return the step whose examples are open in the page: the verdict's, else the first with examples."""
     shown = steps_with_examples(report)
@@ -303,18 +311,25 @@ def step_shown_first(report: ReportData) -> StepReport | None:
 
 def agreement_columns(report: ReportData) -> list[tuple[str, str]]:
     """Return (field, title) of the values of `Agreement` that a step of the report has."""
+    found = [step.agreement for step in report.steps if step.agreement]
+    per_token = " per token" if any(each.bleu is not None for each in found) else ""
     titles = {
         "equal": "Same output, %",
         "bleu": "BLEU",
         "chrf": "chrF",
-        "kl_divergence": "KL divergence, nats",
+        "kl_divergence": f"KL divergence, nats{per_token}",
     }
-    found = [step.agreement for step in report.steps if step.agreement]
     return [
         (name, title)
         for name, title in titles.items()
         if any(getattr(each, name) is not None for each in found)
     ]
+
+
+def agreement_notes(report: ReportData) -> list[str]:
+    """Return what the agreement means, and why a KL divergence is missing."""
+    known = [(step.name, step.agreement.kl_reason) for step in report.steps if step.agreement]
+    return [_AGREEMENT_NOTE, *(f"No KL divergence of {name}: {reason}." for name, reason in known if reason)]
 
 
 def agreement_text(step: StepReport, name: str) -> str:

@@ -384,7 +384,8 @@ def _agreement_section(report: ReportData) -> str:
         for row in view.tree_rows(report)
         if row.step.agreement
     ]
-    return f"{markdown_table(['step', *(title for _, title in columns)], rows)}\n\n{examples.AGREEMENT_NOTE}"
+    table = markdown_table(["step", *(title for _, title in columns)], rows)
+    return "\n\n".join([table, *map(escaped, examples.agreement_notes(report))])
 
 
 def _examples_of_step(step: StepReport, baseline: str) -> str:

@@ -239,8 +239,9 @@ class Agreement(_ReportModel):
     """How far a step's outputs equal the baseline's, on `n` examples; no references are used.
 
     equal: percent of equal outputs. bleu, chrf: of generated texts, with the baseline's as references.
-    kl_divergence: of classes, KL(baseline || step) of their probabilities, nats per example, over the first
-    `kl_n` examples.
+    kl_divergence: KL(baseline || step), over `kl_n` examples. Of classes: of their probabilities, nats per
+    example. Of texts: of the next-token distributions, nats per token, over `kl_tokens` tokens of the
+    baseline's outputs. kl_reason: why it cannot be computed.
     """
 
     n: int = Field(ge=1)
@@ -249,6 +250,8 @@ class Agreement(_ReportModel):
     chrf: float | None = None
     kl_divergence: float | None = Field(default=None, ge=0)
     kl_n: int | None = Field(default=None, ge=1)
+    kl_tokens: int | None = Field(default=None, ge=1)
+    kl_reason: str | None = None
     signatures: dict[str, str] = Field(default_factory=dict)
 
 
@@ -548,8 +551,13 @@ def read_report(run: Path) -> dict[str, Any]:
     """
     path = run if run.is_file() else run / "report.json"
     if not path.is_file():
+        hint = (
+            " This is the folder of a search; its runs are in points."
+            if (run / "search.json").is_file()
+            else ""
+        )
         raise InputError(
-            f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.",
+            f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.{hint}",
             code="missing-file",
             file=str(path),
         )

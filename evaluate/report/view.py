@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.data.splits import CUSTOM_TASK, DECODER_ONLY_TASKS, IMAGE_CLASSIFICATION
-from smelt.evaluate.metrics import METRICS, WINDOW_METRICS, find_metric, is_own_metric
+from smelt.evaluate.metrics import METRICS, WINDOW_METRICS, base_metric, find_metric, is_own_metric
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
     GenerationTimings,
@@ -71,12 +71,12 @@ def batch_sizes(report: ReportData) -> list[int]:
 
 def metric_label(metric: str) -> str:
     """Return the metric's name as used in papers."""
-    return _TITLES.get(metric, metric)
+    return _TITLES.get(metric) or (find_metric(metric).title if base_metric(metric) in METRICS else metric)
 
 
 def metric_digits(metric: str | None) -> int:
     """Return the number of decimal places of a value of `metric`."""
-    known = metric is not None and (metric in METRICS or is_own_metric(metric))
+    known = metric is not None and (base_metric(metric) in METRICS or is_own_metric(metric))
     return find_metric(metric).digits if metric is not None and known else 2
 
 

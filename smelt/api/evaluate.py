@@ -23,6 +23,7 @@ from smelt.evaluate.metrics import (
     DEFAULTS_BY_PROBLEM,
     METRICS,
     METRICS_BY_TASK,
+    absent_metric_hint,
     is_own_metric,
     scores_agreement_alone,
     takes_own_metrics,
@@ -85,7 +86,7 @@ def evaluate_artifact(
     for metric in metrics:
         if metric not in METRICS_BY_TASK[task]:
             known = ", ".join(METRICS_BY_TASK[task])
-            hint = did_you_mean(metric, METRICS_BY_TASK[task])
+            hint = absent_metric_hint(metric) or did_you_mean(metric, METRICS_BY_TASK[task])
             if is_own_metric(metric) and takes_own_metrics(task):
                 hint = f" Your own metric is scored by a recipe: score: {{quality: ['{metric}']}}."
             raise InputError(

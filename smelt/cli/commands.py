@@ -276,7 +276,7 @@ def shrink(
     named = parse_columns(columns).model_dump(exclude_unset=True)
     languages = (source_language, target_language)
     options = ShrinkOptions(
-        minutes=minutes_of(budget), task=task, columns=named, languages=languages, **given
+        minutes=minutes_of(budget, "--budget"), task=task, columns=named, languages=languages, **given
     )
 
     explain = None if quiet else print_untrusted
@@ -289,15 +289,17 @@ def shrink(
     sys.exit(exit_code(report))
 
 
-def minutes_of(text: str) -> float:
-    """Return the minutes of a time such as 90s, 30m or 2h.
+def minutes_of(text: str, option: str) -> float:
+    """Return the minutes of a time such as 90s, 30m or 2h, the value of `option`.
 
     Raises:
         InputError: it is not a time.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|m|min|h)", text.strip())
     if found is None or not float(found[1]):
-        raise InputError(f"expected a time such as 90s, 30m or 2h, got {text!r}.", code="wrong-value")
+        raise InputError(
+            f"{option}: expected a time such as 90s, 30m or 2h, got {text!r}.", code="wrong-value"
+        )
     return float(found[1]) * {"s": 1 / 60, "m": 1, "min": 1, "h": 60}[found[2]]
 
 

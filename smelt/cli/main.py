@@ -242,7 +242,7 @@ def search(
     from smelt.pipeline.search.space import read_space
     from smelt.pipeline.search.study import Search, SearchOptions
 
-    limit = None if timeout is None else minutes_of(timeout)
+    limit = None if timeout is None else minutes_of(timeout, "--timeout")
     job = Search(read_space(recipe, overrides), SearchOptions(max_minutes=limit, **given))
     job.check()
     if only_plan:

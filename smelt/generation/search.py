@@ -13,7 +13,7 @@ Shapes: B = sentences, N = beams, K = candidates per step, T = tokens so far, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -268,6 +268,23 @@ def generate_n_best(
 ) -> list[list[list[int]]]:
     """Return the new tokens of the `count` best texts of a beam search for each row, best first."""
     return beam_search_n_best(runner, batch, _make_processors(batch, decoding), count)
+
+
+def forced_logits(
+    runner: Runner, batch: Batch, decoding: GenerationConfig, tokens: Tokens
+) -> Iterator[Logits]:
+    """Yield the logits of each token of given outputs (teacher forcing), float32 [B, V], before any rule.
+
+    Args:
+        runner: of a generating model.
+        batch: the prompts or source texts.
+        decoding: has the decoder's first token.
+        tokens: int64 [B, T], the outputs, padded at the end.
+    """
+    state, logits = prefill(runner, batch, _make_processors(batch, decoding).prompt[:, -1], False)
+    yield logits
+    for at in range(tokens.shape[1] - 1):
+        yield runner.decode_step(state, tokens[:, at])
 
 
 def _make_processors(batch: Batch, decoding: GenerationConfig) -> LogitsProcessors:

@@ -13,7 +13,7 @@ from smelt.core.process_group import gather_parts, merge_shares, own_batches, pr
 from smelt.core.stage import Progress, no_progress
 from smelt.data.batch import Batch, check_finite_outputs
 from smelt.data.splits import Example
-from smelt.generation.config import GenerationSettings
+from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.generation.prompt_batches import (
     OnTruncate,
     batch_prompts,
@@ -156,6 +156,17 @@ def generate_texts(
     return merge_shares(results)
 
 
+def generation_batches(
+    runner: Runner, texts: Sequence[str], decoding: GenerationConfig, batch_size: int
+) -> Sequence[tuple[list[int], Batch]]:
+    """Return the batches of `texts` that a model generates from, each with the indices of its rows."""
+    tools = runner.text
+    if not is_causal(runner.config):
+        return _batches(tools, texts, batch_size, None, None)
+    prompts, _ = truncated_prompts(runner, texts, decoding)
+    return batch_prompts(prompts, batch_size, padding_token(tools.tokenizer), decoding)
+
+
 def generate_candidates(
     runner: Runner,
     texts: Sequence[str],
@@ -177,13 +188,7 @@ def generate_candidates(
     tools = runner.text
     decoding = tools.resolved_generation(generation, runner)
     results: dict[int, list[str]] = {}
-    batches: Sequence[tuple[list[int], Batch]]
-    if is_causal(runner.config):
-        prompts, _ = truncated_prompts(runner, texts, decoding)
-        batches = batch_prompts(prompts, batch_size, padding_token(tools.tokenizer), decoding)
-    else:
-        batches = _batches(tools, texts, batch_size, None, None)
-    for _, (rows, batch) in own_batches(batches):
+    for _, (rows, batch) in own_batches(generation_batches(runner, texts, decoding, batch_size)):
         for i, found in zip(rows, generate_n_best(runner, batch, decoding, count), strict=True):
             results[i] = list(tools.tokenizer.decode_batch(found))
         progress(min(len(texts), len(results) * process_count()), len(texts), "sentences")

@@ -27,7 +27,7 @@ from smelt.evaluate.layer_sqnr import (
 )
 from smelt.models.checkpoint import load_model
 from smelt.models.families.model_blocks import blocks_of
-from smelt.pipeline.execute.layer_scores import kept_blocks
+from smelt.pipeline.execute.baseline_comparisons import kept_blocks
 
 BATCHES = [
     {

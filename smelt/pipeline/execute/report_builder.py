@@ -405,6 +405,14 @@ class ReportBuilder:
         """Add the comparison of a step's layers with the baseline's."""
         self._steps[name]["layer_sqnr"] = dict(found)
 
+    def can_compare_tokens(self, name: str) -> bool:
+        """Return whether a step is the baseline, or has texts that were compared with the baseline's."""
+        return name == self.data["baseline"] or "chrf" in (self._steps[name]["agreement"] or {})
+
+    def add_token_divergence(self, name: str, found: Mapping[str, Any]) -> None:
+        """Add the comparison of a step's next-token distributions with the baseline's to its agreement."""
+        self._steps[name]["agreement"] = {**self._steps[name]["agreement"], **found}
+
     def mark_finished(self) -> None:
         """Mark the report as complete."""
         self.finished = True

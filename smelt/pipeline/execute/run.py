@@ -19,10 +19,10 @@ from smelt.core.store import Store
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.evaluate.agreement import cached_agreement
+from smelt.pipeline.execute.baseline_comparisons import LayerComparisons, TokenComparisons
 from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.pipeline.execute.latency_scores import LatencyScores
-from smelt.pipeline.execute.layer_scores import LayerScores
 from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
@@ -55,10 +55,10 @@ class RunOptions:
     build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether quality
     and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
     most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
-    on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts are
-    written besides report.json. fold: number and count, of a run of a cross-validation. label: of a run that
-    is part of a search; it is printed briefly, each line with the label. turns: of the workers of a search
-    on this machine.
+    on validation, or those of `only`, are scored on test. pages: whether layers and next tokens are compared
+    with the baseline's, and report.md, .html and charts are written besides report.json. fold: number and
+    count, of a run of a cross-validation. label: of a run that is part of a search; it is printed briefly, each
+    line with the label. turns: of the workers of a search on this machine.
     """
 
     out: Path | None = None
@@ -202,7 +202,8 @@ class _PlanRunner:
                 self._run_step(step)
             self._report_previous_steps()
             if self.options.scored:
-                self._compare_layers()
+                if self.options.pages:
+                    self._compare_with_baseline()
                 if self.options.timed:
                     self._measure_latency()
                 self.report.judge_gates()
@@ -313,9 +314,10 @@ class _PlanRunner:
             self.artifacts[name] = artifact
             self.report.add_unscored_step(name, artifact, why, cached)
             took = "from the store" if cached else duration(seconds)
+            # a search scores after all steps are built
+            note = "" if self.options.label and why[0] == "scoring-disabled" else f"; not scored: {why[1]}"
             self.display.print_line(
-                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {why[1]}",
-                brief=not cached,
+                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB{note}", brief=not cached
             )
             return
         if name == (MODEL_STEP if self.plan.recipe.task == CUSTOM_TASK else self.plan.recipe.baseline):
@@ -437,30 +439,39 @@ class _PlanRunner:
     def _is_rebuilt(self, name: str) -> bool:
         return bool(self.options.rebuild & {"*", name})
 
-    def _compare_layers(self) -> None:
-        """Compare the layers of the scored steps with the baseline's; a failure only gives a warning."""
-        count = self.plan.recipe.score.sqnr_samples
-        split = self.data.get("validation") or self.data[self.plan.judged_on]
+    def _compare_with_baseline(self) -> None:
+        """Compare layers and next tokens of the scored steps with the baseline's.
+
+        A failure only gives a warning.
+        """
+        score, judged = self.plan.recipe.score, self.data[self.plan.judged_on]
         every = self.artifacts | self.previous_artifacts
         scored = {name: a for name, a in every.items() if name in self.report.statistics}
-        if not count or len(scored) < 2:
-            return
-        self.display.start_work("layers")
-        scores = LayerScores(self.store, self.plan.recipe, split, count)
         parents = {step["name"]: step["parent"] for step in self.report.data["steps"]}
-        try:
-            with rust_panics_as_errors(), self._step_turn():
-                scores.compare(
-                    scored,
-                    parents,
-                    self.plan.recipe.baseline,
-                    self.display.progress,
-                    self.report.add_layer_sqnr,
-                )
-        except Exception as error:
-            failure = self._explain_error(error, "layers")
-            text = f"Layers were not compared with the baseline's (score: sqnr_samples): {failure}"
-            self.add_warnings([warning("layers-not-compared", text)])
+        written = {name: scored[name] for name in scored if self.report.can_compare_tokens(name)}
+        for kind, work, setting, split, steps, on_compared in (
+            (
+                LayerComparisons,
+                "layers",
+                "sqnr_samples",
+                self.data.get("validation") or judged,
+                scored,
+                self.report.add_layer_sqnr,
+            ),
+            (TokenComparisons, "tokens", "kl_samples", judged, written, self.report.add_token_divergence),
+        ):
+            count = getattr(score, setting)
+            if not count or len(steps) < 2:
+                continue
+            self.display.start_work(work)
+            comparison = kind(self.store, self.plan.recipe, split, count, parents)
+            try:
+                with rust_panics_as_errors(), self._step_turn():
+                    comparison.compare(steps, self.plan.recipe.baseline, self.display.progress, on_compared)
+            except Exception as error:
+                failure = self._explain_error(error, work)
+                text = f"{work.title()} were not compared with the baseline's (score: {setting}): {failure}"
+                self.add_warnings([warning("comparison-failed", text)])
 
     def _measure_latency(self) -> None:
         settings = self.plan.recipe.score.latency

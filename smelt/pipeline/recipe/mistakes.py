@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -193,6 +193,12 @@ class Mistakes:
         """Add the messages of `error` about the value at `path`."""
         for found in error.found or (error.as_message(),):
             self.add_message(path, found)
+
+    def add_found(self, found: Iterable[Message]) -> None:
+        """Add messages as they are, in the order of their lines."""
+        for entry in ((message.line or _LAST_LINE, message) for message in found):
+            if entry not in self._entries:
+                self._entries.append(entry)
 
     def add_for_option(self, text: str, code: str, option: str) -> None:
         """Add a mistake in `option` of the command line, which has no line in the file."""

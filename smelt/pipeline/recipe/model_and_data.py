@@ -35,6 +35,7 @@ from smelt.evaluate.metrics import (
     CLASSIFIER_METRICS,
     METRICS_BY_PROBLEM,
     MetricSettingValues,
+    base_metric,
     is_own_metric,
 )
 from smelt.models.text_rules import Pooling
@@ -244,7 +245,7 @@ def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[
     return [
         (at, unfit_metric(metric, problem))
         for at, metric in enumerate(metrics)
-        if metric not in fitting and not is_own_metric(metric)
+        if base_metric(metric) not in fitting and not is_own_metric(metric)
     ]
 
 
@@ -268,13 +269,17 @@ def gate_mistakes(
     gates: Iterable[str], metrics: Sequence[str], problem: ProblemType
 ) -> list[tuple[str, Message]]:
     """Return (gate, mistake) for the gates on metrics that do not fit the problem type."""
-    return [(g, unfit_metric(g, problem)) for g in gates if g in CLASSIFIER_METRICS and g not in metrics]
+    return [
+        (g, unfit_metric(g, problem))
+        for g in gates
+        if base_metric(g) in CLASSIFIER_METRICS and g not in metrics
+    ]
 
 
 def unfit_metric(metric: str, problem: ProblemType) -> Message:
     """Return the mistake that `metric` does not fit `problem`, or is not one of its default metrics."""
     fitting = METRICS_BY_PROBLEM[problem]
-    if metric in fitting:
+    if base_metric(metric) in fitting:
         text = f"'{metric}' is not measured. Add it to score.quality."
         return error_message("metric-not-scored", text)
     owner = next((name for name, metrics in METRICS_BY_PROBLEM.items() if metric in metrics), None)

@@ -25,11 +25,15 @@ from smelt.evaluate.metrics import (
     DEFAULT_METRICS,
     METRICS,
     METRICS_BY_TASK,
+    ClassSettings,
     MetricSettingValues,
+    absent_metric_hint,
+    base_metric,
     is_lower_better,
     is_own_metric,
     metric_settings_type,
     takes_own_metrics,
+    variant_name,
 )
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.mistakes import (
@@ -100,6 +104,13 @@ class ScoreSettings(Settings):
         le=1024,
         description="validation samples on which each layer of a torch step is compared with the baseline's"
         " (SQNR); 0: not compared",
+    )
+    kl_samples: int = Field(
+        default=16,
+        ge=0,
+        le=1024,
+        description="generated texts: samples on which next-token distributions are compared with the"
+        " baseline's (KL divergence); 0: not compared",
     )
 
     @field_validator("latency")
@@ -302,12 +313,15 @@ def check_recipe(
 
 
 def _extract_metric_settings(values: dict[str, Any], mistakes: Mistakes) -> dict[str, dict[str, Any]]:
-    """Replace each metric with settings by its name; return the settings by metric, without defaults."""
+    """Replace each metric with settings by its name; return the settings by metric, without defaults.
+
+    A metric of one class that is listed several times is named with its class, `f1(positive)`.
+    """
     score = values.get("score")
     if not isinstance(score, dict) or not isinstance(score.get("quality"), list):
         return {}
     names: list[Any] = []
-    found: dict[str, dict[str, Any]] = {}
+    given_settings: list[dict[str, Any]] = []
     for number, entry in enumerate(score["quality"]):
         path: KeyPath = ("score", "quality", number)
         name, given = entry, dict[str, Any]()
@@ -315,13 +329,21 @@ def _extract_metric_settings(values: dict[str, Any], mistakes: Mistakes) -> dict
             [(name, given)] = entry.items()
             path = (*path, name)
         names.append(name)
+        given_settings.append({})
         if not isinstance(name, str) or (name not in METRICS and not is_own_metric(name)):
             continue
         settings, _ = validate_settings(metric_settings_type(name), given, path, mistakes)
         if settings is not None:
-            found[name] = settings.model_dump(exclude_defaults=True)
+            given_settings[-1] = settings.model_dump(exclude_defaults=True)
+    of_class = [
+        n for n in names if isinstance(n, str) and n in METRICS and METRICS[n].settings is ClassSettings
+    ]
+    names = [
+        variant_name(name, given) if of_class.count(name) > 1 else name
+        for name, given in zip(names, given_settings, strict=True)
+    ]
     values["score"] = score | {"quality": names}
-    return {name: settings for name, settings in found.items() if settings}
+    return {name: given for name, given in zip(names, given_settings, strict=True) if given}
 
 
 def _extract_judged_on(values: dict[str, Any], mistakes: Mistakes) -> JudgedOn | None:
@@ -409,14 +431,15 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
             mistakes.add(path, f"'{metric}' is listed twice. Remove one.", code="duplicate-metric")
         elif is_own_metric(metric) and takes_own_metrics(keys.task):
             continue  # a function, which the plan imports
-        elif metric not in fitting:
+        elif base_metric(metric) not in fitting:
             bad.add("score.quality")
             elsewhere = metric in everything or is_own_metric(metric)
             owner = everything.get(metric, ", ".join(sorted(TEXT_TO_TEXT_TASKS | CLASSIFICATION_TASKS)))
             what = f"is a metric for {owner}" if elsewhere else "is not a metric"
             mistakes.add(
                 path,
-                f"{value_text(metric)} {what}. {known}{did_you_mean(metric, fitting)}",
+                f"{value_text(metric)} {what}. {known}"
+                f"{absent_metric_hint(metric) or did_you_mean(metric, fitting)}",
                 code="does-not-fit-task" if elsewhere else "unknown-metric",
             )
     return keys
@@ -437,7 +460,7 @@ def _check_gates(keys: RecipeKeys, settings: MetricSettingValues, bad: set[str],
         if metric not in limits:
             code, what = (
                 ("metric-not-scored", "is not measured. Add it to score.quality")
-                if metric in every
+                if base_metric(metric) in every
                 else ("unknown-metric", "is not a metric for gates")
             )
             mistakes.add(
@@ -489,7 +512,7 @@ def _check_limits(
 
 def check_reachable(metric: str, gate: GateSettings, path: KeyPath, mistakes: Mistakes) -> None:
     """Check that a value within the metric's range meets the limits, without which a search has no result."""
-    known = METRICS.get(metric)
+    known = METRICS.get(base_metric(metric))
     low, high = (known and known.limits) or (-math.inf, math.inf)
     low = 1 if metric == "size_bytes" else low
     for name, limit, unreachable in (

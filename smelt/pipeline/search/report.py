@@ -161,6 +161,8 @@ def _point_entry(
             for key in ("batch_size", "p50_ms", "speedup", "speedup_ci95", "cpu_speedup", "stable")
         },
         "memory_bytes": result.memory_bytes,
+        "format": (leaf or {}).get("format"),
+        "deployable": (leaf or {}).get("deployable"),
         "recipe": str(Path("recipes") / f"{trial.name}.yaml") if scored is not None else None,
         "artifact": str((folder / "artifacts" / search.space.leaf).relative_to(search.folder))
         if scored is not None
@@ -191,9 +193,14 @@ def summary_text(report: Mapping[str, Any], folder: Path) -> list[str]:
             place = Path(os.path.relpath(folder))
             lines += [
                 f"Run it: smelt run {shlex.quote(str(place / best['recipe']))} --store"
-                f" {shlex.quote(str(place / 'trials' / '.store'))}",
-                f"Ship it: smelt package {shlex.quote(str(place / best['artifact']))}",
+                f" {shlex.quote(str(place / 'trials' / '.store'))}"
             ]
+            if best["deployable"]:
+                artifact = shlex.quote(str(place / best["artifact"]))
+                packed = best["format"] == "onnx"
+                lines.append(
+                    f"Ship it: {f'smelt package {artifact}' if packed else f'cp -rL {artifact} NEW'}"
+                )
     return [*lines, f"Report: {Path(os.path.relpath(folder)) / 'search.html'}"]
 
 
@@ -224,6 +231,11 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
     found += [f"{message['severity']}: {message['message']}" for message in report["warnings"]]
     if report["limit"]:
         found.append(f"A search on at most {report['limit']} samples per split, not a result.")
+    if any(point["deployable"] is False for point in report["front"]):
+        found.append(
+            "The last step cannot be deployed: torch computes its quantized layers in float. Add a stage that"
+            " exports, such as onnx, and search again."
+        )
     if not report["front"]:
         nearest = report["nearest"]
         found.append(
@@ -333,6 +345,7 @@ def search_markdown(report: Mapping[str, Any]) -> str:
         if any(point["recipe"] for point in report["front"]):
             parts.append(_RUN_TEXT)
     parts.append("## Parameters\n\n" + _table(*_parameter_table(report)))
+    parts.append("## Trials\n\n" + _table(*_trials_table(report)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -473,12 +486,18 @@ def _history_figure(report: Mapping[str, Any]) -> PageFigure | None:
 
 
 def _parallel_figure(report: Mapping[str, Any]) -> PageFigure | None:
-    """Return parallel coordinates: a line for each trial through its parameters and the first objective."""
+    """Return parallel coordinates: a line for each trial through its parameters and the first objective.
+
+    A line has a gap where the trial does not have the stage of a parameter.
+    """
     first = report["objectives"][0]["name"]
     rows = [trial for trial in report["trials"] if first in trial["values"]]
     if len(rows) < 2:
         return None
-    columns = [(name, [trial["parameters"][name] for trial in rows]) for name in report["parameters"]]
+    columns = [
+        (name, [trial["parameters"][name] if name in trial["used"] else None for trial in rows])
+        for name in report["parameters"]
+    ]
     columns.append((first, [_objective_value(trial, first) for trial in rows]))
     places = [_places(values) for _, values in columns]
 
@@ -507,14 +526,18 @@ def _parallel_figure(report: Mapping[str, Any]) -> PageFigure | None:
 
 
 def _places(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Return the height from 0 to 1 of each value of a column, and the labels of its ends."""
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    kinds = sorted(set(values)) if numbers else sorted(set(values), key=str)
+    """Return the height from 0 to 1 of each value of a column, NaN for None, and the labels of its ends."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return [math.nan] * len(values), []
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
+    kinds = sorted(set(known)) if numbers else sorted(set(known), key=str)
     if numbers:
         low, span = kinds[0], (kinds[-1] - kinds[0]) or 1
-        heights = [(value - low) / span for value in values]
+        heights = [math.nan if value is None else (value - low) / span for value in values]
     else:
-        heights = [kinds.index(value) / max(1, len(kinds) - 1) for value in values]
+        last = max(1, len(kinds) - 1)
+        heights = [math.nan if value is None else kinds.index(value) / last for value in values]
     ends = [(0.0, parameter_text(kinds[0]))]
     if len(kinds) > 1:
         ends.append((1.0, parameter_text(kinds[-1])))

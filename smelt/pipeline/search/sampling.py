@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.pipeline.search.space import Parameter, Sampler
+from smelt.pipeline.search.parameters import Parameter
+from smelt.pipeline.search.space import Sampler
 
 if TYPE_CHECKING:
     import optuna

@@ -200,6 +200,9 @@ class _Shrink:
                         code="does-not-fit-task",
                         setting="max_drop",
                     )
+            if explain is not None:
+                what = " and a few training updates" if "train" in value["data"] else ""
+                explain(f"Measuring the model{what} ...")
             measured = self._measure(value, info, Path(space))
             value, reasons = self._with_space(value, info, measured)
             if explain is not None:

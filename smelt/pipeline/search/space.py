@@ -17,23 +17,22 @@ without these.
 from __future__ import annotations
 
 import copy
-import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field
 
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import json_hash, resolve_path
+from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
-from smelt.evaluate.metrics import is_lower_better
+from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, base_metric, is_lower_better, is_own_metric
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.plan.plan import Plan
-from smelt.pipeline.recipe.mistakes import Mistakes, validate_settings, value_text
+from smelt.pipeline.recipe.mistakes import Mistakes, dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.recipe import (
     SPEED_METRICS,
     GateSettings,
@@ -43,15 +42,13 @@ from smelt.pipeline.recipe.recipe import (
 )
 from smelt.pipeline.recipe.stages import MODEL_STEP, apply_overrides, read_stages, step_names
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, read_yaml
+from smelt.pipeline.search.parameters import SEARCH_KEY, Parameter, order_parameters, stage_parameters
 
-SEARCH_KEY = "search"
 COSTS = ("latency", "size", "memory")
 """Objectives other than metrics: time of a call as a share of the baseline's, bytes, peak bytes."""
 QUALITY = "quality"
 """The first metric of the recipe, as an objective."""
 Sampler = Literal["tpe", "nsga2", "random", "grid"]
-_MAX_ORDERS = 24  # of a group: four steps
-_RANGE_KEYS = ("low", "high", "log", "step")
 
 
 class SearchSettings(Settings):
@@ -76,41 +73,6 @@ class SearchSettings(Settings):
     max_minutes: float | None = Field(
         default=None, gt=0, description="time limit; a running trial is finished"
     )
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One dimension of the space.
-
-    name: STEP.SETTING; STEP for a stage with `optional: search`; the group for an order. kind: float or int
-    between `low` and `high` (with `step`, or on a logarithmic scale), a choice of `choices`, `used` (whether
-    the stage is in the chain), or `order`. path: the place in the recipe.
-    """
-
-    name: str
-    kind: Literal["float", "int", "choice", "used", "order"]
-    path: KeyPath
-    low: float = 0
-    high: float = 0
-    step: float | None = None
-    log: bool = False
-    choices: tuple[Any, ...] = ()
-
-    @property
-    def labels(self) -> tuple[str | int | float | bool | None, ...]:
-        """The choices as values that a study can store: lists and mappings as JSON."""
-        return tuple(
-            value if value is None or isinstance(value, str | int | float | bool) else json.dumps(value)
-            for value in self.choices
-        )
-
-    def corner_values(self) -> Sequence[Any]:
-        """Return the values that are checked when the search is planned: the bounds, or every choice."""
-        return self.labels if self.choices else (self.low, self.high)
-
-    def value_of(self, label: Any) -> Any:
-        """Return the value in the recipe for a value of the study."""
-        return self.choices[self.labels.index(label)] if self.choices else label
 
 
 @dataclass(frozen=True)
@@ -164,9 +126,8 @@ class SearchSpace:
 
     def __str__(self) -> str:
         """Return the space for a terminal: its parameters, objectives and constraints."""
-        lines = [
-            f"{self.path}: {len(self.parameters)} parameters, one chain of {len(self.step_names)} stages"
-        ]
+        counts = with_count(len(self.parameters), "parameter"), with_count(len(self.step_names), "stage")
+        lines = [f"{self.path}: {counts[0]}, one chain of {counts[1]}"]
         for each in self.parameters:
             values = (
                 ", ".join(str(label) for label in each.labels)
@@ -182,8 +143,11 @@ class SearchSpace:
         lines.append(f"objectives: {goals}; sampler {self.sampler}")
         for metric, gate in self.settings.subject_to.items():
             limits = gate.model_dump(exclude_none=True, mode="json")
+            written = (f"{key} {_limit_text(metric, value)}" for key, value in limits.items())
+            lines.append(f"subject to: {metric}: {', '.join(written)}")
+        if self.plan is not None and self.plan.steps[-1].stage == "quantize":
             lines.append(
-                f"subject to: {metric}: {', '.join(f'{key} {value}' for key, value in limits.items())}"
+                f"note: '{self.leaf}' is the result, and torch cannot deploy it. Add a stage such as onnx."
             )
         return "\n".join(lines)
 
@@ -278,6 +242,10 @@ def _places_of_paths(value: dict[str, Any], plan: Plan) -> Iterator[tuple[Any, A
             yield holder, place[-1]
 
 
+def _limit_text(metric: str, value: Any) -> str:
+    return f"{value / 1e6:.4g} MB" if metric == "size_bytes" else f"{value:g}"
+
+
 def _set(value: Any, path: KeyPath, new: Any) -> None:
     for part in path[:-1]:
         value = value[part]
@@ -300,41 +268,43 @@ def read_space(recipe: str | Path, overrides: Sequence[str] = ()) -> SearchSpace
     if not isinstance(value, dict):
         make_plan(document, path)  # raises the error
     apply_overrides(value, overrides, mistakes, (*RecipeKeys.model_fields, "stages", SEARCH_KEY))
-    settings, _ = validate_settings(SearchSettings, value.get(SEARCH_KEY, {}), (SEARCH_KEY,), mistakes)
+    settings, wrong = validate_settings(SearchSettings, value.get(SEARCH_KEY, {}), (SEARCH_KEY,), mistakes)
     settings = settings or SearchSettings()
-    entries, _ = read_stages(_without_search(value.get("stages")), mistakes)
+    entries, stages_wrong = read_stages(_without_search(value.get("stages")), mistakes)
     names = step_names(entries)
-    mistakes.raise_if_any()
-    value["stages"] = [{item: {}} if isinstance(item, str) else item for item in value["stages"]]
-    for entry, item in zip(entries, value["stages"], strict=True):
+    if entries:
+        value["stages"] = [{item: {}} if isinstance(item, str) else item for item in value["stages"]]
+    parameters: list[Parameter] = []
+    refused: list[KeyPath] = []
+    for entry, name in zip(entries, names, strict=True):
+        item = value["stages"][entry.index]
         if item[entry.stage] is None:
             item[entry.stage] = {}
-    parameters = [
-        found
-        for entry, name, item in zip(entries, names, value["stages"], strict=True)
-        for found in _stage_parameters(item, entry.stage, name, entry.index, mistakes)
-    ]
-    parameters += _order_parameters(settings, names, value["stages"], mistakes)
-    if not parameters:
+        parameters += stage_parameters(item, entry.stage, name, entry.index, mistakes, refused)
+    if stages_wrong:
+        mistakes.raise_if_any()
+    parameters += order_parameters(settings.order, names, mistakes)
+    if not parameters and not refused:
         mistakes.add(
             ("stages",),
             "nothing to search. Give a setting a range, such as keep_ratio: {search: [0.5, 0.9]}.",
             code="empty-search-space",
         )
-    if not settings.minimize and not settings.maximize:
+    if not settings.minimize and not settings.maximize and not wrong:
         mistakes.add(
             (SEARCH_KEY,),
             "no objective. Set minimize or maximize, such as minimize: latency.",
             code="missing-setting",
         )
+    before = len(mistakes)
     _check_chain(value["stages"], names, parameters, mistakes)
-    mistakes.raise_if_any()
+    is_chain = len(mistakes) == before
+    _check_validation(value.get("data"), mistakes)
     space = SearchSpace(path, document, settings, tuple(parameters), value, tuple(names))
-    plan = _check_corners(space)
-    return SearchSpace(
-        path, document, settings, tuple(parameters), value, tuple(names),
-        _objectives(settings, plan, mistakes), plan,
-    )  # fmt: skip
+    plan = _check_corners(space, refused, mistakes) if entries and is_chain else None
+    objectives = _objectives(settings, plan, value.get("task"), mistakes)
+    mistakes.raise_if_any()
+    return replace(space, objectives=objectives, plan=plan)
 
 
 def _without_search(stages: Any) -> Any:
@@ -347,134 +317,6 @@ def _without_search(stages: Any) -> Any:
         else item
         for item in stages
     ]
-
-
-def _stage_parameters(
-    item: Mapping[str, Any], stage: str, name: str, index: int, mistakes: Mistakes
-) -> Iterator[Parameter]:
-    if item.get("optional") == SEARCH_KEY:
-        yield Parameter(name, "used", ("stages", index), choices=(True, False))
-    for path, given in _searched(item[stage], ("stages", index, stage)):
-        setting = ".".join(str(part) for part in path[3:])
-        found = _parameter(f"{name}.{setting}", path, given, mistakes)
-        if found is not None:
-            yield found
-
-
-def _searched(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, range) of every `{search: range}` below `value`."""
-    if isinstance(value, dict) and set(value) == {SEARCH_KEY}:
-        yield path, value[SEARCH_KEY]
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _searched(part, (*path, key))
-    elif isinstance(value, list):
-        for at, part in enumerate(value):
-            yield from _searched(part, (*path, at))
-
-
-def _parameter(name: str, path: KeyPath, given: Any, mistakes: Mistakes) -> Parameter | None:
-    where = (*path, SEARCH_KEY)
-    if isinstance(given, dict) and set(given) == {"choices"}:
-        choices = given["choices"]
-        if not isinstance(choices, list) or not choices:
-            mistakes.add(
-                (*where, "choices"),
-                f"expected a list of values, got {value_text(choices)}.",
-                code="empty-choices",
-            )
-            return None
-        if any(one == other for one, other in itertools.combinations(choices, 2)):
-            mistakes.add((*where, "choices"), "a value is listed twice. Remove one.", code="duplicate-choice")
-            return None
-        return Parameter(name, "choice", path, choices=tuple(choices))
-    if isinstance(given, list) and len(given) == 2:
-        given = {"low": given[0], "high": given[1]}
-    known = isinstance(given, dict) and {"low", "high"} <= set(given) <= set(_RANGE_KEYS)
-    if not known or not all(_is_number(given[key]) for key in given if key != "log"):
-        mistakes.add(
-            where,
-            "expected [LOW, HIGH], {low: ..., high: ..., log: true, step: ...} or {choices: [...]}, got"
-            f" {value_text(given)}.",
-            code="wrong-search-range",
-        )
-        return None
-    low, high, step, log = given["low"], given["high"], given.get("step"), given.get("log", False)
-    problem = (
-        "low must be less than high"
-        if not low < high
-        else "a logarithmic range needs low greater than 0"
-        if log and low <= 0
-        else "step and log exclude each other"
-        if log and step is not None
-        else "step must be greater than 0, and at most high minus low"
-        if step is not None and not 0 < step <= high - low
-        else "log must be true or false"
-        if not isinstance(log, bool)
-        else None
-    )
-    if problem:
-        mistakes.add(where, f"{problem}, got {value_text(given)}.", code="wrong-search-range")
-        return None
-    if step is not None:  # the highest value that the steps reach
-        high = min(high, low + int((high - low) / step + 1e-9) * step)
-    whole = all(isinstance(number, int) for number in (low, high, *([] if step is None else [step])))
-    return Parameter(name, "int" if whole else "float", path, low, high, step, log)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _order_parameters(
-    settings: SearchSettings, names: Sequence[str], items: Sequence[Any], mistakes: Mistakes
-) -> Iterator[Parameter]:
-    seen: dict[str, str] = {}
-    for group, members in settings.order.items():
-        path: KeyPath = (SEARCH_KEY, "order", group)
-        if group.split(".")[0] in names:
-            mistakes.add(
-                path, f"'{group}' is the name of a step. Rename the group.", code="wrong-order-group"
-            )
-            continue
-        unknown = [name for name in members if name not in names]
-        if unknown:
-            mistakes.add(
-                path,
-                f"no step '{unknown[0]}'. Steps: {', '.join(names)}.{did_you_mean(unknown[0], names)}",
-                code="unknown-step",
-            )
-            continue
-        if twice := [name for name in members if name in seen]:
-            mistakes.add(
-                path,
-                f"{twice[0]} is in the group '{seen[twice[0]]}' too. Make one group of both.",
-                code="wrong-order-group",
-            )
-            continue
-        seen |= dict.fromkeys(members, group)
-        places = sorted(names.index(name) for name in members)
-        if len(set(members)) < 2 or places != list(range(places[0], places[0] + len(members))):
-            mistakes.add(
-                path,
-                "expected at least two different steps that follow each other in the list of stages.",
-                code="wrong-order-group",
-            )
-            continue
-        if len(names) - 1 in places:
-            mistakes.add(
-                path, f"the last step ({names[-1]}) must stay the last. Remove it.", code="wrong-order-group"
-            )
-            continue
-        orders = tuple(list(order) for order in itertools.permutations(names[at] for at in places))
-        if len(orders) > _MAX_ORDERS:
-            mistakes.add(
-                path,
-                f"{len(members)} steps have {len(orders)} orders; at most 4 steps.",
-                code="wrong-order-group",
-            )
-            continue
-        yield Parameter(group, "order", path, choices=orders)
 
 
 def _check_chain(
@@ -497,60 +339,80 @@ def _check_chain(
         )
 
 
-def _check_corners(space: SearchSpace) -> Plan:
-    """Check the recipe at every bound and choice; return the plan of the defaults.
+def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], mistakes: Mistakes) -> Plan | None:
+    """Add the mistakes of the recipe at every bound and choice; return the plan of the defaults.
 
-    Raises:
-        InputError: the mistakes of the first refused recipe, with the setting that was changed.
+    refused: settings whose range is wrong, which is reported already. None if the defaults have mistakes.
     """
-    base = space.defaults()
-    _require_validation(space)
-    plan = space.plan_at(base)
+    base, reported = space.defaults(), set[Message]()
+    known = {dotted_path(path) for path in (*refused, ("gates", "on"))}
+
+    def planned(point: Mapping[str, Any]) -> tuple[Plan | None, list[Message]]:
+        try:
+            return space.plan_at(point), []
+        except InputError as error:
+            found = [each for each in error.found or (error.as_message(),) if each not in reported]
+            reported.update(found)
+            return None, [_as_constraint(each, space) for each in found if each.setting not in known]
+
+    plan, found = planned(base)
+    mistakes.add_found(found)
     for each in space.parameters:
         for label in each.corner_values():
             if label == base[each.name]:
                 continue
-            try:
-                space.plan_at(base | {each.name: label})
-            except InputError as error:
-                raise InputError(
-                    f"{space.document.name}: the search space has a value that is refused, {each.name} ="
-                    f" {value_text(each.value_of(label))}:\n{error}",
-                    code=error.code,
-                    setting=each.name,
-                    file=space.document.name,
-                ) from error
+            _, found = planned(base | {each.name: label})
+            if found:
+                text = (
+                    f"the search space has a value that is refused, {each.name} ="
+                    f" {value_text(each.value_of(label))}:\n{combined_error(found)}"
+                )
+                code, name = combined_error(found).code, space.document.name
+                mistakes.add_found([error_message(code, text, setting=each.name, file=name)])
     return plan
 
 
-def _require_validation(space: SearchSpace) -> None:
-    data = space.value.get("data")
+def _as_constraint(found: Message, space: SearchSpace) -> Message:
+    """Return a mistake in a gate of a point as one in the constraint that it comes from."""
+    for metric in space.settings.subject_to:
+        gate, own = f"gates.{metric}", f"{SEARCH_KEY}.subject_to.{metric}"
+        if found.setting is not None and found.setting.startswith(gate):
+            setting = own + found.setting.removeprefix(gate)
+            return replace(found, message=found.message.replace(gate, own, 1), setting=setting)
+    return found
+
+
+def _check_validation(data: Any, mistakes: Mistakes) -> None:
     if isinstance(data, dict) and not (
         data.get("validation") or (isinstance(data.get("split"), dict) and data["split"].get("validation"))
     ):
-        mistakes = Mistakes(space.document)
         mistakes.add(
             ("data",),
             "a search chooses on validation samples and scores its winners on test. Set data.validation, or"
             " split: {validation: 0.1} to take samples from train.",
             code="missing-data",
         )
-        mistakes.raise_if_any()
 
 
-def _objectives(settings: SearchSettings, plan: Plan, mistakes: Mistakes) -> tuple[Objective, ...]:
+def _objectives(
+    settings: SearchSettings, plan: Plan | None, task: object, mistakes: Mistakes
+) -> tuple[Objective, ...]:
     """Return the objectives, with the name of the metric for `quality`.
 
-    Raises:
-        InputError: one is unknown, not scored, named twice, or has the wrong direction.
+    Adds a mistake for each that is unknown, not scored, named twice, or has the wrong direction. Without a
+    plan the scored metrics are not known, and any metric is accepted.
     """
-    scored = plan.recipe.score.quality
+    scored = plan.recipe.score.quality if plan else METRICS_BY_TASK.get(str(task), tuple(METRICS))
+    metric_settings = plan.recipe.metric_settings if plan else {}
+    timed = plan is None or bool(plan.recipe.score.latency)
     found: list[Objective] = []
     for key, maximize in (("minimize", False), ("maximize", True)):
         for at, written in enumerate(_as_tuple(getattr(settings, key))):
             name = scored[0] if written == QUALITY and scored else written
             path: KeyPath = (SEARCH_KEY, key, at)
-            if name not in (*COSTS, *scored):
+            if name not in (*COSTS, *scored) and (
+                plan or (base_metric(name) == name and not is_own_metric(name))
+            ):
                 known = ", ".join((*COSTS, QUALITY, *scored))
                 mistakes.add(
                     path,
@@ -558,12 +420,12 @@ def _objectives(settings: SearchSettings, plan: Plan, mistakes: Mistakes) -> tup
                     f"{did_you_mean(written, (*COSTS, *scored))}",
                     code="metric-not-scored",
                 )
-            elif maximize == (name in COSTS or is_lower_better(name, plan.recipe.metric_settings)):
+            elif maximize == (name in COSTS or is_lower_better(name, metric_settings)):
                 other = "minimize" if maximize else "maximize"
                 mistakes.add(path, f"{name}: {other} it instead.", code="wrong-direction")
             elif name in [each.name for each in found]:
                 mistakes.add(path, f"{name} is listed twice. Remove one.", code="duplicate-metric")
-            elif name in ("latency", "memory") and not plan.recipe.score.latency:
+            elif name in ("latency", "memory") and not timed:
                 mistakes.add(
                     path,
                     f"{name} needs latency measurements, but `latency: false` is set.",
@@ -580,11 +442,10 @@ def _objectives(settings: SearchSettings, plan: Plan, mistakes: Mistakes) -> tup
     for name, gate in settings.subject_to.items():
         check_reachable(name, gate, (SEARCH_KEY, "subject_to", name), mistakes)
     limited = [name for name in settings.subject_to if name in SPEED_METRICS]
-    if limited and not plan.recipe.score.latency:
+    if limited and not timed:
         mistakes.add(
             (SEARCH_KEY, "subject_to", limited[0]), "needs latency measurements.", code="settings-conflict"
         )
-    mistakes.raise_if_any()
     return tuple(found)
 
 

@@ -108,6 +108,7 @@ class Search:
         self._prepare()
         study = self.open_study()
         ends = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
+        repeated: list[int] = []
         while True:
             if ends is not None and time.monotonic() >= ends:
                 return "time"
@@ -118,7 +119,12 @@ class Search:
                 known = self.queue.known_trial(study, trial)
                 if known is not None:
                     self.queue.repeat(study, trial, known)
+                    repeated.append(trial.number)
                     continue
+                if repeated:  # else their numbers would be missing without a reason
+                    numbers = ", ".join(map(str, repeated))
+                    self.print_line(f"repeats of earlier trials, not counted: {numbers}")
+                    repeated.clear()
                 self.print_line(f"trial {trial.number}: {self._chosen_text(trial.params)}: starts")
                 try:
                     result = self._run_trial(trial)

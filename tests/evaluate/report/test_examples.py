@@ -209,8 +209,11 @@ def test_confusions_are_shown_with_the_change_from_the_baseline():
     report = report_with([], confusion={"labels": ["愉快", "<i>"], "counts": [[30, 2], [5, 3]]})
     report["recipe"]["task"] = "text-classification"
     report["steps"][0]["confusion"] = {"labels": ["愉快", "<i>"], "counts": [[31, 1], [5, 3]]}
-    page = " ".join(" ".join(HtmlOutline(render_html(report)).texts).split())
+    whole = render_html(report)
+    page = " ".join(" ".join(HtmlOutline(whole).texts).split())
     assert "愉快 30 −1 2 +1 <i> 5 3" in page
+    assert "<script" not in whole  # no example changed: nothing to search
+    assert "example-search" not in whole
     assert "&lt;i&gt; → 愉快 5" in render_markdown(report)
     found = examples.largest_confusions(validate_report(report).steps[1], 3)
     assert found == [("<i>", "愉快", 5), ("愉快", "<i>", 2)]

@@ -8,7 +8,7 @@ import tiny
 from sample_report import HtmlOutline, ten_step_report
 
 from smelt.core.errors import RunError
-from smelt.evaluate import layer_sqnr
+from smelt.evaluate import layer_sqnr, token_divergence
 from smelt.evaluate.report import sensitivity
 from smelt.evaluate.report.render import render_html, render_markdown
 from smelt.evaluate.report.schema import validate_report
@@ -76,10 +76,17 @@ def test_a_failed_comparison_costs_no_step(tmp_path, monkeypatch):
     assert harness.smelt("run", tmp_path / "r.yaml", "--quiet", "--out", out).exit_code == 0
     report = json.loads((out / "report.json").read_text())
     assert [step["status"] for step in report["steps"]] == ["done"] * 2
-    assert "layers-not-compared" in [message["code"] for message in report["warnings"]]
+    assert "comparison-failed" in [message["code"] for message in report["warnings"]]
+    tokens = report["steps"][1]["agreement"]
+    assert tokens["kl_divergence"] > 0
+    assert "KL divergence, nats per token" in (out / "report.md").read_text()
     monkeypatch.undo()
+    monkeypatch.setattr(token_divergence.TokenComparison, "__init__", fail)  # its result is stored
     harness.smelt("run", tmp_path / "r.yaml", "--quiet", "--out", out, "--set", "score.sqnr_samples=0")
-    assert [step["layer_sqnr"] for step in json.loads((out / "report.json").read_text())["steps"]] == [
-        None,
-        None,
-    ]
+    report = json.loads((out / "report.json").read_text())
+    assert [step["layer_sqnr"] for step in report["steps"]] == [None, None]
+    assert report["steps"][1]["agreement"] == tokens
+    assert "comparison-failed" not in [message["code"] for message in report["warnings"]]
+    off = ("--set", "score.sqnr_samples=0", "--set", "score.kl_samples=0")
+    harness.smelt("run", tmp_path / "r.yaml", "--quiet", "--out", out, *off)
+    assert "kl_divergence" not in json.loads((out / "report.json").read_text())["steps"][1]["agreement"]

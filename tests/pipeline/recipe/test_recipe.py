@@ -214,6 +214,12 @@ threads: 0
             "gates.blue",
             ("'blue'", "bleu, chrf, rouge1, rouge2, rougeL, speedup, cpu_speedup, size_bytes", "'bleu'?"),
         ),
+        (
+            "score: {quality: [comet]}",
+            "unknown-metric",
+            "score.quality[0]",
+            ("'comet'", "pickle", "bertscore"),
+        ),
         ("seed: 1\nseed: 2", "duplicate-key", "seed", ("line 11",)),
     ],
 )

@@ -5,13 +5,14 @@ from dataclasses import replace
 from threading import Event, Thread
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from search_recipes import formula, search, small, write
 
 from smelt.core.errors import RunError
 from smelt.pipeline.search import trials as trials_module
 from smelt.pipeline.search.analysis import hypervolumes, importances
-from smelt.pipeline.search.report import exit_code, finish_search, summary_text
+from smelt.pipeline.search.report import _places, exit_code, finish_search, summary_text
 from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.study import Search
 from smelt.pipeline.search.trials import Trial, TrialResult
@@ -40,6 +41,15 @@ def test_an_interruption_while_the_front_is_scored_ends_the_scoring(space, tmp_p
     report = finish_search(job, "trials")
     assert (len(asked), report["ended"]) == (1, "interrupted")
     assert [point["test"] for point in report["front"]] == [None, None]
+    page = (tmp_path / "search.md").read_text()
+    assert [trial["name"] for trial in report["trials"] if trial["name"] not in page] == []
+
+
+def test_a_setting_of_an_absent_stage_has_no_place_among_the_coordinates():
+    heights, ends = _places([0.6, None, 0.9])
+    assert (heights[0], heights[2], ends) == (0, 1, [(0, "0.6"), (1, "0.9")])
+    assert np.isnan([heights[1], *_places([None])[0]]).all()
+    assert _places(["int4", None])[1] == [(0, "int4")]
 
 
 def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it(
@@ -49,7 +59,7 @@ def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it
     job.run()
     monkeypatch.setattr(Search, "front", lambda self: self.finished_trials()[:3])
     full = {"code": "disk-full", "message": "on test: The disk is full.", "severity": "error"}
-    step = {"name": "onnx", "error": None, "latency": []}
+    step = {"name": "onnx", "error": None, "latency": [], "format": "onnx", "deployable": True}
     score = {"value": 29.0, "ci95": None, "higher_is_better": True}
     test = {"quality": {"bleu": score}, "against_baseline": {}, "gates": []}
     asked = iter(
@@ -76,6 +86,16 @@ def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it
     assert json.loads((tmp_path / "search.json").read_text()) == json.loads(json.dumps(report))
     assert exit_code(report) == 0
     assert exit_code(report | {"front": report["front"][:2]}) == 1
+    first = report["front"][2]  # was scored
+    for kind, able, shown in (
+        ("onnx", True, "smelt package"),
+        ("tensorrt", True, "cp -rL"),
+        ("torch", False, ""),
+    ):
+        text = summary_text(report | {"front": [first | {"format": kind, "deployable": able}]}, job.folder)
+        [ships] = [line for line in text if line.startswith("Ship it")] or [""]
+        assert (shown in ships, bool(ships)) == (True, able)
+        assert any("cannot be deployed" in line for line in text) is not able
 
 
 def test_winners_are_scored_by_one_worker_at_a_time(space, tmp_path, monkeypatch):

@@ -32,6 +32,8 @@ def test_parameters_and_goals_are_those_of_the_recipe(space):
     goals = [(each.name, each.maximize) for each in space.objectives]
     assert goals == [("latency", False), ("size", False), ("bleu", True)]
     assert (space.leaf, space.sampler) == ("onnx", "nsga2")
+    last = replace(space, plan=replace(space.plan, steps=space.plan.steps[:-1]))  # quantize
+    assert "onnx" in str(last).splitlines()[-1] not in str(space).splitlines()
 
 
 def test_a_point_is_a_recipe_without_search(space, tmp_path):
@@ -103,6 +105,32 @@ def test_mistakes_are_named_before_any_work(tmp_path, old, new, codes):
     with pytest.raises(InputError) as raised:
         read_space(write(tmp_path, small().replace(old, new)))
     assert error_codes(raised.value) == codes
+
+
+def test_all_mistakes_are_named_together_once_each_where_they_are_in_the_file(tmp_path):
+    text = small()
+    for old, new in (
+        ("[0.5, 0.9]", "[0.9, 0.5]"),
+        ("int8-dynamic, int4", "int8-dynamic, int5"),
+        ("[latency, size]", "[latency, speed]"),
+        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}"),
+        ("minimize:", "trial: 3\n  minimize:"),
+    ):
+        text = text.replace(old, new)
+    path = write(tmp_path, text)
+    with pytest.raises(InputError) as raised:
+        read_space(path)
+    found = {each.setting: each for each in raised.value.found}
+    assert {setting: each.code for setting, each in found.items()} == {
+        "stages[0].prune.keep_ratio.search": "wrong-search-range",
+        "quantize.scheme": "wrong-value",
+        "search.trial": "unknown-setting",
+        "search.minimize[1]": "metric-not-scored",
+        "search.subject_to.blue": "unknown-metric",
+    }
+    assert len(raised.value.found) == 5
+    lines = path.read_text().splitlines()
+    assert "blue" in lines[found["search.subject_to.blue"].line - 1]
 
 
 def test_a_users_own_metric_is_minimized_where_lower_is_better(tmp_path, monkeypatch):

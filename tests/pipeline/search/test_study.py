@@ -224,13 +224,16 @@ def test_a_sampler_that_repeats_itself_does_not_end_before_the_space(space, tmp_
     monkeypatch.setattr(
         trials_module, "make_sampler", lambda name, seed: make(name, seed) if name == "random" else Same()
     )
-    job = search(steps, tmp_path / "steps", trials=100, sampler=sampler)
-    assert job.run() == "exhausted"
+    job, lines = search(steps, tmp_path / "steps", trials=100, sampler=sampler), []
+    assert job.run(lines.append) == "exhausted"
+    shown = [line.rpartition(":")[2].split(",") for line in lines if line.startswith("repeats")]
+    numbers = {trial.number for trial in job.finished_trials()} | {int(n) for each in shown for n in each}
     points = [
         (f"{trial.parameters['prune.keep_ratio']:.2g}", trial.parameters["quantize.scheme"])
         for trial in job.finished_trials()
     ]
     assert len(points) == len(set(points)) == 5 * 2
+    assert numbers == set(range(max(numbers) + 1))
     # an endless space goes on
     job = search(space, tmp_path / "endless", trials=5, sampler=sampler)
     assert job.run() == "trials"
@@ -471,10 +474,10 @@ def test_the_front_is_what_nothing_dominates():
 
 
 def test_times_are_read_with_their_unit():
-    assert [minutes_of(text) for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
+    assert [minutes_of(text, "--budget") for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
     for wrong in ("30", "0m", "later"):
         with raises_code("wrong-value"):
-            minutes_of(wrong)
+            minutes_of(wrong, "--budget")
 
 
 def test_a_point_that_another_worker_is_running_is_not_run_again(tmp_path, monkeypatch):

@@ -1,12 +1,13 @@
 """Classifiers through the command line: every problem type, pairs, label names, and what is refused."""
 
+import gzip
 import json
 
 import classifiers
 import harness
 import pytest
 import tiny
-from expected_errors import command_error
+from expected_errors import command_error, error_codes
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
@@ -369,3 +370,37 @@ def test_samples_without_labels_are_scored_by_agreement_with_the_baseline(tmp_pa
 def test_numbers_have_no_agreement(tmp_path):
     folder = home(tmp_path, "bert", REGRESSION, UNLABELLED)
     assert command_error(harness.smelt("plan", folder / "recipe.yaml")).code == "does-not-fit-labels"
+
+
+def test_a_metric_and_the_same_metric_of_single_classes_are_all_reported(tmp_path):
+    """Alone it keeps its name; without accuracy the confusions come from it, too."""
+    from sklearn.metrics import f1_score, recall_score
+
+    listed = "quality: [{f1: {label: calm}}, f1, {f1: {label: glad}}, {recall: {label: glad}}]"
+    gate = 'gates: {f1(calm): {min: 0}, "f1": {max_drop: 100}}\n'
+    folder = home(
+        tmp_path, "bert", SINGLE_LABEL, SHORT.replace("latency: false", f"latency: false, {listed}")
+    )
+    (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text() + gate)
+    assert run(folder).exit_code == 0
+    for name, step in steps_of(folder).items():
+        assert list(step["quality"]) == ["f1(calm)", "f1", "f1(glad)", "recall"]
+        with gzip.open(folder / "run" / "scores" / f"{name}.json.gz") as file:
+            score = json.load(file)
+        gold = [score["labels"][pair[1]] for pair in score["statistics"]["f1"]["rows"]]
+        of_class = {"labels": score["labels"], "average": None, "zero_division": 0}
+        f1 = dict(zip(score["labels"], f1_score(gold, score["predictions"], **of_class), strict=True))
+        recall = recall_score(gold, score["predictions"], labels=["glad"], average="macro", zero_division=0)
+        macro = f1_score(gold, score["predictions"], average="macro")
+        values = [100 * each for each in (f1["calm"], macro, f1["glad"], recall)]
+        assert [found["value"] for found in step["quality"].values()] == pytest.approx(values)
+        assert step["confusion"]["counts"]
+    assert [gate["metric"] for gate in steps_of(folder)["quantize"]["gates"]] == ["f1(calm)", "f1"]
+    assert "F1 (glad)" in (folder / "run" / "report.md").read_text()
+    rule = ("--fail-if", "f1(glad) drops 0.5 at quantize")
+    harness.smelt("compare", folder / "run", folder / "run", *rule, code=0)
+    same = listed.replace("[{f1", "[{f1: {label: glad}}, {f1", 1)
+    (folder / "recipe.yaml").write_text(SHORT.replace("latency: false", f"latency: false, {same}"))
+    assert "duplicate-metric" in error_codes(
+        command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
+    )

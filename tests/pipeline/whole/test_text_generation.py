@@ -140,6 +140,8 @@ def test_scores_are_those_of_what_predict_prints(run, family):
         )
         assert quality["exact_match"] == pytest.approx(100 * hits / len(answers))
         assert quality["token_f1"] >= quality["exact_match"]
+        if step["parent"] is not None:
+            assert (step["agreement"]["kl_n"], step["agreement"]["kl_divergence"] > 0) == (len(PAIRS), True)
         assert list(quality) == METRICS
 
 

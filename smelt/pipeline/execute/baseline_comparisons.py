@@ -1,0 +1,186 @@
+"""Compare the steps of a run with the baseline: layers, next tokens. Results are stored and reused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, ClassVar
+
+from smelt.core.artifact import Artifact
+from smelt.core.files import json_hash
+from smelt.core.stage import Progress
+from smelt.core.store import Store
+from smelt.data.splits import Split
+from smelt.models.families.family import STACK_NAMES
+from smelt.pipeline.execute.scoring import library_versions
+from smelt.pipeline.inspect.machine import artifact_device
+from smelt.runtimes.registry import find_runtime, open_runner
+
+# Receives the name of a step and the values of report.json.
+OnCompared = Callable[[str, Mapping[str, Any]], None]
+
+
+class BaselineComparison:
+    """Compares steps that were not compared yet.
+
+    split: the samples, of which `count` are used. parents: the step that each step continues from.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self, store: Store, recipe: Any, split: Split, count: int, parents: Mapping[str, str | None]
+    ) -> None:
+        self.store, self.recipe, self.split, self.count = store, recipe, split, count
+        self.parents = parents
+
+    def compare(
+        self, artifacts: Mapping[str, Artifact], baseline: str, progress: Progress, on_compared: OnCompared
+    ) -> None:
+        """Compare each artifact of `artifacts`, by step name, with that of the step `baseline`.
+
+        progress: called after each step. on_compared: called with the result of each step.
+        """
+        base = artifacts.get(baseline)
+        if base is None or not self.is_compared(base):
+            return
+        steps = [n for n, a in artifacts.items() if self.is_compared(a) and a.key != base.key]
+        keys = {name: self._key(base, artifacts[name]) for name in steps}
+        stored = {name: found for name in steps if (found := self.store.read_score(keys[name]))}
+        for name, found in stored.items():
+            on_compared(name, found[self.kind])
+        missing = [name for name in steps if name not in stored]
+        for done, (name, result) in enumerate(self.results(artifacts, baseline, missing), 1):
+            self.store.write_score(keys[name], {"artifact": artifacts[name].key, self.kind: result})
+            on_compared(name, result)
+            progress(done, len(missing), name)
+
+    def is_compared(self, artifact: Artifact) -> bool:
+        """Return whether an artifact can be compared."""
+        raise NotImplementedError
+
+    def results(
+        self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the result of each step of `missing`."""
+        raise NotImplementedError
+
+    def conditions(self, base: Artifact, step: Artifact) -> dict[str, Any]:
+        """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
+        raise NotImplementedError
+
+    def _key(self, base: Artifact, step: Artifact) -> str:
+        return json_hash(
+            {
+                "kind": self.kind,
+                "artifacts": [base.key, step.key],
+                "data": self.split.fingerprint,
+                "count": self.count,
+                "seed": self.recipe.seed,
+                **self.conditions(base, step),
+            }
+        )
+
+
+class LayerComparisons(BaselineComparison):
+    """Compares the layers of torch steps (see `smelt.evaluate.layer_sqnr`)."""
+
+    kind = "layer_sqnr"
+
+    def is_compared(self, artifact: Artifact) -> bool:
+        """Return whether an artifact can be compared."""
+        return artifact.format == "torch"
+
+    def conditions(self, base: Artifact, step: Artifact) -> dict[str, Any]:
+        """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
+        from smelt.evaluate.layer_sqnr import SQNR_VERSION
+
+        libraries = library_versions(("torch", "transformers", "tokenizers"))
+        return {"version": SQNR_VERSION, "device": self.recipe.device, "libraries": libraries}
+
+    def results(
+        self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the result of each step of `missing`."""
+        from smelt.evaluate.layer_sqnr import LayerComparison, NotComparableError, SampleSource, not_compared
+        from smelt.training.training_state import torch_threads
+
+        source = SampleSource(self.split, self.recipe.task, self.count, self.recipe.seed)
+        with torch_threads(self.recipe.threads):
+            comparison = None
+            for name in missing:
+                try:
+                    comparison = comparison or LayerComparison(
+                        artifacts[baseline], source, self.recipe.device
+                    )
+                except NotComparableError as error:
+                    yield name, not_compared(str(error))
+                    continue
+                kept = kept_blocks(name, baseline, self.parents, artifacts)
+                yield name, comparison.compare(artifacts[name], kept)
+
+
+class TokenComparisons(BaselineComparison):
+    """Compares the next-token distributions of steps (see `smelt.evaluate.token_divergence`)."""
+
+    kind = "token_divergence"
+
+    def is_compared(self, artifact: Artifact) -> bool:
+        """Return whether an artifact can be compared."""
+        return True
+
+    def conditions(self, base: Artifact, step: Artifact) -> dict[str, Any]:
+        """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
+        from smelt.evaluate.token_divergence import TOKEN_DIVERGENCE_VERSION
+
+        score, device = self.recipe.score, self.recipe.device
+        runtimes = [find_runtime(each.format, each.manifest.details.get("target")) for each in (base, step)]
+        return {
+            "version": TOKEN_DIVERGENCE_VERSION,
+            "generation": score.generation.model_dump(),
+            "batch_size": score.batch_size,
+            "devices": [artifact_device(each, device) for each in (base, step)],
+            "libraries": library_versions([name for runtime in runtimes for name in runtime.libraries]),
+        }
+
+    def results(
+        self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the result of each step of `missing`."""
+        from smelt.evaluate.token_divergence import TokenComparison
+        from smelt.training.samples import spread_indices
+
+        if not missing:
+            return
+        recipe = self.recipe
+        chosen = spread_indices(len(self.split), self.count, recipe.seed)
+        texts = [self.split.examples[at].text for at in chosen]
+        with closing(open_runner(artifacts[baseline], recipe.threads, recipe.device)) as runner:
+            comparison = TokenComparison(runner, texts, recipe.score.generation, recipe.score.batch_size)
+        for name in missing:
+            with closing(open_runner(artifacts[name], recipe.threads, recipe.device)) as runner:
+                yield name, comparison.compare(runner)
+
+
+def kept_blocks(
+    name: str, baseline: str, parents: Mapping[str, str | None], artifacts: Mapping[str, Artifact]
+) -> dict[str, list[int]]:
+    """Return, by stack, the blocks of the baseline that a step has; only stacks that lost some.
+
+    Empty if the step does not continue from the baseline.
+    """
+    chain: list[str] = []
+    at: str | None = name
+    while at is not None and at != baseline:
+        chain.append(at)
+        at = parents.get(at)
+    found: dict[str, list[int]] = {}
+    for step in reversed(chain if at == baseline else []):
+        details = artifacts[step].manifest.details if step in artifacts else {}
+        shortened = {stack: kept for stack in STACK_NAMES if (kept := details.get(f"kept_{stack}"))}
+        if isinstance(dropped := shortened.get("layers"), Mapping):  # of drop-layers, all stacks
+            shortened = dict(dropped)
+        for stack, kept in shortened.items():
+            before = found.get(stack)
+            found[stack] = [before[i] for i in kept] if before and max(kept) < len(before) else list(kept)
+    return found

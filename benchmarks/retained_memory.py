@@ -2,8 +2,8 @@
 
     python benchmarks/retained_memory.py MODEL DATA.jsonl.gz [--rounds 5] [--updates 8]
 
-Both arms fine-tune a translator on the same batches, in alternating processes of one thread. They differ only
-in `smelt.training.training_state.freed_memory_retained`. Prints user and system seconds an update.
+Both arms distil a translator on the same batches, in alternating processes of one thread. They differ only in
+`smelt.training.training_state.freed_memory_retained`. Prints user and system seconds an update.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from pathlib import Path
 
 def measure(model: Path, data: Path, updates: int, retained: bool) -> dict[str, float]:
     """Return user and system seconds of one update in this process."""
-    from smelt.compress.finetune import FinetuneSettings
+    from smelt.compress.distill.settings import DistillSettings
+    from smelt.compress.distill.stage import Distill
     from smelt.core.artifact import Artifact, Manifest
     from smelt.core.stage import Context
     from smelt.data.examples import read_split
     from smelt.data.splits import Columns
-    from smelt.models.checkpoint import load_model
     from smelt.training import trainer
-    from smelt.training.train import train
 
     if not retained:
-        trainer.freed_memory_retained = nullcontext  # type: ignore[attr-defined]
+        trainer.freed_memory_retained = nullcontext  # type: ignore[assignment]
     split = read_split(str(data), "translation", Columns(), Path())
     marks: list[tuple[float, float]] = []
 
@@ -53,11 +52,16 @@ def measure(model: Path, data: Path, updates: int, retained: bool) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
         out.mkdir()
-        ctx = Context(out, "translation", {"train": split}, 0, {}, lambda *_: {}, progress=mark, threads=1)
-        settings = FinetuneSettings(
-            max_steps=updates + 2, max_tokens_per_batch=2500, num_evals=0, precision="fp32"
-        )
-        train(load_model(model)[0], Artifact(model, manifest), settings, ctx)
+        model_artifact = Artifact(model, manifest)
+        ctx = Context(
+            out, "translation", {"train": split}, 0, {"model": model_artifact}, lambda *_: {}, progress=mark,
+            threads=1,
+        )  # fmt: skip
+        settings = DistillSettings.model_validate(
+            {"student": {"decoder_layers": 1}, "losses": {"logits": 1.0, "labels": 0.0}, "num_evals": 0,
+             "max_steps": updates + 2, "max_tokens_per_batch": 2500, "precision": "fp32"}
+        )  # fmt: skip
+        Distill()(model_artifact, settings, ctx)
     (user, system), (user_end, system_end) = marks[1], marks[-1]  # the first updates warm up
     return {"user": (user_end - user) / updates, "system": (system_end - system) / updates}
 

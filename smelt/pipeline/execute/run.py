@@ -57,8 +57,8 @@ class RunOptions:
     most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
     on validation, or those of `only`, are scored on test. pages: whether layers and next tokens are compared
     with the baseline's, and report.md, .html and charts are written besides report.json. fold: number and
-    count, of a run of a cross-validation. label: of a run that is part of a search; it is printed briefly, each
-    line with the label. turns: of the workers of a search on this machine.
+    count, of a run of a cross-validation. label: of a run that is part of a search; it is printed briefly,
+    each line with the label. turns: of the workers of a search on this machine.
     """
 
     out: Path | None = None

@@ -103,8 +103,8 @@ def freed_memory_retained() -> Iterator[None]:
     """Let glibc reuse freed memory inside the context instead of returning it to the system.
 
     By default every tensor above 32 MB, such as logits, is mapped and unmapped, and the kernel clears its
-    pages again in each update: half of the processor time of a small translator's training
-    (docs/measurements/training.md). Other C libraries are unchanged.
+    pages again in each update: a quarter of the time of a small translator's distillation
+    (docs/measurements/speed.md). Other C libraries are unchanged.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:

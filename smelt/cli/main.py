@@ -22,6 +22,7 @@ from smelt.cli.commands import (
     print_untrusted,
     shrink,
     store,
+    store_option,
     tensorrt_check,
 )
 from smelt.core.system import SAFE_PATH_VARIABLE
@@ -136,9 +137,7 @@ def _override_options(command: Any) -> Any:
 @click.argument("recipe")
 @_override_options
 @click.option("--out", type=FOLDER_TYPE, help="The run's folder (default: runs/NAME).")
-@click.option(
-    "--store", type=FOLDER_TYPE, help="Folder of stored artifacts (default: .store next to the run)."
-)
+@store_option
 @click.option(
     "--rebuild",
     "rebuild",
@@ -160,7 +159,7 @@ def run(
     overrides: tuple[str, ...],
     until: str | None,
     out: Path | None,
-    store: Path | None,
+    store: Path | str | None,
     rebuild: tuple[str, ...],
     limit: int | None,
     quiet: bool,
@@ -207,7 +206,7 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     "--sampler", type=click.Choice(("tpe", "nsga2", "random", "grid")), help="How points are chosen."
 )
 @click.option("--out", type=FOLDER_TYPE, help="The search's folder (default: runs/NAME-search).")
-@click.option("--store", type=FOLDER_TYPE, help="Folder of stored artifacts, shared by all trials.")
+@store_option
 @click.option("--storage", metavar="URL", help="Database of the study, such as sqlite:///study.db.")
 @click.option(
     "--limit", type=click.IntRange(min=1), metavar="N", help="Use at most N samples of every split."

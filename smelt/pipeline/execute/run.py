@@ -25,7 +25,14 @@ from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.layer_scores import LayerScores
 from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
-from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
+from smelt.pipeline.execute.run_folder import (
+    RunFolder,
+    StorePlace,
+    check_store,
+    open_store,
+    register_run,
+    require_run_folder,
+)
 from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.sources import make_first_artifact
@@ -51,18 +58,19 @@ class RunOptions:
     """Options of a run from the command line.
 
     out: the run's folder (default: runs/NAME in the current folder). store: folder for artifacts and scores
-    (default: the nearest .store in a parent folder, else one next to the run's folder). rebuild: steps to
-    build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether quality
-    and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
-    most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
-    on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts are
-    written besides report.json. is_fold: whether the run is one of a cross-validation. label: of a run that
-    is part of a search; it is printed briefly, each line with the label. turns: of the workers of a search
-    on this machine.
+    (default: the nearest .store in a parent folder, else one next to the run's folder), or the URL of a
+    remote store as text, of which `store_cache` is the local folder (default: as for `store`). rebuild:
+    steps to build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether
+    quality and latency are measured. only: the steps to score, with the baseline; None for all. score_limit:
+    score at most this many samples. timed: whether latency is measured. on_test: whether the steps that were
+    chosen on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts
+    are written besides report.json. is_fold: whether the run is one of a cross-validation. label: of a run
+    that is part of a search; it is printed briefly, each line with the label. turns: of the workers of a
+    search on this machine.
     """
 
     out: Path | None = None
-    store: Path | None = None
+    store: StorePlace | None = None
     rebuild: frozenset[str] = frozenset()
     limit: int | None = None
     quiet: bool = False
@@ -75,6 +83,7 @@ class RunOptions:
     is_fold: bool = False
     label: str = ""
     turns: MachineTurns | None = None
+    store_cache: Path | None = None
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -92,12 +101,12 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             code="unknown-step",
         )
     options = replace(options, limit=_checked_limit(options.limit))
+    check_store(options.store)
     whole = plan.read_data()
     data = {name: limit_split(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     require_run_folder(folder)
-    place, new_store = (options.store, "") if options.store else default_store(folder)
-    store = Store(place)
+    store, new_store = open_store(options.store, folder, options.store_cache)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +127,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
         if new_store:
             display.print_line(f"note: {new_store}")
         run = _PlanRunner(plan, options, whole, data, folder, store, display)
+        store.warn = lambda message: run.add_warnings([message])
         run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
         return run.execute()
 

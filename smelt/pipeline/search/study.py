@@ -29,7 +29,7 @@ from smelt.core.locks import file_lock
 from smelt.core.messages import Message
 from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.run import RunOptions, run_plan
-from smelt.pipeline.execute.run_folder import default_store
+from smelt.pipeline.execute.run_folder import StorePlace, check_store, default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 from smelt.pipeline.search.sampling import check_storage, grid_points, open_study
 from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace
@@ -63,7 +63,7 @@ class SearchOptions:
     """
 
     out: Path | None = None
-    store: Path | None = None
+    store: StorePlace | None = None
     trials: int | None = None
     max_minutes: float | None = None
     storage: str | None = None
@@ -81,7 +81,8 @@ class Search:
             space = replace(space, settings=settings)
         self.space = space
         self.folder = (options.out or Path("runs") / f"{space.path.stem}-search").resolve()
-        self.store = options.store or default_store(self.folder / "trials")[0]
+        self._store_cache = default_store(self.folder / "trials")[0]
+        self.store = options.store or self._store_cache
         self.trials = options.trials or space.settings.trials or DEFAULT_TRIALS
         self.max_minutes = options.max_minutes or space.settings.max_minutes
         assert space.plan is not None
@@ -269,6 +270,7 @@ class Search:
         """
         if self.space.sampler == "grid":
             next(grid_points(self.space.parameters))
+        check_store(self.options.store)
         check_storage(self.options.storage, self.folder, self.space.path.stem, self._identity)
 
     def _require_success(self, study: optuna.Study) -> None:
@@ -361,7 +363,7 @@ class Search:
     def _run_options(self, out: Path, only: frozenset[str] | None = None, label: str = "") -> RunOptions:
         return RunOptions(
             out, self.store, limit=self.options.limit, quiet=self._report is None, label=label, only=only,
-            on_test=False, pages=False, turns=self._turns,
+            on_test=False, pages=False, turns=self._turns, store_cache=self._store_cache,
         )  # fmt: skip
 
     def _run(self, plan: Any, options: RunOptions) -> Mapping[str, Any]:

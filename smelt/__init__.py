@@ -75,6 +75,7 @@ def run(
     store: str | Path | None = None,
     rebuild: bool | Sequence[str] = (),
     limit: int | None = None,
+    executor: str | None = None,
     quiet: bool = False,
 ) -> Result:
     """Run a recipe and return its result, as `smelt run` does.
@@ -88,6 +89,7 @@ def run(
             such as s3://bucket/prefix.
         rebuild: steps to build again; True for all.
         limit: use at most this many samples of every split; 1 or more.
+        executor: ray or ray://HOST:PORT, to run steps as tasks of a Ray cluster.
         quiet: print nothing to standard error; the log is in the run's folder.
 
     Returns:
@@ -113,6 +115,7 @@ def run(
         rebuild=frozenset(again),
         limit=limit,
         quiet=quiet,
+        executor=executor,
     )
     return run_plan(plan, options)
 
@@ -202,6 +205,7 @@ def search(
     store: str | Path | None = None,
     storage: str | None = None,
     limit: int | None = None,
+    executor: str | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Search the space of a recipe and return the report, as `smelt search` does.
@@ -216,6 +220,7 @@ def search(
         store: folder of stored artifacts, or the URL of a bucket.
         storage: URL of the study's database (default: a file in `out`).
         limit: use at most this many samples of every split.
+        executor: ray or ray://HOST:PORT, to run trials at once on a Ray cluster.
         quiet: print nothing.
 
     Returns:
@@ -238,6 +243,7 @@ def search(
         storage=storage,
         sampler=sampler,  # type: ignore[arg-type]
         limit=limit,
+        executor=executor,
     )
     job = Search(read_space(recipe, _override_list(overrides)), options)
     job.check()

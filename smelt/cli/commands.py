@@ -95,6 +95,15 @@ def device_options(command: Any) -> Any:
     )
 
 
+def executor_option(command: Any) -> Any:
+    """Add the option for the machines that run steps."""
+    return click.option(
+        "--executor",
+        metavar="ray[://HOST:PORT]",
+        help="Run steps as tasks of a Ray cluster: this machine's, or that of a head's address.",
+    )(command)
+
+
 CheckGroup = Literal["machine", "packages", "runtimes", "processor"]
 
 

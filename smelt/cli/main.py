@@ -14,6 +14,7 @@ from smelt.cli.commands import (
     FOLDER_TYPE,
     bench,
     device_options,
+    executor_option,
     generation_options,
     init,
     minutes_of,
@@ -138,6 +139,7 @@ def _override_options(command: Any) -> Any:
 @_override_options
 @click.option("--out", type=FOLDER_TYPE, help="The run's folder (default: runs/NAME).")
 @store_option
+@executor_option
 @click.option(
     "--rebuild",
     "rebuild",
@@ -160,6 +162,7 @@ def run(
     until: str | None,
     out: Path | None,
     store: Path | str | None,
+    executor: str | None,
     rebuild: tuple[str, ...],
     limit: int | None,
     quiet: bool,
@@ -172,7 +175,7 @@ def run(
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:
         print_untrusted(f"warning: {warning}", err=True)
-    result = run_plan(plan, RunOptions(out, store, frozenset(rebuild), limit, quiet))
+    result = run_plan(plan, RunOptions(out, store, frozenset(rebuild), limit, quiet, executor=executor))
     for line in summary_lines(result):
         print_untrusted(line)
     sys.exit(result.exit_code)
@@ -207,6 +210,7 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
 )
 @click.option("--out", type=FOLDER_TYPE, help="The search's folder (default: runs/NAME-search).")
 @store_option
+@executor_option
 @click.option("--storage", metavar="URL", help="Database of the study, such as sqlite:///study.db.")
 @click.option(
     "--limit", type=click.IntRange(min=1), metavar="N", help="Use at most N samples of every split."

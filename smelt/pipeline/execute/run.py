@@ -19,11 +19,13 @@ from smelt.core.store import Store
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.evaluate.agreement import cached_agreement
+from smelt.pipeline.execute.cluster_run import ClusterRun, paths_on_nodes
 from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.layer_scores import LayerScores
 from smelt.pipeline.execute.machine_turns import MachineTurns
+from smelt.pipeline.execute.ray_cluster import open_cluster
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_folder import (
     RunFolder,
@@ -66,7 +68,7 @@ class RunOptions:
     chosen on validation, or those of `only`, are scored on test. pages: whether report.md, .html and charts
     are written besides report.json. is_fold: whether the run is one of a cross-validation. label: of a run
     that is part of a search; it is printed briefly, each line with the label. turns: of the workers of a
-    search on this machine.
+    search on this machine. executor: the Ray cluster on which steps run, as in `open_cluster`.
     """
 
     out: Path | None = None
@@ -84,6 +86,7 @@ class RunOptions:
     label: str = ""
     turns: MachineTurns | None = None
     store_cache: Path | None = None
+    executor: str | None = None
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -102,11 +105,14 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
         )
     options = replace(options, limit=_checked_limit(options.limit))
     check_store(options.store)
+    cluster = None if options.executor is None else open_cluster(options.executor)
     whole = plan.read_data()
     data = {name: limit_split(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     require_run_folder(folder)
     store, new_store = open_store(options.store, folder, options.store_cache)
+    if cluster is not None:
+        cluster.check_nodes(store, paths_on_nodes(plan))
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -209,6 +215,7 @@ class _PlanRunner:
             device=recipe.device,
             windows=recipe.data.windows if recipe.task == "language-modeling" else None,
         )
+        self.cluster_run: ClusterRun | None = None  # with `executor`, once the model is imported
         self.artifacts: dict[str, Artifact] = {}
         self.previous_artifacts: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit, partial(cached_agreement, store))
@@ -253,6 +260,8 @@ class _PlanRunner:
                 raise  # before any work, so an error of the input, not of the run
             self.report.add_failure(failure)
             self.display.print_line(_log_text(failure))
+        if self.cluster_run is not None:
+            self.cluster_run.cancel()
         self._write_report(last=True)
         self._finish_trackers()
         self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")
@@ -289,9 +298,24 @@ class _PlanRunner:
             self._is_rebuilt(MODEL_STEP),
         )
         self.step_runner, self.scorer = begun.step_runner, begun.scorer
+        if self.options.executor is not None:
+            self._start_tasks(self.options.executor, begun.artifact)
         self._score_and_report(MODEL_STEP, begun.artifact, begun.cached, 0.0)
         self.trackers.summarize(self.report.data)
         self._write_report()  # the first step may be a long training run
+
+    def _start_tasks(self, executor: str, model: Artifact) -> None:
+        """Start the steps on a cluster; they are reported in the recipe's order."""
+        self.cluster_run = ClusterRun(
+            open_cluster(executor), self.plan, self.data, self.step_runner, self.scorer, self.display,
+            self.store.warn, self.options.quiet, self.options.label,
+        )  # fmt: skip
+        self.cluster_run.start(
+            model,
+            self._is_rebuilt,
+            lambda name: self.plan.judged_on if self._is_scored(name) else None,
+            self.options.score_limit,
+        )
 
     def _run_step(self, step: PlanStep) -> None:
         if step.unavailable:
@@ -306,10 +330,15 @@ class _PlanRunner:
         started = time.monotonic()
         try:
             with rust_panics_as_errors(), self._step_turn():
-                above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
-                artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
+                seconds = None
+                if self.cluster_run is not None:
+                    artifact, cached, seconds = self.cluster_run.wait(step)
+                else:
+                    above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
+                    artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
                 self.trackers.log_cached(step.name, artifact)
-                self._score_and_report(step.name, artifact, cached, time.monotonic() - started)
+                seconds = time.monotonic() - started if seconds is None else seconds
+                self._score_and_report(step.name, artifact, cached, seconds)
                 self.trackers.summarize(self.report.data)
         except Exception as error:
             failure = self._explain_error(error, step.name)
@@ -336,7 +365,7 @@ class _PlanRunner:
         self.run_folder.link_artifact(name, artifact)
         reasons = {
             "untrained": UNTRAINED_NOT_SCORED if artifact.manifest.details.get("untrained") else None,
-            CANNOT_RUN_HERE: _unscored_reason(artifact),
+            CANNOT_RUN_HERE: self._unscored_reason(name, artifact),
             "scoring-disabled": None if self._is_scored(name) else _SCORING_DISABLED,
         }
         if why := next(((code, reason) for code, reason in reasons.items() if reason), None):
@@ -367,14 +396,22 @@ class _PlanRunner:
             f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
         )
 
+    def _unscored_reason(self, name: str, artifact: Artifact) -> str | None:
+        """Return why the machine that built an artifact cannot score it, or None."""
+        if self.cluster_run is not None and name != MODEL_STEP:
+            return self.cluster_run.unscored_reason(name)
+        return _unscored_reason(artifact)
+
     def _is_scored(self, name: str) -> bool:
         only = self.options.only
         return self.options.scored and (only is None or name in only or name == self.plan.recipe.baseline)
 
     def _score(self, name: str, artifact: Artifact, on_test: bool = False) -> dict[str, Any]:
         self.display.start_work(f"{name}, scoring{' on test' if on_test else ''}")
-        split = self.data["test" if on_test else self.plan.judged_on]
-        split = limit_split(split, self.options.score_limit)
+        where, limit = "test" if on_test else self.plan.judged_on, self.options.score_limit
+        if self.cluster_run is not None:
+            return self.cluster_run.score(name, artifact, where, limit, self.scorer.reference)
+        split = limit_split(self.data[where], limit)
         with self.store.lock(f"{artifact.key}-score", self._report_waiting(name)):
             return self.scorer.score(artifact, split, self.display.progress)
 
@@ -498,20 +535,23 @@ class _PlanRunner:
         timed = {name: a for name, a in scored.items() if self._is_timed(name, settings)}
         self.display.start_work("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
+        fresh, known_alone = self._is_rebuilt("*"), frozenset(self.previous_artifacts)
+        seconds = max(_MIN_LATENCY_SECONDS, sum(a.manifest.seconds for a in self.artifacts.values()))
+        baseline, turns, run = self.plan.recipe.baseline, self.options.turns, self.cluster_run
         try:
+            if run is not None and (
+                found := run.measure_latency(timed, baseline, fresh, known_alone, seconds)
+            ):
+                self._report_latency(found)
+                return
+            turns = run.turns if run is not None else turns
             # concurrent measurements disturb each other, and so does other work
             with ExitStack() as stack:
                 stack.enter_context(self.store.lock("latency", self._report_waiting("latency")))
-                if (turns := self.options.turns) is not None:
+                if turns is not None:
                     stack.enter_context(turns.measurement(partial(self.display.print_line, brief=True)))
                 scores.measure(
-                    timed,
-                    self.plan.recipe.baseline,
-                    self.display.progress,
-                    self._is_rebuilt("*"),
-                    frozenset(self.previous_artifacts),
-                    self._report_latency,
-                    max(_MIN_LATENCY_SECONDS, sum(a.manifest.seconds for a in self.artifacts.values())),
+                    timed, baseline, self.display.progress, fresh, known_alone, self._report_latency, seconds
                 )
         except Exception as error:
             failure = self._explain_error(error, "latency")
@@ -548,5 +588,6 @@ class _PlanRunner:
 
 
 def _unscored_reason(artifact: Artifact) -> str | None:
+    """Return why this machine cannot score an artifact, or None."""
     details = artifact.manifest.details
     return unscored_reason(artifact.format, details.get("target"), details.get("dtype"))

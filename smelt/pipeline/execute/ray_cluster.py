@@ -26,7 +26,6 @@ from smelt.core.messages import Message, error_message
 from smelt.core.remote_store import open_remote_store
 from smelt.core.store import Store
 from smelt.core.system import install_command, package_problem
-from smelt.evaluate.environment import cpu_model
 from smelt.pipeline.execute.scoring import library_versions
 from smelt.pipeline.execute.step_runner import KEY_LIBRARIES
 from smelt.pipeline.recipe.recipe import ResourceSettings
@@ -38,6 +37,7 @@ STORE_VARIABLE = "SMELT_STORE"
 """On a node: the local folder of a remote store (default: the driver's path, else ~/.cache/smelt/store)."""
 _CONNECT_S = 5.0
 _CHECK_S = 120.0  # of all nodes; the first process on a node imports smelt
+_LEAVING_S = 15.0
 _EXECUTOR = re.compile(r"ray(://(?P<address>[^/\s]+:\d+))?")
 _SOURCES = ("smelt", "smelt.compress", "smelt.export", "smelt.evaluate")
 
@@ -232,20 +232,32 @@ class RayCluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ask = _remote_function(inspect_node)
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.nodes()}
         running = {
-            f"node {node['NodeManagerAddress']} ({node['NodeID'][:6]})": ask.options(
+            node: ask.options(
                 num_cpus=0, max_retries=0, name="smelt check",
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             ).remote(request)
-            for node in self.nodes()
+            for node in addresses
         }  # fmt: skip
         ends, found = time.monotonic() + _CHECK_S, dict[str, Any]()
-        for name, answer in running.items():
+        for node, answer in running.items():
+            name = f"node {addresses[node]} ({node[:6]})"
             try:
                 found[name] = ray.get(answer, timeout=max(1.0, ends - time.monotonic()))
             except Exception as error:  # the process did not start, smelt is missing there, ...
-                found[name] = error
+                if not self._has_left(node):
+                    found[name] = error
         return found
+
+    def _has_left(self, node: str) -> bool:
+        """Return whether a node has died, which Ray lists as alive for some seconds."""
+        ends = time.monotonic() + _LEAVING_S
+        while any(each["NodeID"] == node for each in self.nodes()):
+            if time.monotonic() > ends:
+                return False
+            time.sleep(0.2)
+        return True
 
 
 @cache
@@ -284,14 +296,17 @@ def inspect_node(request: NodeRequest) -> dict[str, Any]:
         if request.token is None:
             open_node_store(request.store_root, request.store_url)
         elif not request.token.exists():
-            lack = "store-not-shared", f"the store {request.store_root} is not the folder of this machine"
+            raise InputError(
+                f"the store {request.store_root} is not the driver's. Use a shared folder, mounted at the"
+                " same path, or a bucket: --store s3://...",
+                code="store-not-shared",
+            )
     except InputError as error:
         lack = error.code, str(error)
     return {
         "versions": _versions(),
         "missing": [str(path) for path in request.paths if not path.exists()],
         "store": lack,
-        "cpu": cpu_model(),
     }
 
 
@@ -355,15 +370,21 @@ def _node_problems(name: str, answer: dict[str, Any] | Exception) -> list[Messag
     ]
     found = []
     if other:
-        text = f"{name}: other versions than on this machine: {', '.join(other)}. Install the same."
-        found.append(error_message("cluster-versions-differ", text))
+        found.append(
+            error_message(
+                "cluster-versions-differ",
+                f"{name}: other versions than on this machine: {', '.join(other)}. Install the same.",
+            )
+        )
     if answer["missing"]:
-        text = f"{name}: no {', '.join(answer['missing'])}. Copy or mount it at the same path."
-        found.append(error_message("missing-on-node", text))
+        found.append(
+            error_message(
+                "missing-on-node",
+                f"{name}: no {', '.join(answer['missing'])}. Copy or mount it at the same path.",
+            )
+        )
     if answer["store"] is not None:
         code, text = answer["store"]
-        if code == "store-not-shared":
-            text = f"{text}. Use a shared folder, mounted at the same path, or a bucket: --store s3://..."
         found.append(error_message(code, f"{name}: {text}"))
     return found
 

@@ -75,6 +75,7 @@ def run(
     store: str | Path | None = None,
     rebuild: bool | Sequence[str] = (),
     limit: int | None = None,
+    executor: str | None = None,
     quiet: bool = False,
 ) -> Result:
     """Run a recipe and return its result, as `smelt run` does.
@@ -84,9 +85,11 @@ def run(
         overrides: settings to change: {"prune.keep_ratio": 0.5}, or a list such as ["prune.keep_ratio=0.5"].
         until: last step to run, with the steps that it needs.
         out: the run's folder (default: runs/NAME in the current folder).
-        store: folder of stored artifacts (default: .store next to the run's folder).
+        store: folder of stored artifacts (default: .store next to the run's folder), or the URL of a bucket,
+            such as s3://bucket/prefix.
         rebuild: steps to build again; True for all.
         limit: use at most this many samples of every split; 1 or more.
+        executor: ray or ray://HOST:PORT, to run steps as tasks of a Ray cluster.
         quiet: print nothing to standard error; the log is in the run's folder.
 
     Returns:
@@ -100,6 +103,7 @@ def run(
 
     from smelt.api.recipes import plan_recipe
     from smelt.pipeline.execute.run import RunOptions, run_plan
+    from smelt.pipeline.execute.run_folder import store_place
 
     plan = plan_recipe(recipe, _override_list(overrides), until)
     for message in () if quiet else plan.warnings:
@@ -107,10 +111,11 @@ def run(
     again = ["*"] if rebuild is True else _as_list(rebuild or ())
     options = RunOptions(
         out=None if out is None else Path(out),
-        store=None if store is None else Path(store),
+        store=None if store is None else store_place(store),
         rebuild=frozenset(again),
         limit=limit,
         quiet=quiet,
+        executor=executor,
     )
     return run_plan(plan, options)
 
@@ -148,6 +153,7 @@ def shrink(
     budget_minutes: float = 30.0,
     task: str | None = None,
     out: str | Path | None = None,
+    store: str | Path | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Make a model smaller or faster, as `smelt shrink` does, and return the report of the search.
@@ -160,6 +166,7 @@ def shrink(
         budget_minutes: time for the search.
         task: task, if the model's family supports several.
         out: the folder (default: runs/NAME-shrink). The same call in the same folder goes on.
+        store: folder of stored artifacts, or the URL of a bucket.
         quiet: print nothing.
 
     Returns:
@@ -170,6 +177,7 @@ def shrink(
         InputError: target, model or data are not suitable, or the folder has another search.
         RunError: all of the first trials failed.
     """
+    from smelt.pipeline.execute.run_folder import store_place
     from smelt.pipeline.search.shrink import ShrinkOptions
     from smelt.pipeline.search.shrink import shrink as run_shrink
 
@@ -180,6 +188,7 @@ def shrink(
         minutes=budget_minutes,
         task=task,  # type: ignore[arg-type]
         out=None if out is None else Path(out),
+        store=None if store is None else store_place(store),
     )
     report, _ = run_shrink(str(model), [Path(file) for file in files], options, None if quiet else print)
     return report
@@ -196,6 +205,7 @@ def search(
     store: str | Path | None = None,
     storage: str | None = None,
     limit: int | None = None,
+    executor: str | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Search the space of a recipe and return the report, as `smelt search` does.
@@ -207,9 +217,10 @@ def search(
         max_minutes: time limit; the running trial is finished.
         sampler: tpe, nsga2, random or grid (default: by the number of objectives).
         out: the search's folder (default: runs/NAME-search). A search in the same folder is continued.
-        store: folder of stored artifacts.
+        store: folder of stored artifacts, or the URL of a bucket.
         storage: URL of the study's database (default: a file in `out`).
         limit: use at most this many samples of every split.
+        executor: ray or ray://HOST:PORT, to run trials at once on a Ray cluster.
         quiet: print nothing.
 
     Returns:
@@ -219,18 +230,20 @@ def search(
         InputError: the recipe or the space has mistakes, or the study belongs to another recipe.
         RunError: all of the first trials failed.
     """
+    from smelt.pipeline.execute.run_folder import store_place
     from smelt.pipeline.search.report import finish_search
     from smelt.pipeline.search.space import read_space
     from smelt.pipeline.search.study import Search, SearchOptions
 
     options = SearchOptions(
         out=None if out is None else Path(out),
-        store=None if store is None else Path(store),
+        store=None if store is None else store_place(store),
         trials=trials,
         max_minutes=max_minutes,
         storage=storage,
         sampler=sampler,  # type: ignore[arg-type]
         limit=limit,
+        executor=executor,
     )
     job = Search(read_space(recipe, _override_list(overrides)), options)
     job.check()

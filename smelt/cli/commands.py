@@ -14,8 +14,32 @@ from typing import Any, Literal, TextIO
 import click
 
 from smelt.core.errors import InputError
+from smelt.core.remote_store import is_store_url
 
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
+
+
+class _StoreType(click.ParamType[Path | str]):
+    """A folder, or the URL of a remote store as text."""
+
+    name = "folder or url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
+        """Return the value as given on the command line."""
+        if isinstance(value, str) and is_store_url(value):
+            return value
+        return Path(FOLDER_TYPE.convert(value, param, ctx))
+
+
+def store_option(command: Any) -> Any:
+    """Add the option for the store of runs."""
+    return click.option(
+        "--store",
+        type=_StoreType(),
+        metavar="FOLDER|URL",
+        help="Stored artifacts: a folder (default: .store next to the run), or a bucket such as"
+        " s3://bucket/prefix.",
+    )(command)
 
 
 def print_untrusted(text: str, err: bool = False) -> None:
@@ -69,6 +93,15 @@ def device_options(command: Any) -> Any:
     return click.option("--device", default="auto", show_default=True, type=places, help="Device to run on.")(
         command
     )
+
+
+def executor_option(command: Any) -> Any:
+    """Add the option for the machines that run steps."""
+    return click.option(
+        "--executor",
+        metavar="ray[://HOST:PORT]",
+        help="Run steps as tasks of a Ray cluster: this machine's, or that of a head's address.",
+    )(command)
 
 
 CheckGroup = Literal["machine", "packages", "runtimes", "processor"]
@@ -246,6 +279,7 @@ def init(
 @click.option(
     "--out", type=click.Path(path_type=Path), help="The search's folder (default: runs/NAME-shrink)."
 )
+@store_option
 @click.option(
     "--plan", "only_plan", is_flag=True, help="Measure and show what would be tried; write nothing."
 )

@@ -7,9 +7,11 @@ fail.
 
 from __future__ import annotations
 
+import os
 import platform
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 from smelt.cli.commands import CheckGroup, CheckResult, check_runtime, first_error_line
@@ -209,6 +211,7 @@ def run_checks() -> list[CheckResult]:
         try_ort_tensorrt,
         try_openvino,
         try_engines,
+        _several_machines,
         _processor,
     ):
         findings += _run_probe(look)
@@ -287,6 +290,25 @@ def _packages() -> Iterator[CheckResult]:
             "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files",
             "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu",
         )
+
+
+def _several_machines() -> Iterator[CheckResult]:
+    """Check the packages for buckets and clusters."""
+    from smelt.core.system import package_problem
+    from smelt.pipeline.execute.ray_cluster import OLDEST_RAY, connection_problem
+
+    for extra, name, oldest, use in (
+        ("ray", "ray", OLDEST_RAY, "--executor ray"),
+        ("s3", "s3fs", "2026.1", "--store s3://BUCKET"),
+    ):
+        if (lack := package_problem(name, oldest)) is not None:
+            yield CheckResult("packages", name, None, f"{lack}; for {use}", f"pip install 'smelt[{extra}]'")
+            continue
+        detail = f"{version(name)}, for {use}"
+        if name == "ray" and (address := os.environ.get("RAY_ADDRESS")):
+            lack = connection_problem(address)
+            detail += f"; RAY_ADDRESS {address}: {lack or 'answers'}"
+        yield CheckResult("packages", name, True, detail)
 
 
 # Instruction sets with their names in Linux (arch/x86/include/asm/cpufeatures.h, arch/arm64 hwcap).

@@ -14,6 +14,7 @@ from smelt.cli.commands import (
     FOLDER_TYPE,
     bench,
     device_options,
+    executor_option,
     generation_options,
     init,
     minutes_of,
@@ -22,6 +23,7 @@ from smelt.cli.commands import (
     print_untrusted,
     shrink,
     store,
+    store_option,
     tensorrt_check,
 )
 from smelt.core.system import SAFE_PATH_VARIABLE
@@ -136,9 +138,8 @@ def _override_options(command: Any) -> Any:
 @click.argument("recipe")
 @_override_options
 @click.option("--out", type=FOLDER_TYPE, help="The run's folder (default: runs/NAME).")
-@click.option(
-    "--store", type=FOLDER_TYPE, help="Folder of stored artifacts (default: .store next to the run)."
-)
+@store_option
+@executor_option
 @click.option(
     "--rebuild",
     "rebuild",
@@ -166,7 +167,8 @@ def run(
     overrides: tuple[str, ...],
     until: str | None,
     out: Path | None,
-    store: Path | None,
+    store: Path | str | None,
+    executor: str | None,
     rebuild: tuple[str, ...],
     limit: int | None,
     num_processes: int | None,
@@ -189,7 +191,7 @@ def run(
         return
     for warning in plan.warnings:
         print_untrusted(f"warning: {warning}", err=True)
-    result = run_plan(plan, RunOptions(out, store, frozenset(rebuild), limit, quiet))
+    result = run_plan(plan, RunOptions(out, store, frozenset(rebuild), limit, quiet, executor=executor))
     for line in summary_lines(result):
         print_untrusted(line)
     sys.exit(result.exit_code)
@@ -223,7 +225,8 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     "--sampler", type=click.Choice(("tpe", "nsga2", "random", "grid")), help="How points are chosen."
 )
 @click.option("--out", type=FOLDER_TYPE, help="The search's folder (default: runs/NAME-search).")
-@click.option("--store", type=FOLDER_TYPE, help="Folder of stored artifacts, shared by all trials.")
+@store_option
+@executor_option
 @click.option("--storage", metavar="URL", help="Database of the study, such as sqlite:///study.db.")
 @click.option(
     "--limit", type=click.IntRange(min=1), metavar="N", help="Use at most N samples of every split."

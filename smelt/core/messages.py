@@ -142,3 +142,9 @@ def with_article(word: object) -> str:
 def with_count(number: int, word: str) -> str:
     """Return "1 text", "2 texts"."""
     return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+def hide_password(url: str) -> str:
+    """Return a URL with *** instead of its password."""
+    hidden = re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", url)
+    return re.sub(r"(?i)(password=)[^&]*", r"\1***", hidden)

@@ -11,6 +11,9 @@ source artifacts, and the hash of each file. A folder is complete or absent. Dam
 because they can be made again.
 
 Checkpoints are stored in ``unfinished/KEY/N``, N the index of a training in its step.
+
+With a remote store (`smelt.core.remote_store`) the folder is its cache on this machine: artifacts and scores
+that are missing here are copied from it, finished ones are copied to it. `kept` and `unfinished` stay here.
 """
 
 from __future__ import annotations
@@ -42,15 +45,28 @@ from smelt.core.files import (
     write_json,
 )
 from smelt.core.locks import STALE_AFTER_S, file_lock, heartbeat, is_active, remove_stale_lock
+from smelt.core.messages import Message, warning
+from smelt.core.remote_store import DamagedFileError, RemoteStore, describe_driver_error
 
 OWNER_SUFFIX = ".owner"
 
 
 class Store:
-    """Artifacts and scores under one folder, addressed by their keys."""
+    """Artifacts and scores under one folder, addressed by their keys.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+    Args:
+        root: the folder.
+        remote: store of several machines, of which the folder is the cache.
+        warn: called with a warning where the remote store fails; work goes on with the folder.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        remote: RemoteStore | None = None,
+        warn: Callable[[Message], None] = lambda message: None,
+    ) -> None:
+        self.root, self.remote, self.warn = root.resolve(), remote, warn
         try:
             for name in ("artifacts", "scores", "tmp", "locks", "checked"):
                 folder = self.root / name
@@ -80,7 +96,7 @@ class Store:
             InputError: a file is missing or its bytes have changed.
         """
         path = self.root / "artifacts" / key
-        if not path.is_dir():
+        if not path.is_dir() and not self._pull(key):
             return None
         try:
             artifact = read_artifact(path)
@@ -105,6 +121,7 @@ class Store:
                 )
             artifact.verify(hint)
             self._write_checked(artifact)
+        self._push(lambda remote: remote.push(artifact))  # one that was made while it could not be reached
         return artifact
 
     def lock(self, key: str, waiting: Callable[[str], None]) -> AbstractContextManager[None]:
@@ -150,12 +167,18 @@ class Store:
             )
         manifest = manifest.model_copy(update={"files": files})
         write_json(folder / MANIFEST, manifest.model_dump())
+        artifact = self._move_to_artifacts(folder, manifest.key, replace)
+        self._push(lambda remote: remote.push(artifact, replace))
+        return artifact
+
+    def _move_to_artifacts(self, folder: Path, key: str, replace: bool = False) -> Artifact:
+        """Flush the complete `folder` of an artifact and rename it; an existing one is kept or replaced."""
         for path in folder.rglob("*"):
             fsync_path(path)
         fsync_path(folder)
-        target = self.root / "artifacts" / manifest.key
+        target = self.root / "artifacts" / key
         # a note of the previous artifact would not match the new one
-        (self.root / "checked" / f"{manifest.key}.json").unlink(missing_ok=True)
+        (self.root / "checked" / f"{key}.json").unlink(missing_ok=True)
         with self._set_aside(target) if replace else nullcontext():
             try:
                 os.rename(folder, target)
@@ -191,11 +214,82 @@ class Store:
 
     def read_score(self, key: str) -> dict[str, Any] | None:
         """Return the score stored under `key`, or None."""
-        return _read_json_or_none(self.root / "scores" / f"{key}.json")
+        path = self.root / "scores" / f"{key}.json"
+        value = _read_json_or_none(path)
+        if value is not None:
+            self._push(lambda remote: remote.push_score(key, path))
+            return value
+        with self._using_remote() as remote:
+            value = None if remote is None else remote.read_score(key)
+        if value is not None:
+            write_json(path, value)
+        return value
 
     def write_score(self, key: str, value: dict[str, Any]) -> None:
         """Store `value` under `key`, replacing an earlier one."""
-        write_json(self.root / "scores" / f"{key}.json", value)
+        path = self.root / "scores" / f"{key}.json"
+        write_json(path, value)
+        self._push(lambda remote: remote.push_score(key, path, replace=True))
+
+    def _pull(self, key: str) -> bool:
+        """Copy the artifact `key` from the remote store; return whether it is there, and intact."""
+        with self._using_remote() as remote:
+            if remote is None:
+                return False
+            with self.workspace() as space:
+                folder = space / "out"
+                folder.mkdir()
+                if remote.pull(key, folder) is None:
+                    return False
+                apply_umask(folder)
+                self._move_to_artifacts(folder, key)
+                return True
+        return False
+
+    def _push(self, push: Callable[[RemoteStore], None]) -> None:
+        """Copy something to the remote store, if there is one; if that fails, it stays here."""
+        with self._using_remote(to_write=True) as remote:
+            if remote is not None:
+                push(remote)
+
+    @contextmanager
+    def _using_remote(self, to_write: bool = False) -> Iterator[RemoteStore | None]:
+        """Yield the remote store, None if there is none or it was given up; errors become warnings."""
+        remote = self.remote
+        if remote is None or remote.is_given_up:
+            yield None
+            return
+        failed = True
+        try:
+            yield remote
+            failed = False
+        except DamagedFileError as error:
+            failed = False
+            self.warn(warning("damaged-remote-file", f"{remote}: {error}. It is made and written again."))
+        except Exception as error:  # every driver has errors of its own
+            what = describe_driver_error(error)
+            self.warn(
+                warning(
+                    "push-failed",
+                    f"{remote}: cannot be written to: {what}. What was made is in {self.root}; run the same"
+                    " command again to copy it.",
+                )
+                if to_write
+                else warning(
+                    "pull-failed",
+                    f"{remote}: cannot be read: {what}. What it has may be made again here.",
+                )
+            )
+        finally:
+            remote.count_failure(failed)
+            if failed and remote.is_given_up:
+                self.warn(
+                    warning(
+                        "remote-store-given-up",
+                        f"{remote}: failed {remote.failures} times in a row and is not used any more. Run"
+                        " the same command again when it can be reached.",
+                    )
+                )
 
     def _read_checked(self, key: str) -> dict[str, Any]:
         """Return the note of the last comparison of the artifact's bytes; empty if there is none."""

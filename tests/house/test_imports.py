@@ -17,7 +17,7 @@ PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"
 HEAVY = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnxsim", "tensorrt", "openvino"]
 HEAVY += ["datasets", "sklearn", "sacrebleu", "pandas", "scipy", "accelerate", "rich", "matplotlib"]
 EXTRAS = ["tensorrt", "tensorrt_bindings", "openvino", "bitsandbytes"]
-EXTRAS += ["tensorboard", "mlflow", "wandb", "swanlab", "trackio"]
+EXTRAS += ["tensorboard", "mlflow", "wandb", "swanlab", "trackio", "ray", "s3fs"]
 
 
 def modules() -> dict[str, Path]:

@@ -42,7 +42,7 @@ def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), probe=None
     seen, left = [], list(losses)
 
     def mean_loss(m, batches, objective, precision, device):
-        seen.append(weights(m))
+        seen.append(weights(m.model))
         return left.pop(0)
 
     monkeypatch.setattr(training_loop, "mean_loss", mean_loss)

@@ -20,12 +20,21 @@ from smelt.data.split_division import limit_split
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.evaluate.agreement import cached_agreement
 from smelt.pipeline.execute.baseline_comparisons import LayerComparisons, TokenComparisons
+from smelt.pipeline.execute.cluster_run import ClusterRun, paths_on_nodes
 from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.machine_turns import MachineTurns
+from smelt.pipeline.execute.ray_cluster import open_cluster
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
-from smelt.pipeline.execute.run_folder import RunFolder, default_store, register_run, require_run_folder
+from smelt.pipeline.execute.run_folder import (
+    RunFolder,
+    StorePlace,
+    check_store,
+    open_store,
+    register_run,
+    require_run_folder,
+)
 from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
@@ -51,18 +60,20 @@ class RunOptions:
     """Options of a run from the command line.
 
     out: the run's folder (default: runs/NAME in the current folder). store: folder for artifacts and scores
-    (default: the nearest .store in a parent folder, else one next to the run's folder). rebuild: steps to
-    build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether quality
-    and latency are measured. only: the steps to score, with the baseline; None for all. score_limit: score at
-    most this many samples. timed: whether latency is measured. on_test: whether the steps that were chosen
-    on validation, or those of `only`, are scored on test. pages: whether layers and next tokens are compared
-    with the baseline's, and report.md, .html and charts are written besides report.json. fold: number and
-    count, of a run of a cross-validation. label: of a run that is part of a search; it is printed briefly,
-    each line with the label. turns: of the workers of a search on this machine.
+    (default: the nearest .store in a parent folder, else one next to the run's folder), or the URL of a
+    remote store as text, of which `store_cache` is the local folder (default: as for `store`). rebuild:
+    steps to build again, {"*"} for all. limit: use at most this many samples of every split. scored: whether
+    quality and latency are measured. only: the steps to score, with the baseline; None for all. score_limit:
+    score at most this many samples. timed: whether latency is measured. on_test: whether the steps that were
+    chosen on validation, or those of `only`, are scored on test. pages: whether layers and next tokens are
+    compared with the baseline's, and report.md, .html and charts are written besides report.json. fold:
+    number and count, of a run of a cross-validation. label: of a run that is part of a search; it is printed
+    briefly, each line with the label. turns: of the workers of a search on this machine. executor: the Ray
+    cluster on which steps run, as in `open_cluster`.
     """
 
     out: Path | None = None
-    store: Path | None = None
+    store: StorePlace | None = None
     rebuild: frozenset[str] = frozenset()
     limit: int | None = None
     quiet: bool = False
@@ -75,6 +86,8 @@ class RunOptions:
     fold: tuple[int, int] | None = None
     label: str = ""
     turns: MachineTurns | None = None
+    store_cache: Path | None = None
+    executor: str | None = None
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -92,12 +105,15 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             code="unknown-step",
         )
     options = replace(options, limit=_checked_limit(options.limit))
+    check_store(options.store)
+    cluster = None if options.executor is None else open_cluster(options.executor)
     whole = plan.read_data()
     data = {name: limit_split(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     require_run_folder(folder)
-    place, new_store = (options.store, "") if options.store else default_store(folder)
-    store = Store(place)
+    store, new_store = open_store(options.store, folder, options.store_cache)
+    if cluster is not None:
+        cluster.check_nodes(store, paths_on_nodes(plan))
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +136,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
         if external_processes():
             stack.enter_context(external_run(plan))
         run = _PlanRunner(plan, options, whole, data, folder, store, display)
+        store.warn = lambda message: run.add_warnings([message])
         run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
         return run.execute()
 
@@ -179,6 +196,7 @@ class _PlanRunner:
         self.scorer = recipe_scorer(plan.recipe, store)
         self.launch = TrainingLaunch(plan, options.limit, options.fold)
         self.step_runner = recipe_step_runner(plan.recipe, store, data, self.scorer, display, self.launch)
+        self.cluster_run: ClusterRun | None = None  # with `executor`, once the model is imported
         self.artifacts: dict[str, Artifact] = {}
         self.previous_artifacts: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit, partial(cached_agreement, store))
@@ -224,6 +242,8 @@ class _PlanRunner:
                 raise  # before any work, so an error of the input, not of the run
             self.report.add_failure(failure)
             self.display.print_line(_log_text(failure))
+        if self.cluster_run is not None:
+            self.cluster_run.cancel()
         self._write_report(last=True)
         self._finish_trackers()
         self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")
@@ -260,9 +280,24 @@ class _PlanRunner:
             self._is_rebuilt(MODEL_STEP),
         )
         self.step_runner, self.scorer = begun.step_runner, begun.scorer
+        if self.options.executor is not None:
+            self._start_tasks(self.options.executor, begun.artifact)
         self._score_and_report(MODEL_STEP, begun.artifact, begun.cached, 0.0)
         self.trackers.summarize(self.report.data)
         self._write_report()  # the first step may be a long training run
+
+    def _start_tasks(self, executor: str, model: Artifact) -> None:
+        """Start the steps on a cluster; they are reported in the recipe's order."""
+        self.cluster_run = ClusterRun(
+            open_cluster(executor), self.plan, self.data, self.step_runner, self.scorer, self.display,
+            self.store.warn, self.options.quiet, self.options.label,
+        )  # fmt: skip
+        self.cluster_run.start(
+            model,
+            self._is_rebuilt,
+            lambda name: self.plan.judged_on if self._is_scored(name) else None,
+            self.options.score_limit,
+        )
 
     def _run_step(self, step: PlanStep) -> None:
         if step.unavailable:
@@ -277,10 +312,15 @@ class _PlanRunner:
         started = time.monotonic()
         try:
             with rust_panics_as_errors(), self._step_turn():
-                above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
-                artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
+                seconds = None
+                if self.cluster_run is not None:
+                    artifact, cached, seconds = self.cluster_run.wait(step)
+                else:
+                    above = {name: self.artifacts[name] for name in self.plan.ancestor_names(step)}
+                    artifact, cached = self.step_runner.run_step(step, above, self._is_rebuilt(step.name))
                 self.trackers.log_cached(step.name, artifact)
-                self._score_and_report(step.name, artifact, cached, time.monotonic() - started)
+                seconds = time.monotonic() - started if seconds is None else seconds
+                self._score_and_report(step.name, artifact, cached, seconds)
                 self.trackers.summarize(self.report.data)
         except Exception as error:
             failure = self._explain_error(error, step.name)
@@ -307,7 +347,7 @@ class _PlanRunner:
         self.run_folder.link_artifact(name, artifact)
         reasons = {
             "untrained": UNTRAINED_NOT_SCORED if artifact.manifest.details.get("untrained") else None,
-            CANNOT_RUN_HERE: _unscored_reason(artifact),
+            CANNOT_RUN_HERE: self._unscored_reason(name, artifact),
             "scoring-disabled": None if self._is_scored(name) else _SCORING_DISABLED,
         }
         if why := next(((code, reason) for code, reason in reasons.items() if reason), None):
@@ -339,6 +379,12 @@ class _PlanRunner:
             f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
         )
 
+    def _unscored_reason(self, name: str, artifact: Artifact) -> str | None:
+        """Return why the machine that built an artifact cannot score it, or None."""
+        if self.cluster_run is not None and name != MODEL_STEP:
+            return self.cluster_run.unscored_reason(name)
+        return _unscored_reason(artifact)
+
     def _is_scored(self, name: str) -> bool:
         only = self.options.only
         return self.options.scored and (only is None or name in only or name == self.plan.recipe.baseline)
@@ -346,6 +392,8 @@ class _PlanRunner:
     def _score(self, name: str, artifact: Artifact, on_test: bool = False) -> dict[str, Any]:
         self.display.start_work(f"{name}, scoring{' on test' if on_test else ''}")
         split_name, limit = "test" if on_test else self.plan.judged_on, self.options.score_limit
+        if self.cluster_run is not None:
+            return self.cluster_run.score(name, artifact, split_name, limit, self.scorer.reference)
         split = limit_split(self.data[split_name], limit)
         with self.store.lock(f"{artifact.key}-score", self._report_waiting(name)):
             if self.launch.scores and self.scorer.cached_score(artifact, split) is None:
@@ -482,20 +530,23 @@ class _PlanRunner:
         timed = {name: a for name, a in scored.items() if self._is_timed(name, settings)}
         self.display.start_work("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
+        fresh, known_alone = self._is_rebuilt("*"), frozenset(self.previous_artifacts)
+        seconds = max(_MIN_LATENCY_SECONDS, sum(a.manifest.seconds for a in self.artifacts.values()))
+        baseline, turns, run = self.plan.recipe.baseline, self.options.turns, self.cluster_run
         try:
+            if run is not None and (
+                found := run.measure_latency(timed, baseline, fresh, known_alone, seconds)
+            ):
+                self._report_latency(found)
+                return
+            turns = run.turns if run is not None else turns
             # concurrent measurements disturb each other, and so does other work
             with ExitStack() as stack:
                 stack.enter_context(self.store.lock("latency", self._report_waiting("latency")))
-                if (turns := self.options.turns) is not None:
+                if turns is not None:
                     stack.enter_context(turns.measurement(partial(self.display.print_line, brief=True)))
                 scores.measure(
-                    timed,
-                    self.plan.recipe.baseline,
-                    self.display.progress,
-                    self._is_rebuilt("*"),
-                    frozenset(self.previous_artifacts),
-                    self._report_latency,
-                    max(_MIN_LATENCY_SECONDS, sum(a.manifest.seconds for a in self.artifacts.values())),
+                    timed, baseline, self.display.progress, fresh, known_alone, self._report_latency, seconds
                 )
         except Exception as error:
             failure = self._explain_error(error, "latency")
@@ -532,5 +583,6 @@ class _PlanRunner:
 
 
 def _unscored_reason(artifact: Artifact) -> str | None:
+    """Return why this machine cannot score an artifact, or None."""
     details = artifact.manifest.details
     return unscored_reason(artifact.format, details.get("target"), details.get("dtype"))

@@ -25,7 +25,8 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash, load_json, partial_files, write_atomically, write_json
 from smelt.core.locks import file_lock, heartbeat, is_active
-from smelt.core.store import OWNER_SUFFIX
+from smelt.core.remote_store import is_store_url, open_remote_store
+from smelt.core.store import OWNER_SUFFIX, Store
 from smelt.evaluate.report.chart import CHART_FILES
 from smelt.evaluate.report.schema import SCORES_FOLDER
 
@@ -44,6 +45,43 @@ class StoreRun:
     folder: Path
     steps: dict[str, str]
     busy: bool
+
+
+StorePlace = Path | str
+"""A folder, or the URL of a remote store as text."""
+
+
+def store_place(text: str | Path) -> StorePlace:
+    """Return the value of `--store` as a folder or URL."""
+    return text if isinstance(text, str) and is_store_url(text) else Path(text)
+
+
+def check_store(place: StorePlace | None) -> None:
+    """Check that a remote store can be used; a folder is not checked.
+
+    Raises:
+        InputError: it cannot be used; as `open_remote_store`.
+    """
+    if isinstance(place, str):
+        open_remote_store(place)
+
+
+def open_store(place: StorePlace | None, folder: Path, cache: Path | None = None) -> tuple[Store, str]:
+    """Return the store of a run in `folder`, and a note if it is a new one.
+
+    Args:
+        place: as given by the user; None: the default.
+        folder: the run's folder.
+        cache: local folder of a remote store; None: the default store.
+
+    Raises:
+        InputError: it cannot be used.
+    """
+    if isinstance(place, Path):
+        return Store(place), ""
+    remote = None if place is None else open_remote_store(place)
+    local, note = (cache, "") if cache else default_store(folder)
+    return Store(local, remote), note
 
 
 def default_store(folder: Path) -> tuple[Path, str]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from smelt.pipeline.recipe.recipe import ParsedRecipe
 
 
-_KEY_LIBRARIES = (
+KEY_LIBRARIES = (
     "torch",
     "transformers",
     "tokenizers",
@@ -93,7 +93,7 @@ class StepRunner:
     threads: int | None
     validation_scorer: Scorer
     display: Display
-    versions: Mapping[str, str] = field(default_factory=lambda: library_versions(_KEY_LIBRARIES))
+    versions: Mapping[str, str] = field(default_factory=lambda: library_versions(KEY_LIBRARIES))
     device: str = "auto"
     windows: Windows | None = None
     log_metrics: Callable[[str, Mapping[str, float], int], None] = lambda step, metrics, update: None

@@ -138,6 +138,18 @@ class GateSettings(Settings):
     )
 
 
+class ResourceSettings(Settings):
+    """What a step needs of a node with `--executor ray`."""
+
+    cpus: float | None = Field(
+        default=None, gt=0, le=1024, description="cores; default: `threads`, else all of the smallest node"
+    )
+    gpus: float | None = Field(
+        default=None, ge=0, le=64, description="GPUs; default: 1 if a node has one and `device` is not cpu"
+    )
+    memory_gb: float | None = Field(default=None, gt=0, description="memory that is reserved; default: none")
+
+
 class RecipeKeys(Settings):
     """The keys of a recipe other than `stages`, as in the file."""
 
@@ -166,6 +178,9 @@ class RecipeKeys(Settings):
     )
     launch: LaunchSettings = Field(
         default=LaunchSettings(), description="processes that train a stage together"
+    )
+    resources: ResourceSettings = Field(
+        default=ResourceSettings(), description="what a step needs of a node with `--executor ray`"
     )
     trackers: tuple[TrackerName, ...] = Field(
         default=(), description="experiment trackers to which the run is logged"

@@ -34,7 +34,7 @@ _REPORT_FILES = ("search.json", "search.md", "search.html")
 _STATUS_COLORS = {"feasible": "accent", "infeasible": "bad", "stopped": "soft", "failed": "line"}
 _TITLES = {"latency": "time of a call, share of the baseline's", "size": "MB", "memory": "peak memory, MB"}
 _RUN_TEXT = (
-    "In the folder of the search: `smelt run recipes/TRIAL.yaml --store trials/.store` runs a trial's recipe,"
+    "In the folder of the search: `smelt run recipes/TRIAL.yaml --store STORE` runs a trial's recipe,"
     " its artifact is in `points/TRIAL/artifacts`."
 )
 _WIDE, _HEIGHT = 640, 300
@@ -85,6 +85,7 @@ def _write_report(search: Search, ended: str) -> dict[str, Any]:
         "parameters": [each.name for each in space.parameters],
         "trials": [_trial_entry(trial, space) for trial in trials],
         "store": {
+            "place": str(search.store),
             "steps": sum(cost.steps for cost in costs),
             "cached_steps": sum(cost.cached_steps for cost in costs),
             "seconds": sum(cost.seconds for cost in costs),
@@ -193,7 +194,7 @@ def summary_text(report: Mapping[str, Any], folder: Path) -> list[str]:
             place = Path(os.path.relpath(folder))
             lines += [
                 f"Run it: smelt run {shlex.quote(str(place / best['recipe']))} --store"
-                f" {shlex.quote(str(place / 'trials' / '.store'))}"
+                f" {shlex.quote(report['store']['place'])}",
             ]
             if best["deployable"]:
                 artifact = shlex.quote(str(place / best["artifact"]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.messages import hide_password
 from smelt.pipeline.search.parameters import Parameter
 from smelt.pipeline.search.space import Sampler
 
@@ -105,13 +106,13 @@ def open_storage(url: str | None, folder: Path) -> Any:
         return storages.RDBStorage(url)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{_without_password(url)}: the database needs a driver: {error}. For PostgreSQL:"
+            f"{hide_password(url)}: the database needs a driver: {error}. For PostgreSQL:"
             " pip install 'smelt[postgresql]'.",
             code="not-installed",
         ) from error
     except Exception as error:  # every driver has errors of its own
         raise InputError(
-            f"{_without_password(url)}: the storage cannot be opened: {_driver_text(error, url)}. Expected"
+            f"{hide_password(url)}: the storage cannot be opened: {_driver_text(error, url)}. Expected"
             " a URL such as sqlite:///study.db or postgresql+psycopg://user@host/database.",
             code="storage-unreachable",
         ) from error
@@ -180,7 +181,7 @@ def _sqlite_file(url: str) -> Path | None:
 
 def _other_study(url: str | None, folder: Path, name: str) -> InputError:
     return InputError(
-        f"{folder / STUDY_FILE if url is None else _without_password(url)}: has the study of another"
+        f"{folder / STUDY_FILE if url is None else hide_password(url)}: has the study of another"
         f" recipe, space, goal or --limit named '{name}'. Choose another folder with --out, or another"
         " storage; or undo the change to go on with it.",
         code="other-study",
@@ -233,14 +234,9 @@ def open_study(
 def _driver_text(error: Exception, url: str) -> str:
     """Return the first line of a driver's error, without what may be a part of the password."""
     parts = re.split(r"[@:/?&=]", url.partition("://")[2])
-    shown = _without_password(url)
+    shown = hide_password(url)
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     for part in parts:
         if part and part not in shown:
             text = text.replace(part, "***")
     return text
-
-
-def _without_password(url: str) -> str:
-    hidden = re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", url)
-    return re.sub(r"(?i)(password=)[^&]*", r"\1***", hidden)

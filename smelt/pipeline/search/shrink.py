@@ -25,6 +25,7 @@ from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_T
 from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, is_lower_better
 from smelt.models.families.registry import no_blocks_reason
 from smelt.pipeline.execute.run import RunOptions, run_plan
+from smelt.pipeline.execute.run_folder import StorePlace, check_store
 from smelt.pipeline.execute.step_runner import resolve_task
 from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
 from smelt.pipeline.inspect.init_stages import MIN_SHORTLIST_ROWS, layer_counts
@@ -69,7 +70,7 @@ class ShrinkOptions:
     targets: as texts, see `parse_target`; empty: as fast as possible. max_drops: as texts, see
     `parse_max_drop`; empty: 1 point of the main metric. minutes: time for measuring and trials of a call;
     the scores on test come after it. task, columns,
-    languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink).
+    languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink). store: as for a run.
     """
 
     targets: tuple[str, ...] = ()
@@ -79,6 +80,7 @@ class ShrinkOptions:
     columns: Mapping[str, str] = field(default_factory=dict)
     languages: tuple[str | None, str | None] = (None, None)
     out: Path | None = None
+    store: StorePlace | None = None
 
 
 @dataclass(frozen=True)
@@ -416,6 +418,7 @@ def shrink(
         RunError: all of the first trials failed.
     """
     job, began = _Shrink(model, data, options), time.monotonic()
+    check_store(options.store)
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -434,7 +437,7 @@ def shrink(
         raise
     with file_lock(job.folder / "shrink.lock"):
         left = max(0.01, options.minutes - (time.monotonic() - began) / 60)
-        search = Search(read_space(str(path)), SearchOptions(out=job.folder, max_minutes=left))
+        search = Search(read_space(str(path)), SearchOptions(job.folder, options.store, max_minutes=left))
         search.try_first(_first_point(search.space))
     return finish_search(search, search.run(explain)), job.folder
 

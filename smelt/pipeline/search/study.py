@@ -16,8 +16,10 @@ sample equal trials, also after interruptions, as far as the values are equal. T
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +28,11 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.files import json_hash, write_atomically
 from smelt.core.locks import file_lock
-from smelt.core.messages import Message
+from smelt.core.messages import Message, with_count
 from smelt.pipeline.execute.machine_turns import MachineTurns
+from smelt.pipeline.execute.ray_cluster import RayCluster, open_cluster
 from smelt.pipeline.execute.run import RunOptions, run_plan
-from smelt.pipeline.execute.run_folder import default_store
+from smelt.pipeline.execute.run_folder import StorePlace, check_store, default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 from smelt.pipeline.search.sampling import check_storage, grid_points, open_study
 from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace
@@ -59,16 +62,17 @@ class SearchOptions:
 
     out: the search's folder (default: runs/NAME-search). store: as for a run. trials, max_minutes, sampler:
     instead of the recipe's. storage: URL of a database (default: a journal file in `out`). limit: use at most
-    this many samples of every split.
+    this many samples of every split. executor: the Ray cluster that runs several trials at once.
     """
 
     out: Path | None = None
-    store: Path | None = None
+    store: StorePlace | None = None
     trials: int | None = None
     max_minutes: float | None = None
     storage: str | None = None
     sampler: Sampler | None = None
     limit: int | None = None
+    executor: str | None = None
 
 
 class Search:
@@ -81,7 +85,8 @@ class Search:
             space = replace(space, settings=settings)
         self.space = space
         self.folder = (options.out or Path("runs") / f"{space.path.stem}-search").resolve()
-        self.store = options.store or default_store(self.folder / "trials")[0]
+        self._store_cache = default_store(self.folder / "trials")[0]
+        self.store = options.store or self._store_cache
         self.trials = options.trials or space.settings.trials or DEFAULT_TRIALS
         self.max_minutes = options.max_minutes or space.settings.max_minutes
         assert space.plan is not None
@@ -106,10 +111,39 @@ class Search:
         """
         self._report = report
         self._prepare()
-        study = self.open_study()
         ends = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
+        if self.options.executor is None:
+            return self._run_trials(ends, threading.Event())
+        return self._run_on_cluster(open_cluster(self.options.executor), ends)
+
+    def _run_on_cluster(self, cluster: RayCluster, ends: float | None) -> str:
+        """Run as many trials at once as the cluster has room for their steps, each in a thread."""
+        assert self.space.plan is not None
+        recipe = self.space.plan.recipe
+        count = min(
+            self.trials, cluster.slots(cluster.task_needs(recipe.resources, recipe.threads, recipe.device))
+        )
+        self.print_line(f"{with_count(count, 'trial')} at once on {with_count(len(cluster.nodes()), 'node')}")
+        stopped = threading.Event()
+        with ThreadPoolExecutor(count, thread_name_prefix="smelt-trial") as pool:
+            workers = [pool.submit(self._run_trials, ends, stopped) for _ in range(count)]
+            try:
+                ended = [worker.result() for worker in as_completed(workers)]
+            except BaseException as error:
+                stopped.set()
+                cluster.cancel_tasks()
+                if isinstance(error, KeyboardInterrupt):
+                    return "interrupted"
+                raise
+        return "interrupted" if "interrupted" in ended else ended[0]
+
+    def _run_trials(self, ends: float | None, stopped: threading.Event) -> str:
+        """Run trials one after the other, until `stopped`; return why it ended."""
+        study = self.open_study()
         repeated: list[int] = []
         while True:
+            if stopped.is_set():
+                return "interrupted"
             if ends is not None and time.monotonic() >= ends:
                 return "time"
             with ExitStack() as stack:
@@ -275,6 +309,9 @@ class Search:
         """
         if self.space.sampler == "grid":
             next(grid_points(self.space.parameters))
+        check_store(self.options.store)
+        if self.options.executor is not None:
+            open_cluster(self.options.executor)
         check_storage(self.options.storage, self.folder, self.space.path.stem, self._identity)
 
     def _require_success(self, study: optuna.Study) -> None:
@@ -367,7 +404,8 @@ class Search:
     def _run_options(self, out: Path, only: frozenset[str] | None = None, label: str = "") -> RunOptions:
         return RunOptions(
             out, self.store, limit=self.options.limit, quiet=self._report is None, label=label, only=only,
-            on_test=False, pages=False, turns=self._turns,
+            on_test=False, pages=False, store_cache=self._store_cache, executor=self.options.executor,
+            turns=None if self.options.executor else self._turns,
         )  # fmt: skip
 
     def _run(self, plan: Any, options: RunOptions) -> Mapping[str, Any]:

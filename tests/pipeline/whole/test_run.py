@@ -9,6 +9,7 @@ import pytest
 import tiny
 from sacrebleu.metrics.bleu import BLEU
 
+from smelt.core.remote_store import RemoteStore
 from smelt.evaluate.report.schema import validate_report
 
 RECIPE = """
@@ -222,3 +223,31 @@ def test_unknown_fresh_step_is_refused_before_any_work(home, tmp_path):
     result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--rebuild", "nothing")
     assert result.exit_code == 2
     assert not (tmp_path / "s").exists()
+
+
+def test_machines_share_a_remote_store(home, tmp_path, monkeypatch):
+    url = f"memory://{tmp_path.name}"
+    refused = _run(home, "--out", tmp_path / "no" / "run", "--store", "s4://bucket")
+    assert (refused.exit_code, refused.error.code) == (2, "unknown-protocol")
+    assert not (tmp_path / "no").exists()
+    reports = []
+    for machine in ("one", "two"):
+        result = _run(home, "--out", tmp_path / machine / "run", "--store", url, "--until", "prune")
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / machine / ".store" / "artifacts").is_dir()
+        reports.append(_report(tmp_path / machine / "run"))
+    assert [[s["status"] for s in one["steps"]] for one in reports] == [["done"] * 2, ["cached"] * 2]
+    assert reports[0]["steps"][1]["quality"] == reports[1]["steps"][1]["quality"]
+    assert "push-failed" not in {message["code"] for one in reports for message in one["warnings"]}
+
+    def lost(remote, artifact, replace=False):
+        raise OSError("connection lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStore, "push", lost)
+        prune = ["--until", "prune", "--set", "prune.keep_ratio=0.25"]
+        result = _run(home, "--out", tmp_path / "one" / "run", "--store", url, *prune)
+    assert result.exit_code == 0, result.output
+    report = _report(tmp_path / "one" / "run")
+    assert [s["status"] for s in report["steps"]] == ["cached", "done"]
+    assert "push-failed" in {message["code"] for message in report["warnings"]}

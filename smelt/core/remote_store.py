@@ -1,0 +1,269 @@
+"""A store of several machines behind each one's own, in a bucket or folder by fsspec URL.
+
+Layout below the URL: ``files/SHA256``, each file of an artifact under the hash of its bytes;
+``artifacts/KEY.json``, the manifests; ``scores/KEY.json``. A manifest is written after its files, so an
+artifact is complete or absent. Files are never changed, so two writers of one key are harmless also if their
+bytes differ: the artifact is that of the later manifest.
+
+What is read is compared with the hashes of the manifest. Damaged files count as absent and are written again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import MANIFEST, Artifact, Manifest, read_manifest
+from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
+from smelt.core.files import sha256_of
+from smelt.core.messages import escape_controls, hide_password
+
+# Seconds for the first answer; the drivers would try again for minutes.
+_ANSWER_S = 30.0
+# Failures in a row after which a remote store is not used any more: each may take as long as a time-out.
+_MAX_FAILURES = 3
+_PACKAGES = {"s3": "s3", "s3a": "s3"}  # extra of smelt by protocol
+
+
+class DamagedFileError(Exception):
+    """A file of the remote store that has other bytes than were written."""
+
+
+def is_store_url(text: str) -> bool:
+    """Return whether `text` is the URL of a remote store, not a folder."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+@cache
+def open_remote_store(url: str) -> RemoteStore:
+    """Return the remote store at `url`, after writing, reading and removing a small file in it.
+
+    Raises:
+        MissingDependencyError: the package for the protocol is not installed (`not-installed`).
+        InputError: `unknown-protocol`, `missing-bucket`, `no-store-rights`, or `store-unreachable`.
+    """
+    remote = RemoteStore(url)
+    ended: list[BaseException | None] = []
+
+    def check() -> None:
+        try:
+            remote.check()
+            ended.append(None)
+        except Exception as error:  # every driver has errors of its own
+            ended.append(error)
+
+    # not a pool, whose end would wait for a driver that does not answer
+    thread = threading.Thread(target=check, name="smelt-store-check", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    if not ended:
+        raise InputError(
+            f"{remote}: no answer within {_ANSWER_S:.0f} s. Check address and network.",
+            code="store-unreachable",
+        )
+    if ended[0] is not None:
+        raise _access_error(str(remote), ended[0]) from ended[0]
+    return remote
+
+
+class RemoteStore:
+    """Artifacts and scores at a URL. Methods raise the errors of the driver, of any kind."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._fs, self._root = _open_file_system(url)
+        self._known: set[str] = set()  # files that are there for certain
+        self._damaged: set[str] = set()  # files and keys to write again
+        self.failures = 0  # in a row
+
+    def __str__(self) -> str:
+        """Return the URL without its password."""
+        return hide_password(self.url)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # an open connection belongs to one process
+        return open_remote_store, (self.url,)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the last uses failed, so that it is not used any more."""
+        return self.failures >= _MAX_FAILURES
+
+    def count_failure(self, failed: bool) -> None:
+        """Count the failures in a row. failed: of the last use."""
+        self.failures = self.failures + 1 if failed else 0
+
+    def check(self) -> None:
+        """Write, read and remove a small file."""
+        if not self._fs.async_impl:  # object stores have no folders, and some would create the bucket
+            for name in ("files", "artifacts", "scores"):
+                self._fs.makedirs(f"{self._root}/{name}", exist_ok=True)
+        path = f"{self._root}/.smelt-{secrets.token_hex(8)}"
+        self._fs.pipe_file(path, b"smelt")
+        if self._fs.cat_file(path) != b"smelt":
+            raise OSError("a file was not read as it had been written")
+        with suppress(PermissionError):  # rights to add, not to remove, are enough
+            self._fs.rm_file(path)
+
+    def pull(self, key: str, folder: Path) -> Manifest | None:
+        """Write the artifact `key` to the empty `folder`, compare it with its hashes; None if it is absent.
+
+        Raises:
+            DamagedFileError: the manifest or a file is not what was written.
+        """
+        content = self._read(f"artifacts/{key}.json")
+        if content is None:
+            return None
+        (folder / MANIFEST).write_bytes(content)
+        try:
+            manifest = read_manifest(folder)
+        except InputError as error:
+            raise self._damage(key, f"artifacts/{key}.json: {error}") from error
+        if manifest.key != key:
+            raise self._damage(key, f"artifacts/{key}.json: the manifest of another artifact")
+        for name, record in manifest.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._fs.get_file(f"{self._root}/files/{record.sha256}", str(path))
+            except FileNotFoundError as error:
+                self._damaged.add(record.sha256)
+                raise self._damage(key, f"files/{record.sha256} ({name}) is missing") from error
+            if path.stat().st_size != record.size_bytes or sha256_of(path) != record.sha256:
+                self._damaged.add(record.sha256)
+                raise self._damage(key, f"files/{record.sha256} ({name}) has other bytes than were written")
+            self._known.add(record.sha256)
+        self._known.add(key)
+        return manifest
+
+    def push(self, artifact: Artifact, replace: bool = False) -> None:
+        """Write `artifact`, its manifest last; nothing if it is there, unless damaged or with `replace`."""
+        key = artifact.key
+        if not replace and key not in self._damaged and (key in self._known or self._has_manifest(key)):
+            self._known.add(key)
+            return
+        for name, record in artifact.manifest.files.items():
+            place = f"files/{record.sha256}"
+            if record.sha256 in self._known and record.sha256 not in self._damaged:
+                continue
+            if record.sha256 in self._damaged or self._size_of(place) != record.size_bytes:
+                self._write(place, artifact.path / name)
+            self._known.add(record.sha256)
+            self._damaged.discard(record.sha256)
+        self._write(f"artifacts/{key}.json", artifact.path / MANIFEST)
+        self._known.add(key)
+        self._damaged.discard(key)
+
+    def read_score(self, key: str) -> dict[str, Any] | None:
+        """Return the score stored under `key`, or None."""
+        content = self._read(f"scores/{key}.json")
+        try:
+            value = json.loads(content or b"")
+        except (ValueError, RecursionError):
+            return None
+        self._known.add(f"scores/{key}")
+        return value if isinstance(value, dict) else None
+
+    def push_score(self, key: str, file: Path, replace: bool = False) -> None:
+        """Write the score in `file`; nothing if there is one, unless with `replace`."""
+        place = f"scores/{key}.json"
+        if replace or (f"scores/{key}" not in self._known and self._size_of(place) is None):
+            self._write(place, file)
+        self._known.add(f"scores/{key}")
+
+    def _has_manifest(self, key: str) -> bool:
+        return self._size_of(f"artifacts/{key}.json") is not None
+
+    def _damage(self, key: str, text: str) -> DamagedFileError:
+        self._damaged.add(key)
+        return DamagedFileError(text)
+
+    def _size_of(self, place: str) -> int | None:
+        """Return the bytes of a file; None if there is none."""
+        try:
+            return int(self._fs.info(f"{self._root}/{place}")["size"])
+        except FileNotFoundError:
+            return None
+
+    def _read(self, place: str) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(f"{self._root}/{place}"))
+        except FileNotFoundError:
+            return None
+
+    def _write(self, place: str, file: Path) -> None:
+        """Write a file; readers see all of it or nothing."""
+        target = f"{self._root}/{place}"
+        if self._fs.async_impl:  # an object store: an object appears when all of it has been written
+            self._fs.put_file(str(file), target)
+            return
+        part = f"{self._root}/.{secrets.token_hex(8)}.part"
+        try:
+            self._fs.put_file(str(file), part)
+            self._fs.mv(part, target)
+        except BaseException:
+            with suppress(Exception):
+                self._fs.rm_file(part)
+            raise
+
+
+def describe_driver_error(error: BaseException) -> str:
+    """Return the first line of a driver's error, which may lack a message."""
+    text = str(error).strip() or type(error).__name__
+    return escape_controls(text.splitlines()[0][:300]).rstrip(".")
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the path of the store in it.
+
+    Raises:
+        MissingDependencyError, InputError: as `open_remote_store`.
+    """
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    known = fsspec.available_protocols()
+    if protocol not in known:
+        raise InputError(
+            f"{hide_password(url)}: unknown protocol '{protocol}'. Expected one of fsspec's, such as s3, gs,"
+            f" az, sftp or file.{did_you_mean(protocol, known)}",
+            code="unknown-protocol",
+        )
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        extra = _PACKAGES.get(protocol)
+        command = f" (pip install 'smelt[{extra}]')" if extra else ""
+        raise MissingDependencyError(
+            f"{hide_password(url)}: {describe_driver_error(error)}{command}.", code="not-installed"
+        ) from error
+    except Exception as error:
+        raise _access_error(hide_password(url), error) from error
+    return fs, str(root).rstrip("/")
+
+
+def _access_error(place: str, error: BaseException) -> InputError:
+    """Return the error about a store that cannot be used."""
+    text = describe_driver_error(error)
+    if isinstance(error, FileNotFoundError):
+        return InputError(
+            f"{place}: no such bucket or folder ({text}). Create it, or correct the URL.",
+            code="missing-bucket",
+        )
+    if isinstance(error, PermissionError | NotImplementedError) or "Credentials" in type(error).__name__:
+        return InputError(
+            f"{place}: no right to write and read there ({text}). Check the credentials, for S3 those of"
+            " `aws configure` or AWS_ACCESS_KEY_ID, and the bucket's policy.",
+            code="no-store-rights",
+        )
+    return InputError(
+        f"{place}: cannot be reached: {text}. Check address and network, for other servers than Amazon's"
+        " AWS_ENDPOINT_URL.",
+        code="store-unreachable",
+    )

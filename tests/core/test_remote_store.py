@@ -1,0 +1,207 @@
+"""Stores of several machines behind one URL: memory, a folder, and a real S3 server."""
+
+import hashlib
+import json
+import threading
+import uuid
+
+import fsspec
+import pytest
+from expected_errors import raises_code
+from s3_server import s3_server
+
+from smelt.core import remote_store
+from smelt.core.artifact import Manifest
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.messages import message_codes
+from smelt.core.remote_store import RemoteStore, open_remote_store
+from smelt.core.store import Store
+
+KEY = "ab" * 32
+
+
+@pytest.fixture(scope="module", params=["memory", "file", "s3"])
+def server(request, tmp_path_factory):
+    if request.param == "s3":
+        with s3_server("models") as url:
+            yield url
+    else:
+        yield {"memory": "memory://", "file": f"file://{tmp_path_factory.mktemp('bucket')}"}[request.param]
+
+
+class Machines:
+    """Machines with a store of their own and one remote store."""
+
+    def __init__(self, url, folder):
+        self.url, self.folder = url, folder
+        self.fs, self.root = fsspec.core.url_to_fs(url)
+
+    def store(self, name):
+        """The store of a machine, with connection and memory of its own; its warnings in `found`."""
+        remote = RemoteStore(self.url)
+        remote.check()
+        found = []
+        store = Store(self.folder / name, remote, found.append)
+        store.found = found
+        return store
+
+
+@pytest.fixture
+def machines(server, tmp_path):
+    return Machines(f"{server}/{uuid.uuid4().hex}", tmp_path)
+
+
+def _commit(store, text="hello", replace=False):
+    manifest = Manifest(
+        key=KEY, format="torch", task="translation", stage="x", settings={}, seed=0, parent=None, versions={}
+    )
+    with store.workspace() as space:
+        out = space / "out"
+        (out / "deep").mkdir(parents=True)
+        (out / "model.safetensors").write_text(text)
+        (out / "deep" / "b.json").write_text("b")
+        return store.commit(out, manifest, replace)
+
+
+def _text(artifact):
+    return (artifact.path / "model.safetensors").read_text()
+
+
+def test_artifacts_and_scores_are_copied_between_machines(machines):
+    one, two = machines.store("one"), machines.store("two")
+    assert (two.find(KEY), two.read_score("s")) == (None, None)
+    made = _commit(one)
+    one.write_score("s", {"bleu": 1.5})
+    found = two.find(KEY)
+    assert (found.manifest, found.path) == (made.manifest, two.root / "artifacts" / KEY)
+    found.verify()
+    assert two.read_score("s") == {"bleu": 1.5}
+    assert (two.root / "scores" / "s.json").is_file()
+    hashes = {hashlib.sha256(content).hexdigest() for content in (b"hello", b"b")}
+    assert {name.rpartition("/")[2] for name in machines.fs.find(f"{machines.root}/files")} == hashes
+    _commit(one, "changed", replace=True)  # --rebuild
+    assert _text(machines.store("three").find(KEY)) == "changed"
+    assert one.found == two.found == []
+
+
+def test_two_writers_of_one_key_are_harmless(machines, monkeypatch):
+    one, two = machines.store("one"), machines.store("two")
+    write = one.remote._write
+
+    def between(place, file):
+        if place.startswith("artifacts/"):  # the other writer ends before the manifest of this one
+            _commit(two, "second")
+        write(place, file)
+
+    monkeypatch.setattr(one.remote, "_write", between)
+    _commit(one, "first")
+    found = machines.store("three").find(KEY)
+    found.verify()
+    assert _text(found) == "first"
+    assert [_text(store.find(KEY)) for store in (one, two)] == ["first", "second"]
+
+
+@pytest.mark.parametrize("at", ["files/", "artifacts/"])
+def test_an_interrupted_copy_is_absent_and_made_up_for(machines, monkeypatch, at):
+    one, two = machines.store("one"), machines.store("two")
+    write = one.remote._write
+
+    def broken(place, file):
+        if place.startswith(at):
+            raise OSError("connection lost")
+        write(place, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.remote, "_write", broken)
+        made = _commit(one)
+    assert (message_codes(one.found), _text(made)) == (["push-failed"], "hello")
+    assert (two.find(KEY), two.found) == (None, [])
+    assert one.find(KEY) == made  # the next run in this store
+    assert _text(two.find(KEY)) == "hello"
+
+
+@pytest.mark.parametrize("damage", ["bytes", "missing", "manifest"])
+def test_damaged_files_count_as_absent_and_are_written_again(machines, damage):
+    one, two = machines.store("one"), machines.store("two")
+    _commit(one)
+    place = f"{machines.root}/files/{hashlib.sha256(b'hello').hexdigest()}"
+    if damage == "bytes":
+        machines.fs.pipe_file(place, b"hellO")
+    elif damage == "missing":
+        machines.fs.rm_file(place)
+    else:
+        machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", b'{"key"')
+    assert two.find(KEY) is None
+    assert message_codes(two.found) == ["damaged-remote-file"]
+    assert not (two.root / "artifacts" / KEY).exists()
+    _commit(two)
+    three = machines.store("three")
+    assert (_text(three.find(KEY)), three.found) == ("hello", [])
+
+
+@pytest.mark.parametrize("name", ["../../x.json", "run.py"])
+def test_a_manifest_with_other_files_than_a_stage_writes_is_refused(machines, name):
+    one = machines.store("one")
+    _commit(one)
+    manifest = json.loads((one.root / "artifacts" / KEY / "manifest.json").read_text())
+    manifest["files"][name] = manifest["files"]["deep/b.json"]
+    machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", json.dumps(manifest).encode())
+    two = machines.store("two")
+    assert (two.find(KEY), message_codes(two.found)) == (None, ["damaged-remote-file"])
+
+
+def test_a_remote_store_that_keeps_failing_is_given_up(tmp_path, monkeypatch):
+    machines = Machines(f"memory://{uuid.uuid4().hex}", tmp_path)
+    one, asked = machines.store("one"), []
+
+    def fail(place):
+        asked.append(place)
+        raise TimeoutError
+
+    monkeypatch.setattr(one.remote, "_read", fail)
+    assert [one.read_score(str(number)) for number in range(5)] == [None] * 5
+    assert len(asked) == 3
+    assert message_codes(one.found) == ["pull-failed"] * 3 + ["remote-store-given-up"]
+    assert one.find(_commit(one).key)
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("s4://bucket/prefix", "unknown-protocol"),
+        ("http://127.0.0.1:9/store", "store-unreachable"),
+        ("file:///proc/store", "missing-bucket"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_refused_before_work(url, code):
+    with raises_code(code, InputError):
+        open_remote_store(url)
+
+
+def test_refusals_of_a_bucket():
+    with s3_server("models") as url, pytest.MonkeyPatch.context() as patch:
+        assert open_remote_store(f"{url}/prefix").url == f"{url}/prefix"
+        with raises_code("missing-bucket", InputError):
+            open_remote_store("s3://other/prefix")
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        with raises_code("no-store-rights", InputError):
+            open_remote_store(f"{url}/other")
+
+
+def test_a_missing_package_and_silence_are_errors(monkeypatch):
+    def no_package(url):
+        raise ImportError("Install s3fs to access S3")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec.core, "url_to_fs", no_package)
+        with raises_code("not-installed", MissingDependencyError) as caught:
+            open_remote_store("s3://bucket/x")
+    assert "smelt[s3]" in str(caught.value)
+    ended = threading.Event()
+    monkeypatch.setattr(RemoteStore, "check", lambda remote: ended.wait(60))
+    monkeypatch.setattr(remote_store, "_ANSWER_S", 0.05)
+    with raises_code("store-unreachable", InputError):
+        open_remote_store(f"memory://{uuid.uuid4().hex}")
+    ended.set()

@@ -1,0 +1,352 @@
+"""Steps and trials as tasks of a Ray cluster: three nodes on this machine, each with a store of its own.
+
+A cluster takes seconds to start, and the first task of a node imports torch, so all tests share one. Nodes
+are killed while a metric of the recipe holds a task.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
+
+import harness
+import psutil
+import pytest
+import tiny
+from expected_errors import raises_code
+
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.messages import message_codes
+from smelt.core.store import Store
+from smelt.evaluate.report.schema import validate_report
+from smelt.pipeline.execute import cluster_run, ray_cluster
+from smelt.pipeline.execute.cluster_run import ClusterRun
+from smelt.pipeline.execute.display import Display
+from smelt.pipeline.execute.ray_cluster import NodeRequest, TaskNeeds, open_cluster
+from smelt.pipeline.execute.scoring import Scorer
+from smelt.pipeline.execute.step_runner import StepRunner
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.recipe.recipe import ResourceSettings
+from smelt.pipeline.search.space import read_space
+from smelt.pipeline.search.study import Search, SearchOptions
+
+# `hold.py` blocks the first call that scores so many texts as the file `hold` says, and writes its process
+HOLD = """
+import os, pathlib, time
+
+HOME = pathlib.Path(__file__).parent
+
+def length(outputs, references, sources):
+    hold = HOME / "hold"
+    if hold.exists() and hold.read_text() == str(len(outputs)):
+        try:
+            hold.rename(HOME / "held")
+        except FileNotFoundError:
+            return 1.0
+        (HOME / "process").write_text(str(os.getpid()))
+        while (HOME / "held").exists():
+            time.sleep(0.05)
+    return float(sum(map(len, outputs)))
+"""
+pytestmark = pytest.mark.slow
+RECIPE = """
+model: m
+task: translation
+threads: 1
+data: {train: train.jsonl, validation: validation.jsonl, test: test.jsonl}
+stages:
+  - finetune: {max_steps: 2, batch_size: 4, num_evals: 1, metric_for_best_model: "hold:length"}
+  - quantize: {scheme: int8-dynamic}
+    from: model
+  - prune: {targets: [ffn], keep_ratio: 0.5}
+    from: finetune
+gates: {on: test}
+score: {quality: [chrf, "hold:length"], generation: {max_new_tokens: 6}, latency: false, sqnr_samples: 0}
+"""
+ROWS = {"train": 8, "validation": 6, "test": 5}
+
+
+def make_home(folder):
+    tiny.write_marian(folder / "m")
+    for name, rows in ROWS.items():
+        tiny.write_pairs(folder / f"{name}.jsonl", rows)
+    (folder / "hold.py").write_text(HOLD)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"))
+
+
+class Nodes:
+    """A running cluster. `address` as for --executor."""
+
+    def __init__(self, cluster, folder):
+        self.cluster, self.folder, self.count = cluster, folder, 0
+        self.address = ""
+
+    def add(self, **options):
+        """Add a node with a store of its own."""
+        self.count += 1
+        store = {ray_cluster.STORE_VARIABLE: str(self.folder / f"node{self.count}")}
+        return self.cluster.add_node(object_store_memory=80_000_000, env_vars=store, **options)
+
+    def kill_node_of(self, process):
+        """Kill the node that runs a process."""
+        above = {each.pid for each in psutil.Process(process).parents()}
+        [node] = [
+            node
+            for node in self.cluster.worker_nodes
+            if above & {found.process.pid for each in node.all_processes.values() for found in each}
+        ]
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with patch.dict(os.environ, {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}):
+        found = Nodes(Cluster(), tmp_path_factory.mktemp("nodes"))
+        try:
+            # the head, where the driver runs, notices a dead node within seconds
+            soon = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}
+            found.add(num_cpus=0, _system_config=soon | {"health_check_failure_threshold": 3})
+            for _ in range(2):
+                found.add(num_cpus=1)
+            found.address = f"ray://{found.cluster.address}"
+            open_cluster(found.address)
+            yield found
+        finally:
+            ray.shutdown()
+            found.cluster.shutdown()
+            open_cluster.cache_clear()
+            ray_cluster._remote_function.cache_clear()
+
+
+def run(home, out, store, *more):
+    result = harness.smelt("run", home / "recipe.yaml", "--quiet", "--out", out, "--store", store, *more)
+    report = json.loads((out / "report.json").read_text())
+    validate_report(report)
+    assert result.exit_code == 0, result.output
+    return report
+
+
+def statuses(report):
+    return {step["name"]: step["status"] for step in report["steps"]}
+
+
+@pytest.fixture(scope="module")
+def alone(home, tmp_path_factory):
+    """The report of the recipe without a cluster."""
+    return run(home, tmp_path_factory.mktemp("alone") / "run", tmp_path_factory.mktemp("alone-store"))
+
+
+def test_steps_on_nodes_have_the_results_of_one_machine(home, nodes, alone, tmp_path):
+    bucket = f"file://{tmp_path}/bucket"
+    report = run(home, tmp_path / "one" / "run", bucket, "--executor", nodes.address)
+    for name in ("quality", "size_bytes", "agreement", "parent", "parameters"):
+        assert [step[name] for step in report["steps"]] == [step[name] for step in alone["steps"]], name
+    assert list(statuses(report).values()) == ["done"] * 4
+    driver = Store(tmp_path / "one" / ".store")
+    made = {
+        step["name"]: read_artifact(tmp_path / "one" / "run" / step["artifact"]) for step in report["steps"]
+    }
+    assert {path.name for path in (driver.root / "artifacts").iterdir()} == {
+        each.key for each in made.values()
+    }
+    # each step was built in the store of a node
+    kept = {path.name for path in nodes.folder.glob("node[23]/artifacts/*")}
+    assert kept == {each.key for each in made.values()}
+    assert "learning rate" in (tmp_path / "one" / "run" / "log.txt").read_text()
+    again = run(home, tmp_path / "two" / "run", bucket, "--executor", nodes.address)
+    assert list(statuses(again).values()) == ["cached"] * 4
+
+
+@pytest.fixture
+def hold(home, nodes):
+    """Hold the next task that scores the samples of a split; returns its process."""
+
+    def start(split):
+        (home / "process").unlink(missing_ok=True)
+        (home / "held").unlink(missing_ok=True)
+        (home / "hold").write_text(str(ROWS[split]))
+
+    def process(check=lambda: None):
+        until = time.monotonic() + 300
+        while not (home / "process").exists() or not (home / "process").read_text():
+            check()
+            assert time.monotonic() < until, "no task was held"
+            time.sleep(0.05)
+        return int((home / "process").read_text())
+
+    for made in nodes.folder.glob("node*/*/*"):  # of earlier tests, whose steps are the same
+        if made.parent.name in ("artifacts", "scores", "checked"):
+            shutil.rmtree(made) if made.is_dir() else made.unlink()
+    yield start, process
+    for name in ("hold", "held"):
+        (home / name).unlink(missing_ok=True)
+
+
+def test_a_node_that_dies_loses_only_its_running_task(home, nodes, alone, tmp_path, hold):
+    """One dies in a training, which scores validation samples, and one while a step is scored on test."""
+    start, process = hold
+    arguments = (home, tmp_path / "run", f"file://{tmp_path}/bucket", "--executor", nodes.address)
+    start("validation")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run, *arguments)
+        nodes.kill_node_of(process())
+        (home / "held").unlink()
+        nodes.add(num_cpus=1)
+        start("test")
+        nodes.kill_node_of(process())
+        (home / "held").unlink()
+        nodes.add(num_cpus=1)
+        report = running.result()
+    # the second task had built its artifact already
+    assert sorted(statuses(report).values()) == ["cached"] + ["done"] * 3
+    assert [step["quality"] for step in report["steps"]] == [step["quality"] for step in alone["steps"]]
+
+
+def test_a_driver_that_dies_goes_on(home, nodes, tmp_path, hold):
+    start, process = hold
+    start("validation")
+    bucket = f"file://{tmp_path}/bucket"
+    command = ["run", home / "recipe.yaml", "--out", tmp_path / "run", "--store", bucket]
+    with (tmp_path / "driver.log").open("w") as log:
+        driver = subprocess.Popen(
+            [sys.executable, "-P", "-m", "smelt", *map(str, command), "--executor", nodes.address],
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    task = process(lambda: driver.poll() is None or pytest.fail((tmp_path / "driver.log").read_text()))
+    scores = tmp_path / "bucket" / "scores"
+    until = time.monotonic() + 300
+    while len(list(scores.glob("*.json"))) < 2:  # of the model, and of the branch beside the training
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    psutil.wait_procs([psutil.Process(task)] if psutil.pid_exists(task) else [], timeout=60)
+    assert not psutil.pid_exists(task)  # Ray ends the tasks of a dead driver
+    report = run(home, tmp_path / "run", bucket, "--executor", nodes.address)
+    assert statuses(report) == {"model": "cached", "finetune": "done", "quantize": "cached", "prune": "done"}
+
+
+def test_trials_of_a_search_run_at_once(home, nodes, tmp_path):
+    text = RECIPE.split("stages:", maxsplit=1)[0] + (
+        "stages:\n  - quantize: {scheme: {search: {choices: [int8-dynamic, int4]}}}\n"
+        "score: {quality: [chrf], generation: {max_new_tokens: 6}, latency: false, sqnr_samples: 0}\n"
+        "search: {minimize: size, sampler: grid}\n"
+    )
+    (home / "space.yaml").write_text(text)
+    space = read_space(home / "space.yaml")
+    found = []
+    for name, executor in (("cluster", nodes.address), ("alone", None)):
+        options = SearchOptions(tmp_path / name, f"file://{tmp_path}/{name}-bucket", executor=executor)
+        lines = []
+        assert Search(space, options).run(lines.append) == "exhausted"
+        job = Search(space, options)
+        found.append({t.parameters["quantize.scheme"]: t.result.values for t in job.finished_trials()})
+        order = [line.endswith(": starts") for line in lines if line.startswith("trial ")]
+        assert order[:2] == [True, executor is not None]
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+
+
+def _measured(job, data, *arguments):
+    import ray
+
+    began = time.time()
+    time.sleep(0.3)
+    cpus = ray.get_runtime_context().get_assigned_resources()["CPU"]
+    times = {"began": began, "ended": time.time(), "cpus": cpus}
+    return cluster_run._Outcome(key="k", result=times, node="a node")
+
+
+def test_latency_is_measured_on_marked_nodes_one_at_a_time(home, nodes, tmp_path, monkeypatch):
+    from ray import cloudpickle
+
+    plan, heard, found = load_plan(str(home / "recipe.yaml")), [], []
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(cluster_run, "_measure_latency", _measured)
+    store, recipe, display = Store(tmp_path / "store"), plan.recipe, Display(quiet=True)
+    scorer = Scorer(store, recipe.task, ("chrf",), recipe.score.generation, 8, 1)
+    runner = StepRunner(store, recipe.task, {}, 0, 1, scorer, display)
+    run = ClusterRun(open_cluster(nodes.address), plan, {}, runner, scorer, display, heard.append, True)
+    measure = lambda: found.append(run.measure_latency({}, "model", False, frozenset(), 1.0))  # noqa: E731
+    measure()
+    assert found.pop() is None  # no node is marked, so the driver measures
+    marked = nodes.add(num_cpus=2, resources={"latency": 1})
+    try:
+        threads = [threading.Thread(target=measure) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        nodes.cluster.remove_node(marked, allow_graceful=False)
+    first, second = sorted(found, key=lambda each: each["began"])
+    assert first["ended"] <= second["began"]
+    assert {first["cpus"], second["cpus"]} == {2.0}  # nothing else runs there meanwhile
+    assert message_codes(heard) == ["latency-on-node"] * 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [({"resources": {"cpus": 64}}, "no-node-fits"), ({"resources": {"gpus": 1}}, "no-node-fits")],
+)
+def test_needs_that_no_node_has_are_refused(nodes, keys, code):
+    with raises_code(code, InputError):
+        open_cluster(nodes.address).task_needs(ResourceSettings(**keys["resources"]), 1, "auto")
+
+
+def test_nodes_are_checked_before_work(nodes, tmp_path, monkeypatch):
+    cluster, store = open_cluster(nodes.address), Store(tmp_path / "store")
+    cluster.check_nodes(store, [tmp_path])
+    with raises_code("missing-on-node", InputError) as caught:
+        cluster.check_nodes(store, [tmp_path / "teacher"])
+    assert len(caught.value.found) == len(cluster.nodes())
+    found = cluster._ask_nodes(NodeRequest(tmp_path / "other", None, tmp_path / "token", ()))
+    problems = [each for name, answer in found.items() for each in ray_cluster._node_problems(name, answer)]
+    assert set(message_codes(problems)) == {"store-not-shared"}
+    here = ray_cluster._versions()
+    monkeypatch.setattr(ray_cluster, "_versions", lambda: here | {"torch": "1.0", "onnx": "0"})
+    with raises_code("cluster-versions-differ", InputError) as caught:
+        cluster.check_nodes(store, [tmp_path, tmp_path])
+    assert all("torch" in str(each) and "onnx" in str(each) for each in caught.value.found)
+
+
+@pytest.mark.parametrize("executor", ["dask", "ray://", "ray://head", "ray:head:1"])
+def test_an_unknown_executor_is_refused(executor):
+    with raises_code("unknown-executor", InputError):
+        open_cluster(executor)
+
+
+def test_a_cluster_that_cannot_be_joined_is_refused(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nothing listens
+        with raises_code("executor-unreachable", InputError):
+            open_cluster(f"ray://127.0.0.1:{free.getsockname()[1]}")
+    monkeypatch.setattr(ray_cluster, "package_problem", lambda name, oldest: f"{name} is not installed")
+    with raises_code("not-installed", MissingDependencyError):
+        open_cluster("ray")
+
+
+def test_needs_by_the_nodes_resources():
+    needs = TaskNeeds(2, 1, 8_000_000_000)
+    assert needs.count_on({"CPU": 8, "GPU": 3, "memory": 20e9}) == 2
+    assert needs.count_on({"CPU": 8, "memory": 20e9}) == 0
+    assert TaskNeeds(2, 0, None).count_on({"CPU": 7}) == 3
+    assert needs.options() == {"num_cpus": 2, "num_gpus": 1, "memory": 8_000_000_000}

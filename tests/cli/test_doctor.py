@@ -3,8 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from smelt.cli import doctor
-from smelt.cli.commands import CheckResult
-from smelt.cli.doctor import format_check_results, run_checks
+from smelt.cli.doctor import CheckResult, format_check_results, run_checks
 
 
 def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:

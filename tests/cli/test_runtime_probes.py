@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from smelt.cli import doctor
-from smelt.cli.commands import CheckResult
+from smelt.cli.doctor import CheckResult
 
 
 def test_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,9 @@ class NpyFile:
     """A .npy file of shape `shape`, whose rows can be written in any order, also by several processes."""
 
     def __init__(self, path: Path, dtype: str, shape: Sequence[int]) -> None:
-        # not truncated: each process writes the same header, and its own rows
-        self._stream: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        # Not truncated: each process writes the same header, and its own rows. Not readable: NFS would read
+        # whole pages, and write back the rows of other machines.
+        self._stream: BinaryIO = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb")
         self.dtype = np.dtype(dtype)
         header = {
             "descr": np.lib.format.dtype_to_descr(self.dtype),

@@ -47,7 +47,7 @@ def select_gpu(device: str) -> Device:
     """Return `device` without a number; for `cuda:1` only that GPU is visible from now on, also to children.
 
     Raises:
-        InputError: CUDA is in use already, with other GPUs.
+        InputError: CUDA is in use already, with other GPUs; CUDA_VISIBLE_DEVICES excludes it.
     """
     kind, _, number = device.partition(":")
     if number and os.environ.get(_SELECTED_GPU) != device:
@@ -59,8 +59,17 @@ def select_gpu(device: str) -> Device:
                 code="gpu-selected",
                 setting="device",
             )
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        chosen = visible[int(number)] if visible[0] and int(number) < len(visible) else number
+        chosen = number
+        if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            given = [name for name in visible.split(",") if name not in ("", "-1")]
+            if int(number) >= len(given):  # never a GPU that was not given to this process
+                raise InputError(
+                    f"device: {device}: CUDA_VISIBLE_DEVICES={visible} leaves {len(given)} GPUs, which are"
+                    " numbered from 0. Choose one of them.",
+                    code="no-gpu",
+                    setting="device",
+                )
+            chosen = given[int(number)]
         os.environ |= {"CUDA_VISIBLE_DEVICES": chosen, _SELECTED_GPU: device}
     return cast(Device, kind)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import onnxruntime
 
 from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.process_group import is_distributed
 from smelt.runtimes.device import NO_ORT_CUDA
 
 REEXPORT_HINT = "Run the onnx stage again to export it."
@@ -25,7 +27,9 @@ def cuda_provider_config(tf32: bool = False) -> tuple[str, dict[str, str]]:
     (https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#use_tf32), a larger error
     than the tolerance between a graph and its model.
     """
-    return "CUDAExecutionProvider", {"use_tf32": str(int(tf32))}
+    # of several processes each has a GPU of its own
+    own = {"device_id": os.environ.get("LOCAL_RANK", "0")} if is_distributed() else {}
+    return "CUDAExecutionProvider", {"use_tf32": str(int(tf32)), **own}
 
 
 def open_onnx_session(

@@ -448,4 +448,6 @@ class CheckpointScorer:
 
 def _random_state_preserved() -> Any:
     """Return a context that preserves the state of torch's random numbers."""
-    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    # not all devices: each process would occupy memory on the GPUs of the others
+    own = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices=own)

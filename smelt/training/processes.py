@@ -73,7 +73,8 @@ def join_processes(device: str) -> None:
     if local >= torch.cuda.device_count():
         raise InputError(
             f"launch: process {local} of this machine needs a GPU of its own, but torch finds"
-            f" {torch.cuda.device_count()}. Lower num_processes, or set device: cpu.",
+            f" {torch.cuda.device_count()}. Lower num_processes, or set device: cpu; with srun, add"
+            " --gpu-bind none.",
             code="too-few-gpus",
             setting="launch.num_processes",
         )

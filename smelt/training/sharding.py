@@ -100,7 +100,7 @@ def sharded(
     whole = copy.deepcopy(model)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     offload = CPUOffloadPolicy() if launch.cpu_offload else OffloadPolicy()
-    module.to(device)
+    # moves each part to the device when it is divided: the whole model need not fit there
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh, offload_policy=offload)
     # also the outermost part: weights are exchanged between passes (averages, the best ones)

@@ -130,6 +130,11 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         self.remove_callback(transformers.trainer_callback.PrinterCallback)
         self.plan, self.keeper = plan, keeper
 
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Move the model; a divided one is where it belongs already (on the CPU with cpu_offload)."""
+        if not self.is_sharded:
+            super()._move_model_to_device(model, device)
+
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a divided model as wrapped already; accelerate wraps others for several processes."""
         return _Wrapped(model) if self.is_sharded else super()._wrap_model(model, *args, **kwargs)
@@ -305,6 +310,8 @@ def run_training(
             optimizer=settings.optimizer,
             keeps_best=bool(keeper.evals),
             keeps_average=settings.ema_decay is not None,
+            parts=process_count() if is_sharded else 1,
+            offloaded=is_sharded and ctx.launch.cpu_offload,
         )
         loop.train()
         steps = int(loop.state.global_step)

@@ -233,29 +233,38 @@ _GRADIENT_BYTES, _COPY_BYTES = 4, 4  # bytes a weight
 
 
 def require_training_memory(
-    model: nn.Module, device: torch.device, *, optimizer: str, keeps_best: bool, keeps_average: bool
+    model: nn.Module,
+    device: torch.device,
+    *,
+    optimizer: str,
+    keeps_best: bool,
+    keeps_average: bool,
+    parts: int = 1,
+    offloaded: bool = False,
 ) -> None:
     """Require memory for the gradients and the optimizer state of a training.
 
     Args:
-        model: float32, on the CPU.
+        model: float32, on the CPU; a divided one is on its device already.
         device: the training device.
         optimizer: its name.
         keeps_best: whether a copy of the best weights is kept (validation).
         keeps_average: whether a moving average of the weights is kept.
+        parts: number of processes that divide weights, gradients and states (FSDP).
+        offloaded: whether these are on the CPU.
 
     Raises:
         RunError: not enough memory; the message has the needed and the free amount.
     """
-    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad) // parts
     copies = _COPY_BYTES * weights * (keeps_best + keeps_average)  # on the CPU, wherever the model is trained
     work = (_GRADIENT_BYTES + OPTIMIZERS[optimizer]) * weights
     remedy = (
         f"That is for the gradients, the optimizer and the copies of {weights / 1e6:,.1f} million weights,"
         " before any batch. Make the model smaller first, or use a machine with more memory."
     )
-    if device.type == "cuda":
-        moved = sum(p.numel() * p.element_size() for p in model.parameters())
+    if device.type == "cuda" and not offloaded:
+        moved = 0 if parts > 1 else sum(p.numel() * p.element_size() for p in model.parameters())
         require_memory(
             work + moved, "Training on the GPU", remedy, free_bytes=torch.cuda.mem_get_info(device)[0]
         )

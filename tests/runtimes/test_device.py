@@ -286,3 +286,13 @@ def test_a_numbered_gpu_is_the_only_visible_one(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
     with raises_code("gpu-selected"):
         places.select_gpu("cuda:0")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("visible", ["", "-1", "3"])
+def test_a_gpu_that_is_not_visible_is_never_selected(monkeypatch, visible):
+    monkeypatch.delenv(places._SELECTED_GPU, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with raises_code("no-gpu"):
+        places.select_gpu("cuda:1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible

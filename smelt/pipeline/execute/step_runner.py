@@ -59,6 +59,19 @@ KEY_LIBRARIES = (
 )
 
 
+# Failures of machines and processes: the training itself can resume.
+_RESUMABLE = {
+    "training-process-died",
+    "unexpected",
+    "ranks-differ",
+    "too-few-gpus",
+    "no-connection",
+    "out-of-memory",
+    "disk-full",
+    "file-too-large",
+}
+
+
 class StageLauncher(Protocol):
     """Runs training stages in several processes (smelt.pipeline.execute.training_processes)."""
 
@@ -223,7 +236,7 @@ class StepRunner:
                 else:
                     step.stage_class()(parent, step.settings, ctx)
             except SmeltError as error:
-                if error.code != "training-process-died":
+                if error.code not in _RESUMABLE:
                     unfinished.remove()  # resuming would fail again
                 raise
             finally:

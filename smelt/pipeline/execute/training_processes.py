@@ -1,9 +1,9 @@
-"""Train a stage in several processes: `train_in_processes` starts them, and this module is their program.
+"""Train a stage in several processes: `TrainingLaunch` starts them.
 
 The run stays one process. For a stage that trains it starts torch's launcher (torch.distributed.elastic, as
-torchrun and accelerate do), which starts the processes. Each reads the recipe and the data again, checks that
-it has the same step (by its key, which also contains the versions of libraries), and runs the stage with its
-part of every batch. Process 0 writes the artifact and reports progress, in a file of JSON lines.
+torchrun and accelerate do; this module is its program), which starts the processes
+(smelt.pipeline.execute.training_worker). Process 0 writes the artifact, and reports progress in a file of
+JSON lines.
 
 Started by torchrun or srun, process 0 runs the recipe, and the others serve its training stages
 (`serve_training`): each starts one process per stage, on its own machine. The folders of recipe, data and
@@ -21,34 +21,33 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import Artifact, read_manifest
-from smelt.core.errors import DEFAULT_CODE, InputError, RunError, SmeltError
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.files import json_hash, read_json_object, write_json
-from smelt.core.messages import Message, messages_to_json
+from smelt.core.messages import Message
 from smelt.core.stage import Context
-from smelt.core.store import StageCache, StepCheckpoints, Store, commit_cached_files, find_cached_files
+from smelt.core.store import Store
 from smelt.core.system import child_environment, python_command
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display
-    from smelt.pipeline.execute.step_runner import StepRunner
     from smelt.pipeline.plan.plan import Plan, PlanStep
 
 _MODULE = "smelt.pipeline.execute.training_processes"
-_POLL_SECONDS = 0.1
+_WORKER_MODULE = "smelt.pipeline.execute.training_worker"
+POLL_SECONDS = 0.1
 _STOP_SECONDS = 30.0  # for processes to end before they are killed
 _LOG_LINES = 40  # of a process that died
-_JOB, _EVENTS, _RESULT, _ERROR = "job.json", "events.jsonl", "result.json", "error-{}.json"
+JOB_FILE, EVENTS_FILE, RESULT_FILE, ERROR_FILE = "job.json", "events.jsonl", "result.json", "error-{}.json"
 _DIED = "died.json"  # exit codes of processes by their number
-_UNEXPECTED = "unexpected"  # the code of an error that is not smelt's
+UNEXPECTED = "unexpected"  # the code of an error that is not smelt's
 
 
 @dataclass(frozen=True)
@@ -145,16 +144,16 @@ class TrainingLaunch:
             "threads": recipe.threads,
             "pid": os.getpid(),
         }
-        write_json(space / _JOB, whole | dict(job))
+        write_json(space / JOB_FILE, whole | dict(job))
         external = external_processes()
         start = _start_external if external > 1 else _start_launcher
         with start(space, external or recipe.launch.num_processes, recipe.threads) as poll:
             _follow(space, poll, events)
-        if not (space / _RESULT).is_file():
+        if not (space / RESULT_FILE).is_file():
             for name, tail in _log_tails(space).items():
                 log_line(f"{name}:\n{tail}")
             raise _first_error(space, str(job.get("step", "score")))
-        return read_json_object(space / _RESULT)
+        return read_json_object(space / RESULT_FILE)
 
 
 def external_processes() -> int:
@@ -176,7 +175,7 @@ def _follow(space: Path, poll: Callable[[], bool], target: Context | Display) ->
         handlers |= {"log": target.log, "metrics": target.log_metrics}
     else:
         handlers["log"] = target.print_line
-    path = space / _EVENTS
+    path = space / EVENTS_FILE
     path.touch()
     with path.open(encoding="utf-8") as file:
         ended, rest = False, ""
@@ -188,17 +187,17 @@ def _follow(space: Path, poll: Callable[[], bool], target: Context | Display) ->
                 kind, *values = json.loads(line)
                 handlers[kind](*values)
             if not ended:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
 
 
 def _first_error(space: Path, step: str) -> SmeltError:
     """Return the error that ended the processes: one of smelt's, else that one was killed, else any other."""
-    found = [read_json_object(path) for path in space.glob(_ERROR.format("*"))]
-    found.sort(key=lambda error: (error["code"] == _UNEXPECTED, float(error["time"])))
+    found = [read_json_object(path) for path in space.glob(ERROR_FILE.format("*"))]
+    found.sort(key=lambda error: (error["code"] == UNEXPECTED, float(error["time"])))
     died = read_json_object(space / _DIED) if (space / _DIED).is_file() else {}
     # the launcher ends the others with SIGTERM, and they fail when one is gone
     killed = {rank: code for rank, code in died.items() if code < 0 and code != -signal.SIGTERM}
-    if found and (found[0]["code"] != _UNEXPECTED or not killed):
+    if found and (found[0]["code"] != UNEXPECTED or not killed):
         first = found[0]
         kind = InputError if first["exit_code"] == InputError.exit_code else RunError
         return kind(first["message"], code=first["code"], setting=first["setting"])
@@ -222,7 +221,12 @@ def _log_tails(space: Path) -> dict[str, str]:
 
 
 def _environment(count: int, threads: int | None) -> dict[str, str]:
+    """Return the environment of one of `count` processes on this machine."""
     share = max(1, len(os.sched_getaffinity(0)) // count) if hasattr(os, "sched_getaffinity") else 1
+    if (
+        limit := os.environ.get("OMP_NUM_THREADS", "")
+    ).isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        share = max(1, min(share, int(limit)))  # torchrun sets 1 itself
     return child_environment(OMP_NUM_THREADS=str(threads or share))
 
 
@@ -231,7 +235,7 @@ def _start_launcher(space: Path, count: int, threads: int | None) -> Iterator[Ca
     """Start `count` processes on this machine; yield a function that returns whether they have ended."""
     with (space / "stderr.log").open("wb") as log:
         process = subprocess.Popen(
-            python_command("-m", _MODULE, "launch", str(space), str(count)),
+            python_command("-m", _MODULE, str(space), str(count)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -254,7 +258,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _launch(space: Path, count: int) -> None:
-    """Run `count` processes of the job in `space` with torch's launcher (the program `launch`)."""
+    """Run `count` processes of the job in `space` with torch's launcher."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -266,11 +270,12 @@ def _launch(space: Path, count: int) -> None:
         run_id=space.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # the name of this machine may not resolve
         max_restarts=0,
-        monitor_interval=_POLL_SECONDS,
+        monitor_interval=POLL_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=str(space / "logs"), redirects=Std.ALL),
     )
-    command = python_command("-m", _MODULE, "train", str(space))
+    command = python_command("-m", _WORKER_MODULE, str(space))
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
@@ -279,7 +284,8 @@ def _launch(space: Path, count: int) -> None:
 
 
 # One key of the store for each job; the other processes wait for it.
-_JOB_KEY, _FAILED_KEY, _END_KEY = "smelt/job/{}", "smelt/failed/{}", "smelt/end/{}"
+_JOB_KEY, _FAILED_KEY, _END_KEY = "smelt/job/{}", "smelt/failed/{}/{}", "smelt/end/{}"
+_SETTLE_SECONDS = 2.0  # after the first failure: a process that lost its connection reports before the cause
 _COUNT_KEY, _LEFT_KEY, _FINISHED_KEY = "smelt/jobs", "smelt/left", "smelt/finished"
 _HELLO_SECONDS, _CONNECT_SECONDS = 600.0, 600.0
 
@@ -314,13 +320,24 @@ def _key_value_store() -> Any:
 def _environment_of_rank(job: Mapping[str, Any], threads: int | None) -> dict[str, str]:
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     found = {name: os.environ.get(name) or os.environ.get(slurm, "0") for name, slurm in names.items()}
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
-    return _environment(int(local), threads) | {
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or _slurm_tasks_on_node())
+    if "RANK" not in os.environ:  # srun gives each process its own processors
+        threads = threads or int(os.environ.get("SLURM_CPUS_PER_TASK") or 0) or None
+    return _environment(local, threads) | {
         **found,
-        "LOCAL_WORLD_SIZE": local,
+        "LOCAL_WORLD_SIZE": str(local),
         "MASTER_PORT": str(job["port"]),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+
+
+def _slurm_tasks_on_node() -> int:
+    """Return the number of srun's processes on this node, from a list such as 4(x2),3."""
+    counts: list[int] = []
+    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts[min(int(os.environ.get("SLURM_NODEID", "0")), len(counts) - 1)]
 
 
 @contextlib.contextmanager
@@ -328,26 +345,36 @@ def _start_external(space: Path, count: int, threads: int | None) -> Iterator[Ca
     """Start process 0 of a job here, and have the other ranks start theirs; yield as `_start_launcher`."""
     store = _key_value_store()
     number = store.add(_COUNT_KEY, 1) - 1
-    job = read_json_object(space / _JOB) | {"port": _free_port()}
-    write_json(space / _JOB, job)
+    job = read_json_object(space / JOB_FILE) | {"port": _free_port()}
+    write_json(space / JOB_FILE, job)
     store.set(_JOB_KEY.format(number), json.dumps(job))
     with _rank_process(space, job, threads) as process:
+        keys = {rank: _FAILED_KEY.format(number, rank) for rank in range(1, count)}
 
-        def ended() -> bool:
-            if store.check([_FAILED_KEY.format(number)]):
-                error = json.loads(store.get(_FAILED_KEY.format(number)))
-                write_json(space / _DIED, {str(error["rank"]): error["exit"]})
-                if error["code"]:
-                    write_json(space / _ERROR.format(error["rank"]), error)
-                return True
-            return process.poll() is not None
+        def failed() -> list[int]:
+            return [rank for rank, key in keys.items() if store.check([key])]
 
         try:
-            yield ended
-            if process.poll() and not (space / _DIED).is_file():
-                write_json(space / _DIED, {"0": process.returncode})
+            yield lambda: process.poll() is not None or bool(failed())
+            if process.poll() or failed():
+                time.sleep(_SETTLE_SECONDS)
+                _write_failures(
+                    space, process.poll(), {rank: json.loads(store.get(keys[rank])) for rank in failed()}
+                )
         finally:
             store.set(_END_KEY.format(number), "ended")
+
+
+def _write_failures(space: Path, own_exit: int | None, failures: Mapping[int, Mapping[str, Any]]) -> None:
+    """Write the failures of the processes of a job as their launcher would."""
+    codes = {str(rank): found["exit"] for rank, found in failures.items()}
+    write_json(space / _DIED, codes | ({"0": own_exit} if own_exit else {}))
+    for rank, found in failures.items():
+        if found["code"]:
+            write_json(space / ERROR_FILE.format(rank), found)
+        folder = space / "logs" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "stderr.log").write_text(found["output"], encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -359,7 +386,7 @@ def _rank_process(
     folder.mkdir(parents=True)
     with (folder / "stderr.log").open("wb") as log:
         process = subprocess.Popen(
-            python_command("-m", _MODULE, "train", str(space)),
+            python_command("-m", _WORKER_MODULE, str(space)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -393,7 +420,7 @@ def serve_training(plan: Plan) -> None:
                 if store.check([_FINISHED_KEY]):
                     store.add(_LEFT_KEY, 1)
                     return
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             _serve_job(store, number)
             number += 1
     except DistError as error:
@@ -408,16 +435,18 @@ def _serve_job(store: Any, number: int) -> None:
     job = json.loads(store.get(_JOB_KEY.format(number)))
     with tempfile.TemporaryDirectory(prefix="smelt-train-") as folder:
         space = Path(folder)
-        write_json(space / _JOB, job)
+        write_json(space / JOB_FILE, job)
         with _rank_process(space, job, job["threads"]) as process:
             while process.poll() is None and not store.check([_END_KEY.format(number)]):
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             ended = process.returncode
         if ended and not store.check([_END_KEY.format(number)]):
-            path = space / _ERROR.format(external_rank())
+            path = space / ERROR_FILE.format(external_rank())
             error = read_json_object(path) if path.is_file() else {"code": None}
+            output = "\n".join(_log_tails(space).values())
             store.set(
-                _FAILED_KEY.format(number), json.dumps(error | {"rank": external_rank(), "exit": ended})
+                _FAILED_KEY.format(number, external_rank()),
+                json.dumps(error | {"exit": ended, "output": output}),
             )
 
 
@@ -447,7 +476,7 @@ def external_run(plan: Plan) -> Iterator[None]:
                         " same command on all machines.",
                         code="no-connection",
                     )
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             if store.get(key).decode() != own:
                 raise InputError(
                     f"Process {rank} runs another recipe than process 0. Give all the same recipe and"
@@ -459,185 +488,8 @@ def external_run(plan: Plan) -> Iterator[None]:
         store.set(_FINISHED_KEY, "yes")
         deadline = time.monotonic() + _STOP_SECONDS  # this process may host the key-value store
         while store.add(_LEFT_KEY, 0) < external_processes() - 1 and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-
-
-class _Events:
-    """Writes the progress and the log of process 0 as JSON lines; the others write nothing."""
-
-    def __init__(self, space: Path, writes: bool, pid: int) -> None:
-        self._file = (space / _EVENTS).open("a", encoding="utf-8") if writes else None
-        self._pid, self.log_path, self._last = pid, space / "log.txt", 0.0
-
-    def progress(self, done: int, total: int, note: str = "") -> None:
-        now = time.monotonic()
-        if now - self._last >= _POLL_SECONDS or done == total:
-            self._last = now
-            self._require_run()
-            self.write("progress", done, total, note)
-
-    def print_line(self, text: str, brief: bool = False) -> None:
-        self.write("log", text)
-
-    def write(self, *event: Any) -> None:
-        if self._file is not None:
-            self._file.write(f"{json.dumps(event)}\n")
-            self._file.flush()
-
-    def _require_run(self) -> None:
-        """End if the run was killed: another one may train the same stage again."""
-        if self._file is not None:
-            try:
-                os.kill(self._pid, 0)
-            except ProcessLookupError:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _train(space: Path) -> None:
-    """Run one process of the job in `space` (the program `train`)."""
-    from smelt.core.process_group import process_rank
-    from smelt.training.processes import join_processes, leave_processes
-
-    job = read_json_object(space / _JOB)
-    rank = int(os.environ["RANK"])
-    try:
-        from smelt.runtimes.device import torch_device
-
-        join_processes(torch_device(job["device"]))
-        result = _run_job(job, space, rank)
-        if process_rank() == 0:
-            write_json(space / _RESULT, result)
-        leave_processes()
-    except Exception as error:
-        traceback.print_exc()
-        known = isinstance(error, SmeltError)
-        write_json(
-            space / _ERROR.format(rank),
-            {
-                "message": str(error) if known else f"process {rank}: {type(error).__name__}: {error}",
-                "code": (getattr(error, "code", "") if known else _UNEXPECTED) or DEFAULT_CODE,
-                "setting": getattr(error, "setting", None),
-                "exit_code": getattr(error, "exit_code", 1),
-                "time": time.time(),
-            },
-        )
-        sys.stderr.flush()
-        os._exit(1)  # the library may wait for the other processes
-
-
-def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> dict[str, Any]:
-    """Run the stage of `job` and return its details and warnings, or score its artifact."""
-    from smelt.data.split_division import divide_folds, limit_split
-    from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner, resolve_task
-    from smelt.pipeline.plan.load_plan import make_plan
-    from smelt.pipeline.recipe.yaml_file import YamlDocument
-
-    path = Path(job["path"])
-    plan = make_plan(YamlDocument(str(path), job["recipe"]), path)
-    whole = plan.read_data()
-    data = {name: limit_split(split, job["limit"]) for name, split in whole.items()}
-    if job["fold"]:
-        number, count = job["fold"]
-        rest, held = divide_folds(data["train"], count, plan.recipe.seed)[number - 1]
-        whole = data = data | {"train": rest, "test": held}
-    events = _Events(space, rank == 0, job["pid"])
-    store = Store(Path(job["store"]))
-    scorer = recipe_scorer(plan.recipe, store)
-    scorer = replace(scorer, metrics=resolve_task(plan, whole, scorer.metrics).metrics)
-    if "artifact" in job:
-        reference = None if job["reference"] is None else _artifact(job["reference"])
-        split = limit_split(data[job["split"]], job["score_limit"])
-        replace(scorer, reference=reference).score(_artifact(job["artifact"]), split, events.progress)
-        return {}
-    runner = recipe_step_runner(plan.recipe, store, data, scorer, cast(Any, events))
-    ctx = _train_step(runner, plan, job, events, space)
-    return {"details": ctx.details, "warnings": messages_to_json(ctx.warnings)}
-
-
-def _artifact(folder: str) -> Artifact:
-    return Artifact(Path(folder), read_manifest(Path(folder)))
-
-
-def _train_step(
-    runner: StepRunner, plan: Plan, job: Mapping[str, Any], events: _Events, space: Path
-) -> Context:
-    """Run the stage of `job`; return its context with details and warnings."""
-    from smelt.core.process_group import gather_parts, process_rank
-    from smelt.training.training_state import denormals_as_zero
-
-    ancestors = {name: _artifact(folder) for name, folder in job["ancestors"].items()}
-    step, rank, store = plan.step(job["step"]), process_rank(), runner.store
-    keys = gather_parts(runner.step_key(step, ancestors))
-    if wrong := [number for number, key in enumerate(keys) if key != job["key"]]:
-        raise InputError(
-            f"launch: process {wrong[0]} has another step '{step.name}' than the run: its recipe, data,"
-            " device or versions of libraries differ. Give all machines the same files and packages.",
-            code="ranks-differ",
-        )
-    out = Path(job["out"]) if rank == 0 else space / f"out-{rank}"
-    out.mkdir(parents=True, exist_ok=True)
-    cache = SharedStageCache(StageCache(store, runner.versions, events.print_line))
-    ctx = replace(
-        runner.context(step, ancestors, out, StepCheckpoints(store.root, job["key"])),
-        launch=plan.recipe.launch,
-        cached_value=cache.cached_value,
-        cached_files=cache.cached_files,
-        log_metrics=lambda metrics, update: events.write("metrics", metrics, update),
-    )
-    with denormals_as_zero():
-        step.stage_class()(ancestors[step.parent], step.settings, ctx)
-    return ctx
-
-
-@dataclass(frozen=True)
-class SharedStageCache:
-    """The cache of a stage in several processes: process 0 reads and writes it, all compute."""
-
-    cache: StageCache
-
-    def cached_value(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-        """Return the result of `make`, which all processes compute, from the store if it is cached."""
-        from smelt.core.process_group import from_first, process_rank
-
-        store, key = self.cache.store, self.cache.value_key(what)
-        found = from_first(lambda: store.read_score(key))
-        if found is None:
-            found = {"artifact": what.get("artifact"), "made": make()}
-            if process_rank() == 0:
-                store.write_score(key, found)
-        return found["made"]
-
-    @contextlib.contextmanager
-    def cached_files(
-        self, what: Mapping[str, Any], make: Callable[[Path], None]
-    ) -> Iterator[tuple[Path, bool]]:
-        """Yield the folder with the files of `make`, into which every process writes its part."""
-        from smelt.core.process_group import from_first, process_rank, wait_for_all
-
-        store, key = self.cache.store, self.cache.files_key(what)
-        words, artifacts = str(what["what"]), list(what["artifacts"])
-        intact = from_first(lambda: self.cache.find_intact(key, words) is not None)
-        if not intact:
-            with store.workspace() if process_rank() == 0 else contextlib.nullcontext(Path()) as space:
-                folder = from_first(lambda: _made(space / "out"))
-                make(folder)
-                wait_for_all()  # all have written their part
-                if process_rank() == 0:
-                    commit_cached_files(store, folder, key, words, artifacts)
-            wait_for_all()
-        found = find_cached_files(store, key)
-        assert found is not None
-        yield found.path, intact
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
+            time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":
-    program, folder, *more = sys.argv[1:]
-    if program == "launch":
-        _launch(Path(folder), int(more[0]))
-    else:
-        _train(Path(folder))
+    _launch(Path(sys.argv[1]), int(sys.argv[2]))

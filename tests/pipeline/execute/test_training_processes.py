@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -15,8 +16,9 @@ import tiny
 from expected_errors import raises_code
 
 import smelt
+from smelt.core.errors import RunError
 from smelt.core.store import Store
-from smelt.pipeline.execute import training_processes
+from smelt.pipeline.execute import training_processes, training_worker
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.training_processes import external_processes, external_rank
 from smelt.pipeline.plan import load_plan as plans
@@ -66,7 +68,9 @@ def rank_process(rank):
     """Return the process of a rank that trains, below this process; None if there is none."""
     for process in psutil.Process().children(recursive=True):
         try:
-            if "train" in process.cmdline() and process.environ().get("RANK") == str(rank):
+            if training_processes._WORKER_MODULE in process.cmdline() and process.environ().get(
+                "RANK"
+            ) == str(rank):
                 return process
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
@@ -111,7 +115,7 @@ def test_a_process_with_another_step_is_refused(home, alone, tmp_path):
     model = home / "runs" / "alone" / "artifacts" / "model"
     job = {"step": "finetune", "key": "f" * 64, "ancestors": {"model": str(model)}}
     with raises_code("ranks-differ"):
-        training_processes._train_step(runner, plan, job, None, tmp_path)
+        training_worker._train_step(runner, plan, job, None, tmp_path)
 
 
 def test_processes_of_torchrun_serve_the_stages_of_process_zero(home, alone):
@@ -204,3 +208,61 @@ def test_processes_are_read_from_a_file_of_accelerate(home, tmp_path):
             launch(**unsupported)
     with raises_code("unreadable-file"):
         load_plan(home / "recipe.yaml", ["launch.config_file=missing.yaml"])
+
+
+@pytest.mark.quick
+def test_failures_of_other_machines_name_the_cause_and_keep_the_output(tmp_path):
+    lost = {
+        "code": "unexpected",
+        "message": "process 2: RuntimeError: closed",
+        "setting": None,
+        "exit_code": 1,
+    }
+    failures = {1: {"code": None, "exit": -9, "output": "killed"},
+                2: lost | {"time": 1.0, "exit": 1, "output": "closed"}}  # fmt: skip
+    training_processes._write_failures(tmp_path, 1, failures)
+    error = training_processes._first_error(tmp_path, "finetune")
+    assert (error.code, "process 1 ended with -9" in str(error)) == ("training-process-died", True)
+    assert training_processes._log_tails(tmp_path) == {"1": "killed", "2": "closed"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("environment", "processes", "threads"),
+    [({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2", "SLURM_CPUS_PER_TASK": "6"}, "3", "6"),
+     ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1", "OMP_NUM_THREADS": "1"}, "4", "1"),
+     ({"RANK": "0", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, "2", "5")],
+)  # fmt: skip
+def test_processes_and_threads_of_a_node(monkeypatch, environment, processes, threads):
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10)))
+    found = training_processes._environment_of_rank({"port": 1}, None)
+    assert (found["LOCAL_WORLD_SIZE"], found["OMP_NUM_THREADS"]) == (processes, threads)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("code", "kept"), [("unexpected", True), ("out-of-memory", True), ("non-finite-loss", False)]
+)
+def test_checkpoints_survive_failures_of_machines(home, alone, tmp_path, code, kept):
+    class Failing:
+        def applies_to(self, step):
+            return True
+
+        def train(self, *_):
+            raise RunError("failed", code=code)
+
+    plan, store = load_plan(home / "recipe.yaml"), Store(tmp_path / "store")
+    runner = recipe_step_runner(
+        plan.recipe, store, plan.read_data(), recipe_scorer(plan.recipe, store), Mock(), Failing()
+    )
+    model = training_worker._artifact(home / "runs" / "alone" / "artifacts" / "model")
+    step = plan.step("finetune")
+    checkpoint = store.root / "unfinished" / runner.step_key(step, {"model": model}) / "1"
+    checkpoint.mkdir(parents=True)
+    with raises_code(code):
+        runner.run_step(step, {"model": model}, fresh=False)
+    assert checkpoint.exists() == kept

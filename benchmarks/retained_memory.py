@@ -32,7 +32,7 @@ def measure(model: Path, data: Path, updates: int, retained: bool) -> dict[str, 
     from smelt.training.train import train
 
     if not retained:
-        trainer.freed_memory_retained = nullcontext  # type: ignore[attr-defined]
+        trainer.freed_memory_retained = nullcontext  # type: ignore[attr-defined, assignment]
     split = read_split(str(data), "translation", Columns(), Path())
     marks: list[tuple[float, float]] = []
 

@@ -36,7 +36,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import fsync_path, json_hash, read_json_object, sha256_of, write_json
 from smelt.core.messages import Message, messages_to_json
-from smelt.core.process_group import from_first, process_rank, wait_for_all
+from smelt.core.process_group import from_first, process_count, process_rank, wait_for_all
 from smelt.core.stage import Context, candidate_artifact
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
@@ -327,7 +327,9 @@ def make_checkpoint_callback(
 def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        # each of several processes has one GPU; the state of others would allocate memory on them
+        states = torch.cuda.get_rng_state_all() if process_count() == 1 else [torch.cuda.get_rng_state()]
+        tensors |= {f"cuda{i}": state for i, state in enumerate(states)}
     kind, keys, *rest = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     metadata = {"numpy": [kind, np.asarray(keys).tolist(), *rest], "python": [version, list(numbers), gauss]}
@@ -337,7 +339,9 @@ def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _restore_random_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     torch.set_rng_state(tensors["cpu"])
     cuda = [tensors[name] for name in sorted(tensors) if name.startswith("cuda")]
-    if cuda and torch.cuda.device_count() == len(cuda):
+    if cuda and process_count() > 1:
+        torch.cuda.set_rng_state(cuda[0])
+    elif cuda and torch.cuda.device_count() == len(cuda):
         torch.cuda.set_rng_state_all(cuda)
     kind, keys, *rest = metadata["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))

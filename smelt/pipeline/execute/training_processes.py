@@ -35,19 +35,25 @@ from smelt.core.messages import Message
 from smelt.core.stage import Context
 from smelt.core.store import Store
 from smelt.core.system import child_environment, python_command
+from smelt.pipeline.execute import training_worker
+from smelt.pipeline.execute.training_worker import (
+    ERROR_FILE,
+    EVENTS_FILE,
+    JOB_FILE,
+    POLL_SECONDS,
+    RESULT_FILE,
+    UNEXPECTED,
+)
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display
     from smelt.pipeline.plan.plan import Plan, PlanStep
 
 _MODULE = "smelt.pipeline.execute.training_processes"
-_WORKER_MODULE = "smelt.pipeline.execute.training_worker"
-POLL_SECONDS = 0.1
+_WORKER_MODULE = training_worker.__name__
 _STOP_SECONDS = 30.0  # for processes to end before they are killed
 _LOG_LINES = 40  # of a process that died
-JOB_FILE, EVENTS_FILE, RESULT_FILE, ERROR_FILE = "job.json", "events.jsonl", "result.json", "error-{}.json"
 _DIED = "died.json"  # exit codes of processes by their number
-UNEXPECTED = "unexpected"  # the code of an error that is not smelt's
 
 
 @dataclass(frozen=True)

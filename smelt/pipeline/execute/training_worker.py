@@ -25,19 +25,14 @@ from smelt.core.messages import messages_to_json
 from smelt.core.stage import Context
 from smelt.core.store import StageCache, StepCheckpoints, Store, commit_cached_files, find_cached_files
 from smelt.pipeline.execute.failures import explain_step_error
-from smelt.pipeline.execute.training_processes import (
-    ERROR_FILE,
-    EVENTS_FILE,
-    JOB_FILE,
-    POLL_SECONDS,
-    RESULT_FILE,
-    UNEXPECTED,
-)
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner
     from smelt.pipeline.plan.plan import Plan
 
+POLL_SECONDS = 0.1
+JOB_FILE, EVENTS_FILE, RESULT_FILE, ERROR_FILE = "job.json", "events.jsonl", "result.json", "error-{}.json"
+UNEXPECTED = "unexpected"  # the code of an error that is not smelt's
 _SHORTAGES = {"out-of-memory", "disk-full", "file-too-large"}
 
 

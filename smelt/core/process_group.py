@@ -24,16 +24,20 @@ def is_distributed() -> bool:
 
 def process_rank() -> int:
     """Return the number of this process; 0 without others."""
+    if not is_distributed():
+        return 0
     import torch
 
-    return torch.distributed.get_rank() if is_distributed() else 0
+    return torch.distributed.get_rank()
 
 
 def process_count() -> int:
     """Return the number of processes that compute together; 1 without others."""
+    if not is_distributed():
+        return 1
     import torch
 
-    return torch.distributed.get_world_size() if is_distributed() else 1
+    return torch.distributed.get_world_size()
 
 
 def processes_on_machine() -> int:

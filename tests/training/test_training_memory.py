@@ -92,4 +92,5 @@ def test_training_asks_for_memory_with_what_it_will_keep(model, tmp_path, monkey
         training_loop, "require_training_memory", lambda model, device, **kept: asked.append(kept)
     )
     _train(model, tmp_path, label_objective(), max_steps=1, num_evals=1, ema_decay=0.9)
-    assert asked == [{"optimizer": "adamw_torch_fused", "keeps_best": True, "keeps_average": True}]
+    kept = {"keeps_best": True, "keeps_average": True}
+    assert asked == [{"optimizer": "adamw_torch_fused", **kept, "parts": 1, "offloaded": False}]

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import harness
@@ -26,7 +27,8 @@ ROWS = 120
 
 
 def _recipe(task="translation", more=""):
-    return parse_recipe(f"model: m\ntask: {task}\ndata: {{train: a, test: b}}\nstages: []\n{more}", "r.yaml")
+    text = f"model: m\ntask: {task}\ndata: {{train: a, test: b}}\nstages: []\n{more}"
+    return parse_recipe(text, Path("r.yaml"))
 
 
 def _pairs(*rows):

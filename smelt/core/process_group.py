@@ -28,7 +28,7 @@ def process_rank() -> int:
         return 0
     import torch
 
-    return torch.distributed.get_rank()
+    return int(torch.distributed.get_rank())
 
 
 def process_count() -> int:
@@ -37,7 +37,7 @@ def process_count() -> int:
         return 1
     import torch
 
-    return torch.distributed.get_world_size()
+    return int(torch.distributed.get_world_size())
 
 
 def processes_on_machine() -> int:

@@ -63,7 +63,7 @@ def test_trainings_without_validation_rows_are_told_that_they_keep_their_last_we
     assert last_checkpoint_warnings(_recipe(), steps[:1]) == []
     chosen = parse_recipe(
         "model: m\ntask: translation\ndata: {train: a, test: b, split: {validation: 0.1}}\nstages: []\n",
-        "r.yaml",
+        Path("r.yaml"),
     )
     assert last_checkpoint_warnings(chosen, steps) == []
 

@@ -271,7 +271,7 @@ def run_training(
         # raises if CUDA is missing; Trainer would silently use the CPU
         device = torch.device(torch_device(ctx.device))
         precision = from_first(partial(pick_precision, settings.precision, device))
-        args = _training_arguments(settings, folder, precision, ctx)
+        args = _training_arguments(settings, folder, precision, ctx, device)
         stack.enter_context(modules_attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
         if settings.gradient_checkpointing:
@@ -385,7 +385,9 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
             )
 
 
-def _training_arguments(settings: TrainingSettings, folder: str, precision: str, ctx: Context) -> Any:
+def _training_arguments(
+    settings: TrainingSettings, folder: str, precision: str, ctx: Context, device: torch.device
+) -> Any:
     args = transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,  # the plan of batches covers all epochs
@@ -398,7 +400,7 @@ def _training_arguments(settings: TrainingSettings, folder: str, precision: str,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=ctx.seed,
-        use_cpu=ctx.device == "cpu",
+        use_cpu=device.type == "cpu",  # otherwise accelerate divides no batches without a GPU
         save_strategy="no",
         eval_strategy="no",
         logging_strategy="no",
@@ -413,4 +415,10 @@ def _training_arguments(settings: TrainingSettings, folder: str, precision: str,
     # With several visible GPUs Trainer would wrap the model in DataParallel, which splits batches whose items
     # were counted as a whole.
     args._n_gpu = min(1, args.n_gpu)
+    if args.world_size != process_count():
+        raise RunError(
+            f"launch: Trainer counts {args.world_size} processes instead of {process_count()}. Set device: cpu"
+            " or device: cuda.",
+            code="processes-miscounted",
+        )
     return args

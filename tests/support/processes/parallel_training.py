@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import harness
 import tiny
+import torch
 
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune
@@ -29,6 +30,8 @@ from smelt.pipeline.execute.training_worker import SharedStageCache
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.processes import LaunchSettings, join_processes, leave_processes
 
+# as in a recipe without `device`, where no GPU is
+DEVICE = "cpu" if torch.cuda.is_available() else "auto"
 SHORT = {"max_steps": 4, "batch_size": 5, "precision": "fp32", "dropout": 0.0, "num_evals": 2,
          "learning_rate": 1e-3}  # fmt: skip
 STUDENT = {"student": {"decoder_layers": 1}, "losses": {"logits": 1.0, "labels": 0.5, "hidden_states": 1.0}}
@@ -82,7 +85,7 @@ def train(
     return harness.run_stage(
         stage(), settings, source, out / "made", data=rows, score=score, launch=launch,
         cached_value=cache.cached_value, cached_files=cache.cached_files,
-        next_checkpoint_folder=lambda: unfinished, **more,
+        next_checkpoint_folder=lambda: unfinished, device=DEVICE, **more,
     )  # fmt: skip
 
 

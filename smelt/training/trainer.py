@@ -417,8 +417,8 @@ def _training_arguments(
     args._n_gpu = min(1, args.n_gpu)
     if args.world_size != process_count():
         raise RunError(
-            f"launch: Trainer counts {args.world_size} processes instead of {process_count()}. Set device: cpu"
-            " or device: cuda.",
+            f"launch: Trainer counts {args.world_size} processes instead of {process_count()}."
+            " Set device: cpu, or cuda.",
             code="processes-miscounted",
         )
     return args

@@ -196,9 +196,8 @@ def test_a_missing_package_and_silence_are_errors(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(fsspec.core, "url_to_fs", no_package)
-        with raises_code("not-installed", MissingDependencyError) as caught:
+        with raises_code("not-installed", MissingDependencyError):
             open_remote_store("s3://bucket/x")
-    assert "smelt[s3]" in str(caught.value)
     ended = threading.Event()
     monkeypatch.setattr(RemoteStore, "check", lambda remote: ended.wait(60))
     monkeypatch.setattr(remote_store, "_ANSWER_S", 0.05)

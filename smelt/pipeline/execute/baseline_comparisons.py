@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 from smelt.core.artifact import Artifact
 from smelt.core.files import json_hash
@@ -20,72 +21,88 @@ from smelt.runtimes.registry import find_runtime, open_runner
 OnCompared = Callable[[str, Mapping[str, Any]], None]
 
 
-class BaselineComparison:
-    """Compares steps that were not compared yet.
-
-    split: the samples, of which `count` are used. parents: the step that each step continues from.
-    """
+class BaselineComparison(Protocol):
+    """One kind of comparison. kind: its name, also the key of a stored result."""
 
     kind: ClassVar[str]
 
-    def __init__(
-        self, store: Store, recipe: Any, split: Split, count: int, parents: Mapping[str, str | None]
-    ) -> None:
-        self.store, self.recipe, self.split, self.count = store, recipe, split, count
-        self.parents = parents
+    @property
+    def recipe(self) -> Any:
+        """The recipe of the run."""
 
-    def compare(
-        self, artifacts: Mapping[str, Artifact], baseline: str, progress: Progress, on_compared: OnCompared
-    ) -> None:
-        """Compare each artifact of `artifacts`, by step name, with that of the step `baseline`.
+    @property
+    def split(self) -> Split:
+        """The samples."""
 
-        progress: called after each step. on_compared: called with the result of each step.
-        """
-        base = artifacts.get(baseline)
-        if base is None or not self.is_compared(base):
-            return
-        steps = [n for n, a in artifacts.items() if self.is_compared(a) and a.key != base.key]
-        keys = {name: self._key(base, artifacts[name]) for name in steps}
-        stored = {name: found for name in steps if (found := self.store.read_score(keys[name]))}
-        for name, found in stored.items():
-            on_compared(name, found[self.kind])
-        missing = [name for name in steps if name not in stored]
-        for done, (name, result) in enumerate(self.results(artifacts, baseline, missing), 1):
-            self.store.write_score(keys[name], {"artifact": artifacts[name].key, self.kind: result})
-            on_compared(name, result)
-            progress(done, len(missing), name)
+    @property
+    def count(self) -> int:
+        """How many of the samples are used."""
 
     def is_compared(self, artifact: Artifact) -> bool:
         """Return whether an artifact can be compared."""
-        raise NotImplementedError
 
     def results(
         self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the result of each step of `missing`."""
-        raise NotImplementedError
 
     def conditions(self, base: Artifact, step: Artifact) -> dict[str, Any]:
         """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
-        raise NotImplementedError
-
-    def _key(self, base: Artifact, step: Artifact) -> str:
-        return json_hash(
-            {
-                "kind": self.kind,
-                "artifacts": [base.key, step.key],
-                "data": self.split.fingerprint,
-                "count": self.count,
-                "seed": self.recipe.seed,
-                **self.conditions(base, step),
-            }
-        )
 
 
-class LayerComparisons(BaselineComparison):
-    """Compares the layers of torch steps (see `smelt.evaluate.layer_sqnr`)."""
+def compare_with_baseline(
+    comparison: BaselineComparison,
+    store: Store,
+    artifacts: Mapping[str, Artifact],
+    baseline: str,
+    progress: Progress,
+    on_compared: OnCompared,
+) -> None:
+    """Compare each artifact of `artifacts`, by step name, with that of the step `baseline`.
 
-    kind = "layer_sqnr"
+    progress: called after each step that was not compared yet. on_compared: called with the result of each.
+    """
+    base = artifacts.get(baseline)
+    if base is None or not comparison.is_compared(base):
+        return
+    kind = comparison.kind
+    steps = [n for n, a in artifacts.items() if comparison.is_compared(a) and a.key != base.key]
+    keys = {name: _result_key(comparison, base, artifacts[name]) for name in steps}
+    stored = {name: found for name in steps if (found := store.read_score(keys[name]))}
+    for name, found in stored.items():
+        on_compared(name, found[kind])
+    missing = [name for name in steps if name not in stored]
+    for done, (name, result) in enumerate(comparison.results(artifacts, baseline, missing), 1):
+        store.write_score(keys[name], {"artifact": artifacts[name].key, kind: result})
+        on_compared(name, result)
+        progress(done, len(missing), name)
+
+
+def _result_key(comparison: BaselineComparison, base: Artifact, step: Artifact) -> str:
+    return json_hash(
+        {
+            "kind": comparison.kind,
+            "artifacts": [base.key, step.key],
+            "data": comparison.split.fingerprint,
+            "count": comparison.count,
+            "seed": comparison.recipe.seed,
+            **comparison.conditions(base, step),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class LayerComparisons:
+    """Compares the layers of torch steps (see `smelt.evaluate.layer_sqnr`).
+
+    parents: the step that each step continues from.
+    """
+
+    kind: ClassVar[str] = "layer_sqnr"
+    recipe: Any
+    split: Split
+    count: int
+    parents: Mapping[str, str | None]
 
     def is_compared(self, artifact: Artifact) -> bool:
         """Return whether an artifact can be compared."""
@@ -120,10 +137,14 @@ class LayerComparisons(BaselineComparison):
                 yield name, comparison.compare(artifacts[name], kept)
 
 
-class TokenComparisons(BaselineComparison):
+@dataclass(frozen=True)
+class TokenComparisons:
     """Compares the next-token distributions of steps (see `smelt.evaluate.token_divergence`)."""
 
-    kind = "token_divergence"
+    kind: ClassVar[str] = "token_divergence"
+    recipe: Any
+    split: Split
+    count: int
 
     def is_compared(self, artifact: Artifact) -> bool:
         """Return whether an artifact can be compared."""

@@ -82,7 +82,7 @@ class RayCluster:
         """Connect. address: HOST:PORT of the head; None: the cluster of this machine, or a new one.
 
         Raises:
-            InputError: `executor-unreachable`, or `cluster-versions-differ` (of Ray or Python).
+            InputError: `executor-unreachable`, also if versions of Ray or Python differ.
         """
         self.address = address
         self._checked: set[str] = set()
@@ -107,17 +107,11 @@ class RayCluster:
                     log_to_driver=True,
                 )
             except Exception as error:
-                text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                place = self.address or "ray"
-                if "ersion mismatch" in str(error):
-                    raise InputError(
-                        f"{place}: {' '.join(str(error).split())[:400]} Install the same versions on all"
-                        " machines.",
-                        code="cluster-versions-differ",
-                    ) from error
+                text = " ".join(str(error).split())[:400] or type(error).__name__
                 raise InputError(
-                    f"{place}: cannot join the cluster: {text} Start it with `ray start --head`, and run"
-                    " smelt on one of its machines.",
+                    f"{self.address or 'ray'}: cannot join the cluster: {text} Start it with `ray start"
+                    " --head`, run smelt on one of its machines, and install the same versions of Ray and"
+                    " Python on all.",
                     code="executor-unreachable",
                 ) from error
 
@@ -273,7 +267,7 @@ def open_cluster(executor: str) -> RayCluster:
 
     Raises:
         MissingDependencyError: Ray is not installed, or too old (`not-installed`).
-        InputError: `unknown-executor`, `executor-unreachable`, `cluster-versions-differ`.
+        InputError: `unknown-executor`, `executor-unreachable`.
     """
     found = _EXECUTOR.fullmatch(executor)
     if found is None:

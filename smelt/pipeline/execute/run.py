@@ -19,7 +19,13 @@ from smelt.core.store import Store
 from smelt.data.split_division import limit_split
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.evaluate.agreement import cached_agreement
-from smelt.pipeline.execute.baseline_comparisons import LayerComparisons, TokenComparisons
+from smelt.pipeline.execute.baseline_comparisons import (
+    BaselineComparison,
+    LayerComparisons,
+    OnCompared,
+    TokenComparisons,
+    compare_with_baseline,
+)
 from smelt.pipeline.execute.cluster_run import ClusterRun, paths_on_nodes
 from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
@@ -497,25 +503,28 @@ class _PlanRunner:
         scored = {name: a for name, a in every.items() if name in self.report.statistics}
         parents = {step["name"]: step["parent"] for step in self.report.data["steps"]}
         written = {name: scored[name] for name in scored if self.report.can_compare_tokens(name)}
-        for kind, work, setting, split, steps, on_compared in (
-            (
-                LayerComparisons,
-                "layers",
-                "sqnr_samples",
-                self.data.get("validation") or judged,
-                scored,
-                self.report.add_layer_sqnr,
-            ),
-            (TokenComparisons, "tokens", "kl_samples", judged, written, self.report.add_token_divergence),
-        ):
-            count = getattr(score, setting)
-            if not count or len(steps) < 2:
+        layers = LayerComparisons(
+            self.plan.recipe, self.data.get("validation") or judged, score.sqnr_samples, parents
+        )
+        tokens = TokenComparisons(self.plan.recipe, judged, score.kl_samples)
+        todo: list[tuple[BaselineComparison, str, str, dict[str, Artifact], OnCompared]] = [
+            (layers, "layers", "sqnr_samples", scored, self.report.add_layer_sqnr),
+            (tokens, "tokens", "kl_samples", written, self.report.add_token_divergence),
+        ]
+        for comparison, work, setting, steps, on_compared in todo:
+            if not comparison.count or len(steps) < 2:
                 continue
             self.display.start_work(work)
-            comparison = kind(self.store, self.plan.recipe, split, count, parents)
             try:
                 with rust_panics_as_errors(), self._step_turn():
-                    comparison.compare(steps, self.plan.recipe.baseline, self.display.progress, on_compared)
+                    compare_with_baseline(
+                        comparison,
+                        self.store,
+                        steps,
+                        self.plan.recipe.baseline,
+                        self.display.progress,
+                        on_compared,
+                    )
             except Exception as error:
                 failure = self._explain_error(error, work)
                 text = f"{work.title()} were not compared with the baseline's (score: {setting}): {failure}"

@@ -180,7 +180,9 @@ def check_launch(
     """Check that each process has a GPU, and that FSDP can train every stage."""
     if has_mistake(bad, "launch", "device"):
         return
-    gpus, launch = (cuda_device_count() if recipe.device != "cpu" else 0), recipe.launch
+    launch = recipe.launch
+    # the driver is asked only if needed: it takes time to start
+    gpus = cuda_device_count() if launch.num_processes > 1 and recipe.device != "cpu" else 0
     if gpus and launch.num_processes > gpus:
         mistakes.add(
             ("launch", "num_processes"),

@@ -120,11 +120,8 @@ def test_rules_name_quantity_direction_limit_and_step(runs):
     ],
 )
 def test_a_rule_that_says_nothing_is_refused(runs, rule, code):
-    with raises_code(code, InputError) as caught:
+    with raises_code(code, InputError):
         find_regressions(compare_runs(read_runs(runs[:2])), [rule])
-    if code == "wrong-rule":  # the quantities of these runs are named
-        assert "bleu, " in str(caught.value)
-        assert "accuracy" not in str(caught.value)
 
 
 def test_what_cannot_be_compared_is_refused(runs, tmp_path):
@@ -135,9 +132,8 @@ def test_what_cannot_be_compared_is_refused(runs, tmp_path):
     with raises_code("too-few-runs", InputError):
         read_runs([old])
     (tmp_path / "search.json").write_text("{}")
-    with raises_code("missing-file", InputError) as caught:
+    with raises_code("missing-file", InputError):
         read_runs([old, tmp_path])
-    assert "points" in str(caught.value)
     (new / SCORES_FOLDER / f"{names[1]}.json.gz").write_bytes(b"no gzip")
     with raises_code("damaged-file", InputError):
         compare_runs(read_runs([old, new]))

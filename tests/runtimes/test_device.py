@@ -204,12 +204,12 @@ def test_training_is_told_the_device(tmp_path):
     from smelt.training.settings import TrainingSettings
     from smelt.training.trainer import _training_arguments
 
-    def device_for(word):
-        ctx = harness.make_context(tmp_path, device=word)
-        return _training_arguments(TrainingSettings(), str(tmp_path), "fp32", ctx)
+    def arguments_for(kind):
+        ctx = harness.make_context(tmp_path, device="auto")
+        return _training_arguments(TrainingSettings(), str(tmp_path), "fp32", ctx, torch.device(kind))
 
-    assert device_for("cpu").use_cpu
-    assert not device_for("auto").use_cpu
+    assert arguments_for("cpu").use_cpu  # also of `auto` without a GPU
+    assert not arguments_for("cuda").use_cpu
     if not torch.cuda.is_available():
         settings = FinetuneSettings.model_validate({"max_steps": 1, "num_evals": 0})
         with raises_code("no-gpu", InputError):

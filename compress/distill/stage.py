@@ -255,7 +255,7 @@ def _make_student(
             raise InputError(str(error).replace(str(space), named), code=error.code) from error
     model, edits = load_trainable(src, ctx, settings.lora is not None)
     if student is not None:
-        from smelt.compress.distill.layer_selection import keep_layers
+        from smelt.compress.drop_layers.layer_selection import keep_layers
 
         for stack in ("encoder_layers", "decoder_layers", "layers"):
             choice = getattr(student, stack)

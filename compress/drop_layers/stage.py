@@ -108,7 +108,7 @@ class DropLayers:
 
     def __call__(self, src: Artifact, settings: DropLayersSettings, ctx: Context) -> None:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""
-        from smelt.compress.distill.layer_selection import keep_layers
+        from smelt.compress.drop_layers.layer_selection import keep_layers
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.count_parameters import count_parameters
         from smelt.training.training_state import torch_threads
@@ -211,7 +211,7 @@ def _nothing_removed_warnings(
 
 
 def _select_by_position(count: int, total: int, settings: DropLayersSettings, ctx: Context) -> list[int]:
-    from smelt.compress.distill.layer_selection import layers_to_copy
+    from smelt.compress.drop_layers.layer_selection import layers_to_copy
 
     if settings.importance == "random":
         return sorted(random.Random(ctx.seed).sample(range(total), count))

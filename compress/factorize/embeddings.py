@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.factorize.ranks import rank_of_energy
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
-from smelt.compress.quantize.plan_layers import token_lookup_modules
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.core.stage import Context
 from smelt.models.edits import Edit, module_names, replace_layer, replace_module, tie_linear
+from smelt.models.families.model_blocks import token_lookup_modules
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
 from smelt.quantization.layers import copy_embed_scale, is_embedding_table
 from smelt.training.losses import IGNORE_INDEX

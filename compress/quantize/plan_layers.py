@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.models.families.model_blocks import token_lookup_modules
 from smelt.models.families.registry import family_of
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
@@ -212,14 +213,6 @@ def token_embeddings(model: Any) -> list[Any]:
         return []
     found = [m.table if isinstance(m, LowRankEmbedding) else m for m in token_lookup_modules(model)]
     return [m for m in found if is_embedding_table(m)]
-
-
-def token_lookup_modules(model: Any) -> list[Any]:
-    """Return the modules that look up token ids, of any type."""
-    found = [model.get_input_embeddings()]
-    if model.config.is_encoder_decoder:
-        found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
-    return found
 
 
 def unused_patterns(model: Any, patterns: list[str]) -> list[str]:

@@ -18,16 +18,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 from torch import Tensor, nn
 
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import link_external_data, read_graph, write_graph
-from smelt.export.precision.convert_to_half import onnx_type, values_of_type
+from smelt.export.value_types import values_of_type
 from smelt.models.text_rules import MODULES_FILE
 from smelt.quantization.schemes.registry import replace_with_float_nodes
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 
-_HALF_TYPES = (onnx_type("fp16"), onnx_type("bf16"))
+_HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def _is_blockwise(node: Any) -> bool:
 
 def _dequantize_nodes(node: Any) -> list[Any]:
     """Return the DequantizeLinear of a matrix with a scale per column, zero points all 0, as Cast and Mul."""
-    from onnx import TensorProto, helper
+    from onnx import helper
 
     codes, scales = node.input[:2]
     whole = f"{node.name}.float"
@@ -120,7 +121,6 @@ def widen_to_float32(model: Any, rounding: bool = False) -> None:
 
     With `rounding`, half-precision outputs of nodes are rounded to that precision and back.
     """
-    from onnx import TensorProto
 
     graph = model.graph
     before = {kind: values_of_type(model, kind) for kind in _HALF_TYPES} if rounding else {}
@@ -141,7 +141,7 @@ def widen_to_float32(model: Any, rounding: bool = False) -> None:
 
 
 def _insert_rounding(graph: Any, names: set[str], kind: int) -> None:
-    from onnx import TensorProto, helper
+    from onnx import helper
 
     nodes: list[Any] = []
     for node in graph.node:
@@ -156,7 +156,7 @@ def _insert_rounding(graph: Any, names: set[str], kind: int) -> None:
 
 
 def _widen_tensor(tensor: Any) -> None:
-    from onnx import TensorProto, numpy_helper
+    from onnx import numpy_helper
 
     if tensor.data_type in _HALF_TYPES:
         values = numpy_helper.to_array(tensor).astype("<f4")

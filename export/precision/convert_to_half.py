@@ -16,7 +16,7 @@ import numpy as np
 
 from smelt.core.errors import RunError
 from smelt.data.batch import ENCODER_OUTPUTS
-from smelt.export.precision.value_types import (
+from smelt.export.value_types import (
     is_control_flow,
     node_key,
     node_types,
@@ -275,11 +275,3 @@ def _raw_bytes(narrowed: Any) -> bytes:
 
     found: bytes = narrowed.view(torch.int16).numpy().astype("<i2").tobytes()
     return found
-
-
-def values_of_type(model: Any, kind: int | None = None) -> set[str]:
-    """Return the names of all values of a type, float32 by default: inputs, weights, outputs of nodes."""
-    from onnx import TensorProto
-
-    kind = TensorProto.FLOAT if kind is None else kind
-    return {name for name, found in value_types(model).items() if found == kind}

@@ -162,7 +162,7 @@ def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
     """
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
 
-    from smelt.export.precision.value_types import node_key, node_types
+    from smelt.export.value_types import node_key, node_types
     from smelt.runtimes.graph_walk import all_nodes, opset_versions
 
     always, opsets = {*DEFAULT_OP_BLOCK_LIST, *_FP32_OPS, *keep}, opset_versions(model)
@@ -194,8 +194,8 @@ def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) ->
 
     from smelt.export.graph_files import write_graph
     from smelt.export.precision.half_graphs import ValueRanges, open_with_measurements, weight_magnitudes
-    from smelt.export.precision.value_types import node_key
     from smelt.export.third_party.graph_samples import cast_feeds
+    from smelt.export.value_types import node_key
     from smelt.runtimes.graph_walk import all_nodes, subgraphs
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".fp16-") as folder:

@@ -91,7 +91,7 @@ def _annotate_types(model: Any) -> None:
         return
     from onnx import helper
 
-    from smelt.export.precision.value_types import value_types
+    from smelt.export.value_types import value_types
 
     graph = model.graph
     typed = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}

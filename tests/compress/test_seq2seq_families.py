@@ -7,7 +7,7 @@ import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from smelt.compress.distill.layer_selection import keep_layers
+from smelt.compress.drop_layers.layer_selection import keep_layers
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import find_groups

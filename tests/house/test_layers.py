@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,18 @@ def foreign_code(tree: ast.AST) -> list[str]:
 
 def test_modules_import_only_layers_below_them(trees: dict[Path, ast.AST]) -> None:
     assert offenders(trees, lambda path, tree: layer_breaks(folder_of(path), tree)) == {}
+
+
+@pytest.mark.parametrize("folder", sorted(USERS))
+def test_techniques_import_each_other_one_way(trees: dict[Path, ast.AST], folder: str) -> None:
+    """The packages and modules of a folder have an order; imports inside of functions count too."""
+    imports: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] == folder:
+            used = {n.split(".")[2] for n in imported(tree) if n.startswith(f"smelt.{folder}.")}
+            imports.setdefault(parts[1], set()).update(used - {parts[1]})
+    list(TopologicalSorter(imports).static_order())  # raises CycleError
 
 
 def test_modules_import_no_folder_by_its_bare_name(trees: dict[Path, ast.AST]) -> None:

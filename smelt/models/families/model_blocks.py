@@ -94,6 +94,14 @@ def model_attentions(model: Any) -> list[Attention]:
     return [attention for block in blocks_of(model) for attention in block.attentions]
 
 
+def token_lookup_modules(model: Any) -> list[Any]:
+    """Return the modules that look up token ids, of any type."""
+    found = [model.get_input_embeddings()]
+    if model.config.is_encoder_decoder:
+        found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
+    return found
+
+
 def output_modules(model: Any) -> tuple[str, ...]:
     """Return the modules between the last hidden states and the outputs of `model`; none without a head.
 

@@ -8,8 +8,8 @@ from every_family import TEXT_FAMILIES
 from expected_errors import raises_code
 
 from smelt.compress.distill.check_config import STACK_NAMES, check_student
-from smelt.compress.distill.layer_selection import _find_stack, keep_layers
 from smelt.compress.distill.settings import StudentSettings
+from smelt.compress.drop_layers.layer_selection import _find_stack, keep_layers
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES

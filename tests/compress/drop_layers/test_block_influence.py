@@ -66,7 +66,7 @@ def test_batches_count_by_their_tokens():
 
 @pytest.mark.parametrize("family", ["t5", "marian", "modernbert", "qwen2"])
 def test_model_without_layers_is_the_one_that_was_made_so(family):
-    from smelt.compress.distill.layer_selection import keep_layers
+    from smelt.compress.drop_layers.layer_selection import keep_layers
 
     model, stacks = _loaded(family)
     gone = {(stacks[-1].name, 1)}

@@ -174,6 +174,14 @@ def value_types(model: Any) -> dict[str, int]:
     return types
 
 
+def values_of_type(model: Any, kind: int | None = None) -> set[str]:
+    """Return the names of all values of a type, float32 by default: inputs, weights, outputs of nodes."""
+    from onnx import TensorProto
+
+    kind = TensorProto.FLOAT if kind is None else kind
+    return {name for name, found in value_types(model).items() if found == kind}
+
+
 def _record_types(types: dict[str, int], values: Sequence[Any]) -> None:
     for value in values:
         if value.type.tensor_type.elem_type:

@@ -6,7 +6,7 @@ import torch
 from expected_errors import raises_code
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
-from smelt.compress.distill.layer_selection import keep_layers, layers_to_copy
+from smelt.compress.drop_layers.layer_selection import keep_layers, layers_to_copy
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import apply_edits

@@ -121,7 +121,6 @@ def widen_to_float32(model: Any, rounding: bool = False) -> None:
 
     With `rounding`, half-precision outputs of nodes are rounded to that precision and back.
     """
-
     graph = model.graph
     before = {kind: values_of_type(model, kind) for kind in _HALF_TYPES} if rounding else {}
     for tensor in graph.initializer:

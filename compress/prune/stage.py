@@ -134,14 +134,16 @@ class Prune:
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score and prune the units of `src`, and write the smaller model to `ctx.out`."""
-        from smelt.compress.prune.channels import prune_channels
-        from smelt.compress.prune.width import prune_width
         from smelt.training.training_state import torch_threads
 
         with torch_threads(ctx.threads):
             if "width" in settings.targets:
+                from smelt.compress.prune.width import prune_width
+
                 prune_width(src, settings, ctx)
             elif "channels" in settings.targets:
+                from smelt.compress.prune.channels import prune_channels
+
                 prune_channels(src, settings, ctx)
             else:
                 self._prune(src, settings, ctx)

@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError
 from smelt.core.stage import RecipePath, Settings
-from smelt.training.settings import LOSS_METRIC
 
 # Process 0 scores checkpoints while the others wait.
 _TIMEOUT = timedelta(days=1)
@@ -50,12 +49,8 @@ class LaunchSettings(Settings):
 
 
 def fsdp_conflicts(settings: Any) -> list[str]:
-    """Return the settings of a training that need whole parameters in every process."""
-    techniques = ("lora", "qat", "sparsify", "learned_masks")
-    found = [name for name in techniques if getattr(settings, name, None) is not None]
-    if settings.metric_for_best_model != LOSS_METRIC:
-        found.append("metric_for_best_model")
-    return found + (["precision: fp16"] if settings.precision == "fp16" else [])
+    """Return the settings that FSDP does not support: torch scales no loss of divided gradients."""
+    return ["precision: fp16"] if settings.precision == "fp16" else []
 
 
 def join_processes(device: str) -> None:

@@ -260,7 +260,8 @@ def _is_not_row(divided: Tensor, row: int) -> Tensor:
     local = local_part(divided)
     size = -(-divided.shape[0] // torch.distributed.get_world_size())  # of every part but the last ones
     numbers = torch.distributed.get_rank() * size + torch.arange(len(local), device=local.device)
-    return (numbers != row)[:, None]
+    found: Tensor = (numbers != row)[:, None]
+    return found
 
 
 def _freeze(divided: nn.Parameter, trained: Tensor) -> None:

@@ -208,7 +208,8 @@ def _freeze_zeros(model: nn.Module) -> list[Any]:
 def masked_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights of sparse layers that train."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and is_masked(m)]
-    return list({id(m.weight): m.weight for m in layers if m.weight.requires_grad}.values())
+    weights = {id(m.weight): m.weight for m in layers if m.weight.requires_grad}
+    return [weight for weight in weights.values() if isinstance(weight, nn.Parameter)]
 
 
 def frozen_pad_rows(model: Any) -> list[tuple[Tensor, int]]:

@@ -33,7 +33,7 @@ from smelt.pipeline.execute import cluster_run, ray_cluster, training_worker
 from smelt.pipeline.execute.cluster_run import ClusterRun
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.ray_cluster import NodeRequest, TaskNeeds, open_cluster
-from smelt.pipeline.execute.reserved_nodes import reserve_nodes
+from smelt.pipeline.execute.reserved_nodes import release_nodes, reserve_nodes
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.plan.load_plan import load_plan
@@ -355,6 +355,8 @@ def test_a_shard_whose_node_dies_is_computed_again(nodes, tmp_path):
         nodes.kill_node_of(int((tmp_path / "process").read_text()))
         nodes.add(num_cpus=1)
         assert running.result() == ([1, 3, 2, 4, 1], [3, 1, 2, 0, 3])
+        release_nodes(["smelt-test", "unknown"])  # as after a cancelled task
+        assert ray.util.placement_group_table(reserved.group)["state"] == "REMOVED"
 
 
 def test_more_processes_than_fit_are_refused(home, nodes, tmp_path):

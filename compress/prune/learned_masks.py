@@ -120,21 +120,27 @@ class LearnedMasks:
             {str(n): _initial_log_alphas(1) for n, m in enumerate(self.masked) if m.positions}
         )
         self.hidden = HiddenWidthMask(model, settings.multiple_of) if "width" in settings.targets else None
-        self.multipliers = nn.Parameter(torch.zeros(2))
+        self._multipliers = nn.ParameterDict({"multipliers": nn.Parameter(torch.zeros(2))})
         self.whole = sum(m.unit_parameters * m.count for m in self.masked)
         self.target = 0.0
+
+    @property
+    def multipliers(self) -> nn.Parameter:
+        """The multipliers of the budget, float [2]."""
+        found: nn.Parameter = self._multipliers["multipliers"]
+        return found
 
     def extension(self) -> TrainingExtension:
         """Return the extension of the training: parameters, hooks and state."""
         rate = self.settings.learning_rate
         masks = {"units": self.units, "parts": self.parts}
         if self.hidden is not None:
-            masks["width"] = nn.ParameterDict({"width": self.hidden.log_alpha})
+            masks["width"] = self.hidden.home
         log_alphas = [log_alpha for kind in masks.values() for log_alpha in kind.values()]
         return TrainingExtension(
             modules={
                 "masks": nn.ModuleDict(masks),
-                "multipliers": nn.ParameterDict({"multipliers": self.multipliers}),
+                "multipliers": self._multipliers,
             },
             groups=[
                 ParameterGroup(log_alphas, learning_rate=rate, weight_decay=0.0),

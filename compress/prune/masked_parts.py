@@ -242,8 +242,14 @@ class HiddenWidthMask:
 
     def __init__(self, model: Any, round_to: int) -> None:
         self.model, self.round_to, self.width = model, round_to, hidden_width(model)
-        self.log_alpha = nn.Parameter(torch.full((self.width,), INITIAL_LOG_ALPHA))
+        self.home = nn.ParameterDict({"width": nn.Parameter(torch.full((self.width,), INITIAL_LOG_ALPHA))})
         self._set(torch.ones(self.width))
+
+    @property
+    def log_alpha(self) -> nn.Parameter:
+        """The log alpha of each channel, float [D]."""
+        found: nn.Parameter = self.home["width"]
+        return found
 
     def expected_keep_ratio(self) -> Tensor:
         """Return the expected fraction of kept channels, a scalar with a gradient."""

@@ -50,6 +50,7 @@ from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
 from smelt.core.messages import Message, warning
+from smelt.core.process_group import process_rank
 from smelt.core.stage import Context, StoredDtype
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import Edit, fold_batch_norms, is_masked, mark_masked, replace_module
@@ -418,6 +419,8 @@ def save_trained(
         qat: settings of the quantization-aware training.
         ctx: the context of the stage.
     """
+    if process_rank():  # of several processes that train, process 0 writes
+        return
     weights = convert_qat(model, ctx)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src, dtype))
     if any(is_quantized(module) for module in model.modules()):

@@ -78,10 +78,10 @@ class ActivationStepSize(nn.Module):
         super().__init__()
         self.low, self.high = low, high
         self.register_buffer("first", first.detach().clone())
-        self.log = nn.Parameter(torch.zeros(()))
+        self.log = nn.Parameter(torch.zeros(1))  # FSDP divides no scalar
 
     def scale(self) -> Tensor:
-        """Return the present step, float32 scalar."""
+        """Return the present step, float32 [1]."""
         return self.first * self.log.exp()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -82,21 +82,26 @@ class GradualSparsifier:
         )
         self.held = {n: m.weight.detach() == 0 for n, m in self.layers.items() if is_masked(m)}
         scored = {n: nn.Parameter(torch.zeros_like(m.weight)) for n, m in self.layers.items()}
-        self.scores = scored if settings.trains_scores else {}
-        self.home = nn.ParameterList(self.scores.values())
+        self.home = nn.ParameterList(scored.values() if settings.trains_scores else ())
+        self._numbers = {name: at for at, name in enumerate(self.layers)} if settings.trains_scores else {}
         self.masks: dict[str, Tensor] = {}
         self._made_of: dict[str, tuple[Any, ...]] = {}  # inputs of the cached masks
         self.part, self.end = 0.0, 1  # progress to the final sparsity; its last update
         for name, layer in self.layers.items():
             layer.forward = partial(self._masked_forward, name, layer)  # type: ignore[method-assign]
 
+    @property
+    def scores(self) -> dict[str, nn.Parameter]:
+        """The trained scores of each layer, float [N, K]; empty if scores are the weights."""
+        return {name: self.home[at] for name, at in self._numbers.items()}
+
     def extension(self) -> TrainingExtension:
         """Return the extension of the training."""
         rate = self.settings.scores_learning_rate
         return TrainingExtension(
-            modules={"scores": self.home} if self.scores else {},
+            modules={"scores": self.home} if len(self.home) else {},
             groups=[ParameterGroup(list(self.home), learning_rate=rate, weight_decay=0.0)]
-            if self.scores
+            if len(self.home)
             else (),
             before_step=self._before_step,
             supports_resume=True,  # masks depend only on the update's number, weights and scores
@@ -162,11 +167,11 @@ class GradualSparsifier:
                 layer.weight.data.copy_(kept[name])
 
     def _before_step(self, step: int, total: int) -> None:
-        """Compute the masks of an update."""
+        """Begin an update: its first forward pass computes the masks."""
         first, self.end = self.settings.start * total, max(1, round(self.settings.end * total))
         way = min(1.0, max(0.0, (step - first) / max(1.0, self.end - first)))
         self.part = 1 - (1 - way) ** 3
-        self.masks = {name: self._mask(name, layer) for name, layer in self.layers.items()}
+        self.masks.clear()
         self._made_of.clear()
 
     def _may_be_best(self, step: int) -> bool:
@@ -176,16 +181,17 @@ class GradualSparsifier:
         """Return the output of a layer for `x` [..., K]; validations use the current masks."""
         mask = self.masks.get(name) if torch.is_grad_enabled() else self._cached_mask(name, layer)
         if mask is None:
-            mask = self._mask(name, layer)
-        if name in self.scores:
-            weight = MaskedWeight.apply(layer.weight, self.scores[name], mask)  # type: ignore[no-untyped-call]
+            mask = self.masks[name] = self._mask(name, layer)
+        if name in self._numbers:
+            scores = self.home[self._numbers[name]]
+            weight = MaskedWeight.apply(layer.weight, scores, mask)  # type: ignore[no-untyped-call]
         else:
             weight = layer.weight * mask
         return F.linear(x, weight, layer.bias)
 
     def _cached_mask(self, name: str, layer: nn.Linear) -> Tensor:
         """Return `_mask`, cached while weights and scores do not change, as in generation."""
-        known = [layer.weight, *([self.scores[name]] if name in self.scores else [])]
+        known = [layer.weight, *([self.home[self._numbers[name]]] if name in self._numbers else [])]
         made_of = (self.part, *((tensor._version, tensor.device) for tensor in known))
         if self._made_of.get(name) != made_of:
             self.masks[name], self._made_of[name] = self._mask(name, layer), made_of
@@ -194,7 +200,7 @@ class GradualSparsifier:
     @torch.no_grad()
     def _mask(self, name: str, layer: nn.Linear) -> Tensor:
         """Return the current mask of a layer, float [N, K]: 1 for kept weights."""
-        scores = self.scores[name] if name in self.scores else layer.weight.abs()
+        scores = self.home[self._numbers[name]] if name in self._numbers else layer.weight.abs()
         held = self.held.get(name)
         if held is not None:
             scores = scores.masked_fill(held.to(scores.device), -torch.inf)

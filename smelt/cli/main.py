@@ -180,8 +180,10 @@ def run(
     """
     from smelt.pipeline.execute.run import RunOptions, run_plan
     from smelt.pipeline.execute.run_result import summary_lines
-    from smelt.pipeline.execute.training_processes import external_rank, serve_training
+    from smelt.pipeline.execute.training_processes import external_rank, serve_training, use_all_cores
     from smelt.pipeline.plan.load_plan import load_plan
+
+    use_all_cores()
 
     if num_processes is not None:
         overrides += (f"launch.num_processes={num_processes}",)
@@ -207,9 +209,11 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     """
     from smelt.core.errors import InputError
     from smelt.pipeline.plan.load_plan import load_plan
+    from smelt.training.processes import require_gpus
 
     loaded = load_plan(recipe, overrides, until)
     print_untrusted(str(loaded))
+    require_gpus(loaded.recipe.launch, loaded.recipe.device)
     if loaded.blocked_steps:
         sys.exit(InputError.exit_code)
 

@@ -146,7 +146,8 @@ class TrainingExtension:
     as_incoming: active while the model is validated before the first update: a quantized model computes with
         its incoming quantized weights, which differ from those of its float master weights.
     before_step, after_step: called with the number of the update, from 1, and the number of updates; the
-        latter after the weights are updated, and before they are averaged or validated.
+        latter after the weights are updated, and before they are averaged or validated. Parameters may be
+        divided over processes then (FSDP): only a forward pass and `as_stored` have whole ones.
     supports_resume: whether an interrupted training can resume with it: all its state is in parameters and
         buffers. None: if it has no calls in each step.
     may_be_best: whether the weights after this update (0: before the first) may be selected: while weights
@@ -239,6 +240,12 @@ def modules_attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iter
         yield
     finally:
         del model._modules[_MODULES_NAME]
+
+
+def attached_modules(model: nn.Module) -> nn.Module:
+    """Return the modules that `modules_attached` has attached; an empty module without any."""
+    found = model._modules.get(_MODULES_NAME)
+    return nn.Module() if found is None else found
 
 
 @contextlib.contextmanager

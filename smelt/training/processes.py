@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError
 from smelt.core.stage import RecipePath, Settings
-from smelt.training.settings import LOSS_METRIC
+from smelt.runtimes.device import cuda_device_count
 
 # Process 0 scores checkpoints while the others wait.
 _TIMEOUT = timedelta(days=1)
@@ -50,12 +50,25 @@ class LaunchSettings(Settings):
 
 
 def fsdp_conflicts(settings: Any) -> list[str]:
-    """Return the settings of a training that need whole parameters in every process."""
-    techniques = ("lora", "qat", "sparsify", "learned_masks")
-    found = [name for name in techniques if getattr(settings, name, None) is not None]
-    if settings.metric_for_best_model != LOSS_METRIC:
-        found.append("metric_for_best_model")
-    return found + (["precision: fp16"] if settings.precision == "fp16" else [])
+    """Return the settings that FSDP does not support: torch scales no loss of divided gradients."""
+    return ["precision: fp16"] if settings.precision == "fp16" else []
+
+
+def require_gpus(launch: LaunchSettings, device: str) -> None:
+    """Require a GPU on this machine for each process, if it has GPUs and `device` is not cpu.
+
+    Raises:
+        InputError: there are fewer (`too-few-gpus`).
+    """
+    # the driver is asked only if needed: it takes time to start
+    gpus = cuda_device_count() if launch.num_processes > 1 and device != "cpu" else 0
+    if gpus and launch.num_processes > gpus:
+        raise InputError(
+            f"launch: {launch.num_processes} processes need as many GPUs, but this machine has {gpus}. Lower"
+            " num_processes, set device: cpu, or use several machines.",
+            code="too-few-gpus",
+            setting="launch.num_processes",
+        )
 
 
 def join_processes(device: str) -> None:

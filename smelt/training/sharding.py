@@ -2,25 +2,27 @@
 
 torch's `fully_shard` (FSDP2; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277) replaces the parameters of a
 model by DTensors, each process holding a slice of the first axis; a layer is gathered when it computes. The
-model is divided before its optimizer is created, and is whole again after the training.
+model is divided before its optimizer is created, and is whole again after the training. What needs whole
+weights between updates (a checkpoint that is scored) has them inside `ShardedModel.whole`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
-from smelt.quantization.layers import MasterWeightLayer
-from smelt.training.extension import TrainingExtension
+from smelt.training.extension import ParameterGroup, attached_modules
 from smelt.training.processes import LaunchSettings, fsdp_conflicts
 from smelt.training.settings import TrainingSettings
-from smelt.training.training_state import frozen_pad_rows
+from smelt.training.training_state import frozen_pad_rows, masked_weights
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -59,17 +61,14 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
     return found
 
 
-def require_shardable(model: nn.Module, settings: TrainingSettings, extension: TrainingExtension) -> None:
-    """Require a training whose steps only use gradients and whole layers.
+def require_shardable(model: nn.Module, settings: TrainingSettings) -> None:
+    """Require a model and settings that FSDP can train.
 
     Raises:
-        InputError: techniques that change single weights, or that score checkpoints.
+        InputError: fp16, or a parameter without dimensions (`not-with-fsdp`).
     """
     found = fsdp_conflicts(settings)
-    if any(isinstance(m, MasterWeightLayer) for m in model.modules()):
-        found.append("quantized weights")
-    if extension.modules or extension.groups or not extension.can_resume:
-        found.append("a loss or technique with parameters of its own")
+    found += [f"'{name}', a single number" for name, p in model.named_parameters() if not p.dim()]
     if found:
         raise InputError(
             f"strategy: fsdp cannot train with {', '.join(found)}. Remove it, or set strategy: ddp.",
@@ -79,57 +78,197 @@ def require_shardable(model: nn.Module, settings: TrainingSettings, extension: T
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers of a model: the members of its outermost module lists."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
-    return found
+    """Return the repeated layers of a model: the members of its outermost module lists.
+
+    Layers that share a parameter with another module are left out, since FSDP would divide it twice, and
+    the modules of techniques, which compute outside of their `forward`.
+    """
+    attached = attached_modules(model)
+
+    def members(module: nn.Module) -> list[nn.Module]:
+        found: list[nn.Module] = []
+        for child in module.children():
+            if child is not attached:
+                found += list(child) if isinstance(child, nn.ModuleList) else members(child)
+        return found
+
+    layers = list(dict.fromkeys(members(model)))
+    inside = {part for layer in layers for part in layer.modules()}
+    users = Counter(id(p) for layer in layers for p in layer.parameters())
+    users.update(id(p) for m in model.modules() if m not in inside for p in m.parameters(recurse=False))
+    return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+_HOOK_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
+
+
+@dataclass(frozen=True)
+class _ModuleState:
+    """A module before FSDP has changed it: its class, the names of its attributes, the keys of its hooks."""
+
+    module: nn.Module
+    kind: type
+    attributes: frozenset[str]
+    hooks: dict[str, frozenset[int]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _ModuleState:
+        found = {name: frozenset(getattr(module, name)) for name in (*_HOOKS, *_HOOK_OPTIONS)}
+        return cls(module, type(module), frozenset(vars(module)), found)
+
+    def restore(self) -> None:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        module, left = self.module, vars(self.module)
+        module.__class__ = self.kind
+        for name in left.keys() - self.attributes:
+            del left[name]
+        for name, before in self.hooks.items():
+            hooks = getattr(module, name)
+            for key in hooks.keys() - before:
+                del hooks[key]
+        _module_state_mapping.pop(module, None)  # else the module cannot be divided again
+
+
+@dataclass
+class _Place:
+    """A parameter of a module: the whole one, whose object is kept, and the divided one."""
+
+    owner: nn.Module
+    name: str
+    whole: nn.Parameter
+    divided: nn.Parameter
+
+    def use(self, parameter: nn.Parameter) -> None:
+        self.owner._parameters[self.name] = parameter
+
+
+class ShardedModel:
+    """Divides the parameters of a module; see `sharded`."""
+
+    def __init__(
+        self, module: nn.Module, model: nn.Module, launch: LaunchSettings, device: torch.device
+    ) -> None:
+        """Divide the parameters of `module`, which contains `model`."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        self._modules = list(module.modules())
+        self._states = [_ModuleState.of(each) for each in self._modules]
+        frozen_rows, masked = frozen_pad_rows(model), masked_weights(model)
+        places = [
+            _Place(owner, name, parameter, parameter)
+            for owner in self._modules
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        offload = CPUOffloadPolicy() if launch.cpu_offload else OffloadPolicy()
+        # moves each part to the device when it is divided: the whole model need not fit there
+        for layer in _layers(model):
+            fully_shard(layer, mesh=mesh, offload_policy=offload)
+        # also the outermost part: weights are exchanged between passes (averages, the best ones)
+        fully_shard(module, mesh=mesh, offload_policy=offload, reshard_after_forward=True)
+        for place in places:
+            divided = place.owner._parameters[place.name]
+            assert divided is not None
+            place.divided = divided
+        self._places = places
+        found = {id(place.whole): place.divided for place in places}
+        for parameter, row in frozen_rows:
+            _freeze(found[id(parameter)], _is_not_row(found[id(parameter)], row))
+        for parameter in masked:
+            _freeze(found[id(parameter)], local_part(found[id(parameter)].detach()) != 0)
+        self._divided = found
+        for place in places:
+            place.whole.data = place.whole.data.new_empty(0)
+
+    def groups(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+        """Return groups of the parameters before they were divided, with the divided ones."""
+        found = self._divided
+        return [replace(group, parameters=[found[id(p)] for p in group.parameters]) for group in groups]
+
+    @contextlib.contextmanager
+    def whole(self, part: nn.Module | None = None) -> Iterator[None]:
+        """Hold whole parameters on the CPU inside the context; changes of them are lost.
+
+        All processes must enter it, with no computation of the model running. part: only those of this part.
+        """
+        chosen = set(self._modules if part is None else part.modules())
+        places = [place for place in self._places if place.owner in chosen]
+        buffers = [(m, name, b) for m in chosen for name, b in m._buffers.items() if b is not None]
+        kinds = [(module, type(module)) for module in chosen]
+        self._gather(places)
+        for state in self._states:
+            if state.module in chosen:
+                state.module.__class__ = state.kind
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer.cpu()
+        try:
+            yield
+        finally:
+            for owner, name, buffer in buffers:
+                owner._buffers[name] = buffer
+            for module, kind in kinds:
+                module.__class__ = kind
+            for place in places:
+                place.use(place.divided)
+                place.whole.data = place.whole.data.new_empty(0)
+
+    def restore(self) -> None:
+        """Make the modules ordinary ones again, with the trained parameters, on the CPU."""
+        self._gather(self._places)
+        self.release()
+
+    def release(self) -> None:
+        """Remove what FSDP has added to the modules."""
+        for place in self._places:
+            place.use(place.whole)
+        for state in self._states:
+            state.restore()
+
+    @torch.no_grad()
+    def _gather(self, places: Sequence[_Place]) -> None:
+        """Use the whole parameters at `places`, with the present values."""
+        for whole, divided in {id(p.whole): (p.whole, p.divided) for p in places}.values():
+            whole.data = whole_tensor(divided.detach()).to("cpu")
+        for place in places:
+            place.use(place.whole)
 
 
 @contextlib.contextmanager
 def sharded(
     module: nn.Module, model: nn.Module, launch: LaunchSettings, device: torch.device
-) -> Iterator[None]:
+) -> Iterator[ShardedModel]:
     """Divide the parameters of `module`, which contains `model`, inside the context.
 
-    At the end `model` is an ordinary module again, with the trained weights on the CPU, in each process.
+    At the end the modules are ordinary ones again, and the parameters the same objects as before, with the
+    trained values, on the CPU, in each process.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-    whole = copy.deepcopy(model)
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    offload = CPUOffloadPolicy() if launch.cpu_offload else OffloadPolicy()
-    # moves each part to the device when it is divided: the whole model need not fit there
-    for layer in _layers(model):
-        fully_shard(layer, mesh=mesh, offload_policy=offload)
-    # also the outermost part: weights are exchanged between passes (averages, the best ones)
-    fully_shard(module, mesh=mesh, offload_policy=offload, reshard_after_forward=True)
-    for parameter, row in frozen_pad_rows(model):
-        _zero_gradient_row(parameter, row)
+    found = ShardedModel(module, model, launch, device)
     try:
-        yield
-        _copy_whole(model, whole)
-    finally:
-        # the caller's object, without the classes and hooks of FSDP
-        model.__class__, model.__dict__ = whole.__class__, whole.__dict__
+        yield found
+    except BaseException:
+        found.release()  # the others may have failed too, so nothing can be gathered
+        raise
+    found.restore()
 
 
-@torch.no_grad()
-def _copy_whole(divided: nn.Module, whole: nn.Module) -> None:
-    targets: dict[str, Tensor] = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-    for name, tensor in [*divided.named_parameters(), *divided.named_buffers()]:
-        targets[name].copy_(whole_tensor(tensor))
+def _is_not_row(divided: Tensor, row: int) -> Tensor:
+    """Return which of the rows of this process's part are not `row` of the whole tensor, bool [n, 1]."""
+    local = local_part(divided)
+    size = -(-divided.shape[0] // torch.distributed.get_world_size())  # of every part but the last ones
+    numbers = torch.distributed.get_rank() * size + torch.arange(len(local), device=local.device)
+    found: Tensor = (numbers != row)[:, None]
+    return found
 
 
-def _zero_gradient_row(parameter: Tensor, row: int) -> None:
-    """Keep the gradient of a row of a divided parameter zero."""
-    local = local_part(parameter)
-    size = -(-parameter.shape[0] // torch.distributed.get_world_size())  # of every slice but the last ones
-    own = row - torch.distributed.get_rank() * size
+def _freeze(divided: nn.Parameter, trained: Tensor) -> None:
+    """Keep the gradient of a divided parameter zero where `trained`, of this process's part, is false."""
+    divided.register_post_accumulate_grad_hook(partial(_zero_gradient, trained))
 
-    def zero(trained: Tensor) -> None:
-        if trained.grad is not None and 0 <= own < len(local):
-            local_part(trained.grad)[own] = 0
 
-    parameter.register_post_accumulate_grad_hook(zero)
+def _zero_gradient(trained: Tensor, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        local_part(parameter.grad).mul_(trained)

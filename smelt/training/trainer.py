@@ -11,6 +11,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from smelt.training.extension import (
     Objective,
     TrainingExtension,
     as_loss_terms,
+    attached_modules,
     count_batch_items,
     mean_loss,
     modules_attached,
@@ -42,7 +44,7 @@ from smelt.training.extension import (
 )
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
-from smelt.training.sharding import require_shardable, sharded
+from smelt.training.sharding import ShardedModel, require_shardable, sharded
 from smelt.training.training_state import (
     autocast,
     freed_memory_retained,
@@ -116,9 +118,9 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         *,
         plan: list[list[int]],
         keeper: CheckpointSelector,
-        is_sharded: bool,
+        divided: ShardedModel | None,
     ) -> None:
-        self.measured, self.is_sharded = measured, is_sharded
+        self.measured, self.divided = measured, divided
         pack = partial(_collate_part, config=measured.config)
         super().__init__(
             model=self.measured,
@@ -132,12 +134,12 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Move the model; a divided one is where it belongs already (on the CPU with cpu_offload)."""
-        if not self.is_sharded:
+        if self.divided is None:
             super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a divided model as wrapped already; accelerate wraps others for several processes."""
-        return _Wrapped(model) if self.is_sharded else super()._wrap_model(model, *args, **kwargs)
+        return super()._wrap_model(model, *args, **kwargs) if self.divided is None else _Wrapped(model)
 
     def get_train_dataloader(self) -> Any:
         """Return the planned batches; accelerate distributes their parts to processes."""
@@ -150,6 +152,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         optimizer = super().create_optimizer(model)
         groups = self.keeper.extension.groups
         if groups:
+            groups = groups if self.divided is None else self.divided.groups(groups)
             optimizer.param_groups[:] = split_parameter_groups(optimizer.param_groups, groups)
         return optimizer
 
@@ -278,10 +281,9 @@ def run_training(
             stack.enter_context(gradient_checkpointing(model))
         stack.enter_context(extension.training_context())
         measured = _ObjectiveModule(model, objective, precision)
-        is_sharded = process_count() > 1 and ctx.launch is not None and ctx.launch.strategy == "fsdp"
-        if is_sharded:
-            require_shardable(model, settings, extension)
-            stack.enter_context(sharded(measured, model, ctx.launch, args.device))
+        divided = _divide(stack, measured, settings, ctx, args.device)
+        if divided is not None:
+            extension = replace(extension, may_be_best=_with_whole_modules(divided, model, extension))
         keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
         resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx)
         if resume.saved is not None and resume.saved.details is not None:
@@ -291,18 +293,18 @@ def run_training(
             return
         if resume.saved is not None:
             plan, args.max_steps = plan[resume.step * settings.gradient_accumulation_steps :], resume.total
-        loop = PlannedTrainer(measured, args, samples, plan=plan, keeper=keeper, is_sharded=is_sharded)
+        loop = PlannedTrainer(measured, args, samples, plan=plan, keeper=keeper, divided=divided)
         loop.add_callback(resume)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
-            own = groups if is_sharded else groups[process_rank() :: process_count()]
+            own = groups if divided is not None else groups[process_rank() :: process_count()]
             batches = [collate([validation[i] for i in group], model.config) for group in own]
             keeper.evaluate = partial(
                 mean_loss, measured, batches, nn.Module.__call__, precision, args.device
             )
             keeper.evals, keeper.patience = settings.num_evals, settings.patience
-            keeper.score = None if score is None else partial(_as_stored, model, extension, score)
-            keeper.probe = None if probe is None else partial(_as_stored, model, extension, probe)
+            keeper.score = None if score is None else partial(_as_stored, model, extension, divided, score)
+            keeper.probe = None if probe is None else partial(_as_stored, model, extension, divided, probe)
             keeper.sign = -1 if settings.metric_for_best_model in ctx.negated_metrics else 1
         require_training_memory(
             model,
@@ -310,8 +312,8 @@ def run_training(
             optimizer=settings.optimizer,
             keeps_best=bool(keeper.evals),
             keeps_average=settings.ema_decay is not None,
-            parts=process_count() if is_sharded else 1,
-            offloaded=is_sharded and ctx.launch.cpu_offload,
+            parts=1 if divided is None else process_count(),
+            offloaded=divided is not None and ctx.launch.cpu_offload,
         )
         loop.train()
         steps = int(loop.state.global_step)
@@ -335,6 +337,24 @@ def run_training(
         warnings = [warning(code, text) for code, text in doubts.items() if text]
         ctx.warnings.extend(warnings)
         resume.finish(steps, ctx.details["training"], warnings)
+
+
+def _divide(
+    stack: contextlib.ExitStack,
+    measured: _ObjectiveModule,
+    settings: TrainingSettings,
+    ctx: Context,
+    device: torch.device,
+) -> ShardedModel | None:
+    """Divide the parameters of `measured` until `stack` closes, if the strategy of several processes does.
+
+    Raises:
+        InputError: the model or its settings cannot be trained so.
+    """
+    if process_count() == 1 or ctx.launch is None or ctx.launch.strategy != "fsdp":
+        return None
+    require_shardable(measured.model, settings)
+    return stack.enter_context(sharded(measured, measured.model, ctx.launch, device))
 
 
 def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Context) -> str | None:
@@ -362,9 +382,27 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
     )
 
 
-def _as_stored(model: nn.Module, extension: TrainingExtension, score: Callable[[], ResultT]) -> ResultT:
+def _with_whole_modules(
+    divided: ShardedModel, model: nn.Module, extension: TrainingExtension
+) -> Callable[[int], bool]:
+    """Return `extension.may_be_best`, which reads the parameters of the extension's modules."""
+
+    def may_be_best(step: int) -> bool:
+        with divided.whole(attached_modules(model)):
+            return extension.may_be_best(step)
+
+    return may_be_best
+
+
+def _as_stored(
+    model: nn.Module,
+    extension: TrainingExtension,
+    divided: ShardedModel | None,
+    score: Callable[[], ResultT],
+) -> ResultT:
     """Return the score of the weights as they will be stored; the processes compute it together."""
-    with modules_detached(model), extension.as_stored():
+    whole = contextlib.nullcontext() if divided is None else divided.whole()
+    with whole, modules_detached(model), extension.as_stored():
         found = score()
         return from_first(lambda: found)
 

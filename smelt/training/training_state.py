@@ -202,9 +202,14 @@ def _freeze_zeros(model: nn.Module) -> list[Any]:
     def within(mask: Tensor, gradient: Tensor) -> Tensor:
         return gradient * mask.to(gradient.device)
 
+    return [w.register_hook(partial(within, w.detach() != 0)) for w in masked_weights(model)]
+
+
+def masked_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of sparse layers that train."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and is_masked(m)]
-    weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.requires_grad}
-    return [weight.register_hook(partial(within, weight.detach() != 0)) for weight in weights.values()]
+    weights = {id(m.weight): m.weight for m in layers if m.weight.requires_grad}
+    return [weight for weight in weights.values() if isinstance(weight, nn.Parameter)]
 
 
 def frozen_pad_rows(model: Any) -> list[tuple[Tensor, int]]:

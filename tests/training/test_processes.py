@@ -6,12 +6,11 @@ import parallel_training
 import pytest
 import torch
 from expected_errors import raises_code, raises_setting_codes
-from parallel_training import CASES, FSDP_CASES, SHORT
+from parallel_training import CASES, DIVIDED, SHORT
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.training.extension import TrainingExtension
 from smelt.training.processes import LaunchSettings
-from smelt.training.sharding import require_shardable
+from smelt.training.sharding import require_shardable, sharded
 from smelt.training.trainer import divide_batch
 
 
@@ -20,12 +19,12 @@ def trained(tmp_path_factory):
     """The folder with the models, and the one with what two processes trained."""
     folder, work = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("two")
     parallel_training.write_models(folder)
-    parallel_training.run_processes(folder, work, *CASES, *(f"{name}/fsdp" for name in FSDP_CASES),
+    parallel_training.run_processes(folder, work, *CASES, *(f"{name}/fsdp" for name in DIVIDED),
                                     "finetune/fsdp/stopped", "finetune/fsdp/resumed")  # fmt: skip
     return folder, work
 
 
-@pytest.mark.parametrize("name", [*CASES, *(f"{name}/fsdp" for name in FSDP_CASES), "finetune/fsdp/resumed"])
+@pytest.mark.parametrize("name", [*CASES, *(f"{name}/fsdp" for name in DIVIDED), "finetune/fsdp/resumed"])
 def test_two_processes_compute_the_losses_of_one(trained, tmp_path, name):
     folder, work = trained
     alone = parallel_training.train(folder, tmp_path, name.partition("/")[0]).details
@@ -55,14 +54,45 @@ def test_a_divided_training_resumes_in_one_process(trained, tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("more", "modules"), [({"lora": {"rank": 2}}, {}), ({"metric_for_best_model": "bleu"}, {}),
-                          ({"precision": "fp16"}, {}), ({}, {"scores": torch.nn.Linear(1, 1)})],
-)  # fmt: skip
-def test_trainings_that_change_single_weights_are_not_divided(more, modules):
-    settings, model = FinetuneSettings(**more), torch.nn.Linear(2, 2)
+    ("more", "shape"),
+    [({"precision": "fp16"}, (1,)), ({}, ())],
+)
+def test_what_fsdp_cannot_divide_is_refused(more, shape):
+    model = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.ones(shape))})
     with raises_code("not-with-fsdp"):
-        require_shardable(model, settings, TrainingExtension(modules=modules))
-    require_shardable(model, FinetuneSettings(), TrainingExtension())
+        require_shardable(model, FinetuneSettings(**more))
+    require_shardable(torch.nn.Linear(2, 2), FinetuneSettings())
+
+
+@pytest.fixture
+def alone_in_a_group():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield LaunchSettings(num_processes=2, strategy="fsdp")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.quick
+def test_a_divided_model_is_whole_between_updates_and_afterwards(alone_in_a_group):
+    """Layers that share a parameter are not divided by themselves; the parameters stay the same objects."""
+    model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
+    model[0][1].weight = model[0][0].weight
+    outer = torch.nn.Sequential(model)
+    before = [(type(m), set(vars(m)), len(m._forward_pre_hooks)) for m in outer.modules()]
+    parameters, values = list(outer.parameters()), [p.detach().clone() for p in outer.parameters()]
+    for _ in range(2):
+        with sharded(outer, model, alone_in_a_group, torch.device("cpu")) as divided:
+            assert [hasattr(layer, "unshard") for layer in model[0]] == [False, False, True]
+            assert all(hasattr(p, "full_tensor") for p in outer.parameters())
+            with torch.no_grad():
+                for p in outer.parameters():
+                    p.add_(1.0)
+            with divided.whole(model[0][2]):
+                assert [hasattr(layer.weight, "full_tensor") for layer in model[0]] == [True, True, False]
+                torch.testing.assert_close(model[0][2].weight.detach(), values[1] + 1)
+        values = [value + 1 for value in values]
+        assert all(p is q for p, q in zip(outer.parameters(), parameters, strict=True))
+        assert [(type(m), set(vars(m)), len(m._forward_pre_hooks)) for m in outer.modules()] == before
+        torch.testing.assert_close([p.detach() for p in parameters], values)
 
 
 @pytest.mark.quick

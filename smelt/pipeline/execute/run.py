@@ -51,6 +51,7 @@ from smelt.pipeline.plan.untrained_checks import UNTRAINED_NOT_SCORED
 from smelt.pipeline.plan.warnings import data_warnings, few_windows_warnings
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.training.processes import require_gpus
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
@@ -103,6 +104,8 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
         InputError: the plan, the data or the folders are not suitable; nothing was written.
     """
     plan.require_runnable()
+    if options.executor is None:
+        require_gpus(plan.recipe.launch, plan.recipe.device)
     unknown = options.rebuild - {"*", MODEL_STEP} - {s.name for s in plan.steps}
     if unknown:
         known = ", ".join(s.name for s in plan.steps)

@@ -62,6 +62,7 @@ KEY_LIBRARIES = (
 # Failures of machines and processes: the training itself can resume.
 _RESUMABLE = {
     "training-process-died",
+    "task-lost",
     "unexpected",
     "ranks-differ",
     "too-few-gpus",

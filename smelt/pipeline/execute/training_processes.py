@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -61,11 +62,13 @@ class TrainingLaunch:
     """How the training stages of a run are started in several processes.
 
     plan: of the run. limit: of the run's samples. fold: number and count, of a run of a cross-validation.
+    start: starts the processes of a job, as `_start_launcher`; None: here, or with torchrun's or srun's.
     """
 
     plan: Plan
     limit: int | None = None
     fold: tuple[int, int] | None = None
+    start: Callable[[Path, int, int | None], AbstractContextManager[Callable[[], bool]]] | None = None
 
     @property
     def several(self) -> bool:
@@ -152,7 +155,7 @@ class TrainingLaunch:
         }
         write_json(space / JOB_FILE, whole | dict(job))
         external = external_processes()
-        start = _start_external if external > 1 else _start_launcher
+        start = self.start or (_start_external if external > 1 else _start_launcher)
         with start(space, external or recipe.launch.num_processes, recipe.threads) as poll:
             _follow(space, poll, events)
         if not (space / RESULT_FILE).is_file():
@@ -172,6 +175,15 @@ def external_processes() -> int:
 def external_rank() -> int:
     """Return the number of this process among those of torchrun or srun; 0 without others."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) if external_processes() else 0
+
+
+def use_all_cores() -> None:
+    """Remove torchrun's limit of one thread, before torch is imported: process 0 also does all other work.
+
+    The processes that train get their share (`_environment`).
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
+        del os.environ["OMP_NUM_THREADS"]
 
 
 def _follow(space: Path, poll: Callable[[], bool], target: Context | Display) -> None:
@@ -351,10 +363,10 @@ def _start_external(space: Path, count: int, threads: int | None) -> Iterator[Ca
     """Start process 0 of a job here, and have the other ranks start theirs; yield as `_start_launcher`."""
     store = _key_value_store()
     number = store.add(_COUNT_KEY, 1) - 1
-    job = read_json_object(space / JOB_FILE) | {"port": _free_port()}
+    job = read_json_object(space / JOB_FILE) | {"port": free_port()}
     write_json(space / JOB_FILE, job)
     store.set(_JOB_KEY.format(number), json.dumps(job))
-    with _rank_process(space, job, threads) as process:
+    with rank_process(space, external_rank(), _environment_of_rank(job, threads)) as process:
         keys = {rank: _FAILED_KEY.format(number, rank) for rank in range(1, count)}
 
         def failed() -> list[int]:
@@ -364,14 +376,14 @@ def _start_external(space: Path, count: int, threads: int | None) -> Iterator[Ca
             yield lambda: process.poll() is not None or bool(failed())
             if process.poll() or failed():
                 time.sleep(_SETTLE_SECONDS)
-                _write_failures(
+                write_failures(
                     space, process.poll(), {rank: json.loads(store.get(keys[rank])) for rank in failed()}
                 )
         finally:
             store.set(_END_KEY.format(number), "ended")
 
 
-def _write_failures(space: Path, own_exit: int | None, failures: Mapping[int, Mapping[str, Any]]) -> None:
+def write_failures(space: Path, own_exit: int | None, failures: Mapping[int, Mapping[str, Any]]) -> None:
     """Write the failures of the processes of a job as their launcher would."""
     codes = {str(rank): found["exit"] for rank, found in failures.items()}
     write_json(space / _DIED, codes | ({"0": own_exit} if own_exit else {}))
@@ -384,11 +396,9 @@ def _write_failures(space: Path, own_exit: int | None, failures: Mapping[int, Ma
 
 
 @contextlib.contextmanager
-def _rank_process(
-    space: Path, job: Mapping[str, Any], threads: int | None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start this rank's process of a job; it is stopped at the end of the context."""
-    folder = space / "logs" / os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+def rank_process(space: Path, rank: int, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start process `rank` of the job in `space`; it is stopped at the end of the context."""
+    folder = space / "logs" / str(rank)
     folder.mkdir(parents=True)
     with (folder / "stderr.log").open("wb") as log:
         process = subprocess.Popen(
@@ -396,7 +406,7 @@ def _rank_process(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment_of_rank(job, threads),
+            env=environment,
         )
         try:
             yield process
@@ -404,7 +414,32 @@ def _rank_process(
             _stop(process)
 
 
-def _free_port() -> int:
+def run_rank(
+    space: Path,
+    job: Mapping[str, Any],
+    rank: int,
+    environment: Mapping[str, str],
+    has_ended: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Run process `rank` of a job in the folder `space`, until it ends or `has_ended` returns true.
+
+    Returns:
+        How it failed: its error, `exit` code and `output`; None if it did not, or the job has ended.
+    """
+    write_json(space / JOB_FILE, job)
+    with rank_process(space, rank, environment) as process:
+        while process.poll() is None and not has_ended():
+            time.sleep(POLL_SECONDS)
+        code = process.returncode
+    if not code or has_ended():
+        return None
+    path = space / ERROR_FILE.format(rank)
+    error = read_json_object(path) if path.is_file() else {"code": None}
+    return error | {"exit": code, "output": "\n".join(_log_tails(space).values())}
+
+
+def free_port() -> int:
+    """Return a port of this machine on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -440,20 +475,15 @@ def _serve_job(store: Any, number: int) -> None:
     """Start this rank's process of a job, and report if it fails."""
     job = json.loads(store.get(_JOB_KEY.format(number)))
     with tempfile.TemporaryDirectory(prefix="smelt-train-") as folder:
-        space = Path(folder)
-        write_json(space / JOB_FILE, job)
-        with _rank_process(space, job, job["threads"]) as process:
-            while process.poll() is None and not store.check([_END_KEY.format(number)]):
-                time.sleep(POLL_SECONDS)
-            ended = process.returncode
-        if ended and not store.check([_END_KEY.format(number)]):
-            path = space / ERROR_FILE.format(external_rank())
-            error = read_json_object(path) if path.is_file() else {"code": None}
-            output = "\n".join(_log_tails(space).values())
-            store.set(
-                _FAILED_KEY.format(number, external_rank()),
-                json.dumps(error | {"exit": ended, "output": output}),
-            )
+        failure = run_rank(
+            Path(folder),
+            job,
+            external_rank(),
+            _environment_of_rank(job, job["threads"]),
+            lambda: bool(store.check([_END_KEY.format(number)])),
+        )
+        if failure is not None:
+            store.set(_FAILED_KEY.format(number, external_rank()), json.dumps(failure))
 
 
 @contextlib.contextmanager

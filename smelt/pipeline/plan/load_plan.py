@@ -79,7 +79,6 @@ from smelt.pipeline.recipe.recipe import TRACKER_PACKAGES, ParsedRecipe, check_r
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
-from smelt.runtimes.device import cuda_device_count
 from smelt.training.processes import fsdp_conflicts
 from smelt.training.settings import TrainedPart, TrainingSettings, default_learning_rate, has_fewer_layers
 
@@ -177,20 +176,10 @@ def check_launch(
     mistakes: Mistakes,
     bad: set[str],
 ) -> None:
-    """Check that each process has a GPU, and that FSDP can train every stage."""
+    """Check that FSDP can train every stage."""
     if has_mistake(bad, "launch", "device"):
         return
-    launch = recipe.launch
-    # the driver is asked only if needed: it takes time to start
-    gpus = cuda_device_count() if launch.num_processes > 1 and recipe.device != "cpu" else 0
-    if gpus and launch.num_processes > gpus:
-        mistakes.add(
-            ("launch", "num_processes"),
-            f"{launch.num_processes} processes need as many GPUs, but this machine has {gpus}. Lower"
-            " num_processes, or set device: cpu.",
-            code="too-few-gpus",
-        )
-    for step in steps if launch.strategy == "fsdp" else ():
+    for step in steps if recipe.launch.strategy == "fsdp" else ():
         for name in fsdp_conflicts(step.settings) if isinstance(step.settings, TrainingSettings) else ():
             mistakes.add(
                 (*paths[step.name], *name.split(": ")[:1]),

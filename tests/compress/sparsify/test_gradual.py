@@ -50,7 +50,7 @@ def test_zeros_rise_along_the_cubic_of_zhu_and_gupta():
     # equation 1 with s_i 0, s_f 0.8, t0 10, t1 60
     for step, share in {5: 0.0, 10: 0.0, 20: 0.3904, 35: 0.7, 50: 0.7936, 60: 0.8, 100: 0.8}.items():
         masks._before_step(step, 100)
-        mask = masks.masks[name]
+        mask = masks._mask(name, layer)
         assert float((mask == 0).float().mean()) == pytest.approx(share, abs=1 / mask.numel()), step
         assert masks._may_be_best(step) == (step >= 60)
         least = layer.weight.abs()[mask == 0]
@@ -64,7 +64,7 @@ def test_movement_keeps_the_highest_scores_whatever_the_weights():
     with torch.no_grad():
         masks.scores[name].copy_(torch.randn_like(layer.weight))
     masks._before_step(10, 10)
-    stay = masks.masks[name].bool()
+    stay = masks._mask(name, layer).bool()
     assert int(stay.sum()) == layer.weight.numel() // 4
     assert masks.scores[name][stay].min() > masks.scores[name][~stay].max()
 
@@ -76,23 +76,23 @@ def test_soft_movement_keeps_what_passes_the_threshold_and_never_nothing():
         masks.scores[name].copy_(torch.randn_like(layer.weight))
     masks._before_step(10, 10)
     # sigmoid(s) > 1/4 where s > log(1/3)
-    assert torch.equal(masks.masks[name].bool(), masks.scores[name].detach() > -1.0986123)
+    assert torch.equal(masks._mask(name, layer).bool(), masks.scores[name].detach() > -1.0986123)
     masks._before_step(1, 10)  # of 5 updates until all of the threshold
     early = torch.tensor(0.25 * (1 - 0.8**3)).logit()
-    assert torch.equal(masks.masks[name].bool(), masks.scores[name].detach() > early)
+    assert torch.equal(masks._mask(name, layer).bool(), masks.scores[name].detach() > early)
     with torch.no_grad():
         masks.scores[name].sub_(100.0)
     masks._before_step(10, 10)
-    assert int(masks.masks[name].sum()) == round(0.005 * layer.weight.numel())
+    assert int(masks._mask(name, layer).sum()) == round(0.005 * layer.weight.numel())
 
 
 def test_two_of_each_four_go_the_least_of_them_first():
     masks, _model = gradual(method="magnitude", pattern="2:4", start=0.0, end=1.0)
     name, layer = next(iter(masks.layers.items()))
     masks._before_step(4, 10)
-    early = masks.masks[name] == 0
+    early = masks._mask(name, layer) == 0
     masks._before_step(10, 10)
-    late = masks.masks[name] == 0
+    late = masks._mask(name, layer) == 0
     assert float(early.float().mean()) == pytest.approx(0.392, abs=0.001)  # half of 1 - 0.6^3
     assert bool((early <= late).all())
     assert ((~late).reshape(-1, 4).sum(dim=1) == 2).all()
@@ -138,8 +138,8 @@ def test_zeros_of_before_are_the_first_that_go(tmp_path):
         torch.nn.init.normal_(scores)
     masks._before_step(10, 10)
     for name, layer in masks.layers.items():
-        assert not bool(((layer.weight == 0) & masks.masks[name].bool()).any())
-        assert float(masks.masks[name].mean()) == pytest.approx(0.5, abs=0.01)
+        assert not bool(((layer.weight == 0) & masks._mask(name, layer).bool()).any())
+        assert float(masks._mask(name, layer).mean()) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_checkpoint_is_stored_with_zeros_and_the_training_goes_on_without():

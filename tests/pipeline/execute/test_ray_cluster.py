@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from unittest.mock import patch
 
 import harness
@@ -22,15 +23,17 @@ import pytest
 import tiny
 from expected_errors import raises_code
 
+from smelt.core import process_group
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
 from smelt.core.store import Store
 from smelt.evaluate.report.schema import validate_report
-from smelt.pipeline.execute import cluster_run, ray_cluster
+from smelt.pipeline.execute import cluster_run, ray_cluster, training_worker
 from smelt.pipeline.execute.cluster_run import ClusterRun
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.ray_cluster import NodeRequest, TaskNeeds, open_cluster
+from smelt.pipeline.execute.reserved_nodes import release_nodes, reserve_nodes
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.plan.load_plan import load_plan
@@ -136,8 +139,8 @@ def nodes(tmp_path_factory):
             ray_cluster._remote_function.cache_clear()
 
 
-def run(home, out, store, *more):
-    result = harness.smelt("run", home / "recipe.yaml", "--quiet", "--out", out, "--store", store, *more)
+def run(home, out, store, *more, recipe="recipe.yaml"):
+    result = harness.smelt("run", home / recipe, "--quiet", "--out", out, "--store", store, *more)
     report = json.loads((out / "report.json").read_text())
     validate_report(report)
     assert result.exit_code == 0, result.output
@@ -265,6 +268,105 @@ def test_trials_of_a_search_run_at_once(home, nodes, tmp_path):
     assert found[0] == found[1]
 
 
+DIVIDED = """
+model: m
+task: translation
+threads: 1
+device: cpu
+data: {train: train.jsonl, validation: validation.jsonl, test: test.jsonl}
+stages:
+  - finetune: {max_steps: 40, batch_size: 4, num_evals: 1, dropout: 0.0, precision: fp32,
+               checkpoint_interval_minutes: 0}
+score: {quality: [chrf, agreement], generation: {max_new_tokens: 6}, batch_size: 2, latency: false,
+        sqnr_samples: 0}
+"""
+
+
+def rank_process(number):
+    """Return the id of the process of a training with this number, once there is one."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if training_worker.__name__ in process.cmdline() and process.environ()["RANK"] == number:
+                return process.pid
+    return None
+
+
+def test_a_training_on_two_nodes_resumes_on_others_when_one_dies(home, nodes, tmp_path):
+    """The losses are those of one process, and the scores, whose batches are shards, too."""
+    (home / "divided.yaml").write_text(DIVIDED)
+    recipe, store = "divided.yaml", tmp_path / "store"
+    alone = run(home, tmp_path / "alone", tmp_path / "alone-store", recipe=recipe)
+    more = ("--executor", nodes.address, "--num-processes", "2", "--set", "launch.scoring=true")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run, home, tmp_path / "two", store, *more, recipe=recipe)
+        until = time.monotonic() + 300
+        while not list(store.glob("unfinished/**/checkpoint.json")) or (second := rank_process("1")) is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        nodes.kill_node_of(second)
+        nodes.add(num_cpus=1)
+        report = running.result()
+    assert statuses(report) == {"model": "done", "finetune": "done"}
+    one, two = (each["steps"][-1]["details"]["training"] for each in (alone, report))
+    assert two["processes"] == 2
+    assert two["curve"]["train_loss"] == pytest.approx(one["curve"]["train_loss"], abs=1e-5, rel=2e-5)
+    assert "resuming from step" in (tmp_path / "two" / "log.txt").read_text()
+    assert [step["quality"] for step in report["steps"]] == [step["quality"] for step in alone["steps"]]
+
+
+def _shard(job, folder, name, *shard):
+    """Compute a shard of `_lengths`; the first one that runs on another node never ends."""
+    with suppress(FileExistsError):
+        (folder / "process").touch(exist_ok=False)
+        (folder / "process").write_text(str(os.getpid()))
+        time.sleep(600)
+    try:
+        with process_group.in_shard(*shard):
+            _lengths(job)
+    except process_group.ShardEnd as end:
+        return end.parts, None
+    return None, None
+
+
+def _lengths(texts):
+    first = process_group.merge_shares({n: len(text) for n, text in process_group.own_batches(texts)})
+    longest = max(process_group.gather_parts(max(first)))
+    shares = {n: longest - len(text) for n, text in process_group.own_batches(texts)}
+    return first, process_group.merge_shares(shares)
+
+
+def test_a_shard_whose_node_dies_is_computed_again(nodes, tmp_path):
+    import ray
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    open_cluster(nodes.address)
+    texts = ["a", "bbb", "cc", "dddd", "e"]
+    references = [ray.put(texts), ray.put(tmp_path)]
+    with (
+        reserve_nodes("smelt-test", 2, TaskNeeds(1, 0, None), references) as reserved,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(reserved.score, lambda: _lengths(texts), _shard, "lengths")
+        until = time.monotonic() + 120
+        while not (tmp_path / "process").exists() or not (tmp_path / "process").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        nodes.kill_node_of(int((tmp_path / "process").read_text()))
+        nodes.add(num_cpus=1)
+        assert running.result() == ([1, 3, 2, 4, 1], [3, 1, 2, 0, 3])
+        release_nodes(["smelt-test", "unknown"])  # as after a cancelled task
+        assert ray.util.placement_group_table(reserved.group)["state"] == "REMOVED"
+
+
+def test_more_processes_than_fit_are_refused(home, nodes, tmp_path):
+    plan, store = load_plan(home / "recipe.yaml", ["launch.num_processes=5"]), Store(tmp_path / "store")
+    scorer = Scorer(store, plan.recipe.task, ("chrf",), plan.recipe.score.generation, 8, 1)
+    runner = StepRunner(store, plan.recipe.task, {}, 0, 1, scorer, Display(quiet=True))
+    with raises_code("no-node-fits", InputError):
+        ClusterRun(open_cluster(nodes.address), plan, {}, runner, scorer, Display(quiet=True), print, True)
+
+
 def _measured(job, data, *arguments):
     import ray
 
@@ -272,7 +374,7 @@ def _measured(job, data, *arguments):
     time.sleep(0.3)
     cpus = ray.get_runtime_context().get_assigned_resources()["CPU"]
     times = {"began": began, "ended": time.time(), "cpus": cpus}
-    return cluster_run._Outcome(key="k", result=times, node="a node")
+    return cluster_run.TaskOutcome(key="k", result=times, node="a node")
 
 
 def test_latency_is_measured_on_marked_nodes_one_at_a_time(home, nodes, tmp_path, monkeypatch):
@@ -280,7 +382,7 @@ def test_latency_is_measured_on_marked_nodes_one_at_a_time(home, nodes, tmp_path
 
     plan, heard, found = load_plan(str(home / "recipe.yaml")), [], []
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(cluster_run, "_measure_latency", _measured)
+    monkeypatch.setattr(cluster_run, "latency_task", _measured)
     store, recipe, display = Store(tmp_path / "store"), plan.recipe, Display(quiet=True)
     scorer = Scorer(store, recipe.task, ("chrf",), recipe.score.generation, 8, 1)
     runner = StepRunner(store, recipe.task, {}, 0, 1, scorer, display)

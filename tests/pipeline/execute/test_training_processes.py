@@ -21,8 +21,8 @@ from smelt.core.store import Store
 from smelt.pipeline.execute import training_processes, training_worker
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.training_processes import external_processes, external_rank
-from smelt.pipeline.plan import load_plan as plans
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.training import processes
 
 RECIPE = """
 model: model
@@ -177,11 +177,13 @@ def test_other_ranks_are_known_by_the_environment_and_python_runs_are_refused(ho
 
 
 @pytest.mark.quick
-def test_more_processes_than_gpus_are_refused_by_the_plan(home, monkeypatch):
-    monkeypatch.setattr(plans, "cuda_device_count", lambda: 2)
+def test_more_processes_than_gpus_are_refused_before_work(home, monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "cuda_device_count", lambda: 2)
+    options = {"out": tmp_path / "run", "quiet": True}
     with raises_code("too-few-gpus"):
-        load_plan(home / "recipe.yaml", ["launch.num_processes=3", "device=auto"])
-    assert load_plan(home / "recipe.yaml", ["launch.num_processes=3"]).recipe.launch.num_processes == 3
+        smelt.run(home / "recipe.yaml", overrides=["launch.num_processes=3", "device=auto"], **options)
+    assert not (tmp_path / "run").exists()
+    processes.require_gpus(processes.LaunchSettings(num_processes=3), "cpu")
 
 
 @pytest.mark.quick
@@ -219,7 +221,7 @@ def test_failures_of_other_machines_name_the_cause_and_keep_the_output(tmp_path)
     }
     failures = {1: {"code": None, "exit": -9, "output": "killed"},
                 2: lost | {"time": 1.0, "exit": 1, "output": "closed"}}  # fmt: skip
-    training_processes._write_failures(tmp_path, 1, failures)
+    training_processes.write_failures(tmp_path, 1, failures)
     error = training_processes._first_error(tmp_path, "finetune")
     assert error.code == "training-process-died"
     assert training_processes._log_tails(tmp_path) == {"1": "killed", "2": "closed"}
@@ -238,8 +240,11 @@ def test_processes_and_threads_of_a_node(monkeypatch, environment, processes, th
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10)))
-    found = training_processes._environment_of_rank({"port": 1}, None)
-    assert (found["LOCAL_WORLD_SIZE"], found["OMP_NUM_THREADS"]) == (processes, threads)
+    for _ in range(2):  # also once the run has removed torchrun's limit
+        found = training_processes._environment_of_rank({"port": 1}, None)
+        assert (found["LOCAL_WORLD_SIZE"], found["OMP_NUM_THREADS"]) == (processes, threads)
+        training_processes.use_all_cores()
+    assert ("OMP_NUM_THREADS" in os.environ) == ("SLURM_NODEID" in environment and threads == "1")
 
 
 @pytest.mark.quick

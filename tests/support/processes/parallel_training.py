@@ -24,6 +24,7 @@ from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.process_group import process_rank
 from smelt.core.store import StageCache, Store
 from smelt.pipeline.execute.training_worker import SharedStageCache
@@ -37,21 +38,35 @@ SHORT = {"max_steps": 4, "batch_size": 5, "precision": "fp32", "dropout": 0.0, "
 STUDENT = {"student": {"decoder_layers": 1}, "losses": {"logits": 1.0, "labels": 0.5, "hidden_states": 1.0}}
 CACHED = {"student": {"decoder_layers": 1}, "losses": {"logits": 1.0}, "cache_logits": {"top_k": 4}}
 TEACHER_TEXTS = {"losses": {"labels": 1.0}, "sequence_level": {"num_beams": 2, "max_new_tokens": 6}}
-MASKS = {"learned_masks": {"keep_ratio": 0.5, "multiple_of": 1}}
-# name: stage, settings, whether the source is quantized
-CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
-    "finetune": (Finetune, {"gradient_accumulation_steps": 2, "ema_decay": 0.9}, False),
-    "single samples": (Finetune, {"batch_size": 1}, False),
-    "by tokens": (Finetune, {"max_tokens_per_batch": 24, "gradient_checkpointing": True}, False),
-    "selected": (Finetune, {"metric_for_best_model": "chrf"}, False),
-    "lora": (Finetune, {"lora": {"rank": 2}}, False),
-    "qat": (Finetune, {}, True),
-    "masks": (Finetune, MASKS, False),
-    "distill": (Distill, STUDENT, False),
-    "cached": (Distill, CACHED, False),
-    "teacher texts": (Distill, TEACHER_TEXTS, False),
+PHASES = {"phases": [{"losses": {"hidden_states": 1.0}}, {"losses": {"logits": 1.0}}]} | {
+    "student": {"decoder_layers": 1}
 }
-FSDP_CASES = ("finetune", "distill")
+MASKS = {"learned_masks": {"keep_ratio": 0.5, "multiple_of": 1}}
+ZEROS = {"sparsify": {"method": "magnitude", "sparsity": 0.5, "start": 0.0, "end": 0.5}}
+# name: stage, settings, source
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "finetune": (Finetune, {"gradient_accumulation_steps": 2, "ema_decay": 0.9}, "model"),
+    "single samples": (Finetune, {"batch_size": 1}, "model"),
+    "by tokens": (Finetune, {"max_tokens_per_batch": 24, "gradient_checkpointing": True}, "model"),
+    "selected": (Finetune, {"metric_for_best_model": "chrf"}, "model"),
+    "lora": (Finetune, {"lora": {"rank": 2}}, "model"),
+    "qat": (Finetune, {}, "quantized"),
+    "masks": (Finetune, MASKS, "model"),
+    "distill": (Distill, STUDENT, "model"),
+    "cached": (Distill, CACHED, "model"),
+    "teacher texts": (Distill, TEACHER_TEXTS, "model"),
+}
+SELECTED = {"metric_for_best_model": "chrf"}
+# with weights that are whole between updates, parameters of techniques, integers, frozen zeros, twice divided
+DIVIDED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    **{name: CASES[name] for name in ("finetune", "distill", "lora", "qat")},
+    "selected masks": (Finetune, MASKS | SELECTED, "model"),
+    "gradual zeros": (Finetune, ZEROS | SELECTED, "model"),
+    "qlora": (Finetune, {"lora": {"rank": 2}} | SELECTED, "kmeans"),
+    "lsq": (Finetune, {"qat": {"scales": "lsq"}} | SELECTED, "static"),
+    "sparse": (Finetune, {}, "sparse"),
+    "phases": (Distill, PHASES, "model"),
+}
 
 
 def score(artifact: Any, *_: Any) -> dict[str, float]:
@@ -74,10 +89,10 @@ def train(
 
     unfinished: folder of its checkpoints, written after each update.
     """
-    stage, options, quantized = CASES[name]
+    stage, options, origin = (CASES | DIVIDED)[name]
     saved = {} if unfinished is None else {"checkpoint_interval_minutes": 0}
     settings = stage.settings_type.model_validate(SHORT | options | saved)
-    source = tiny.as_artifact(folder / ("quantized" if quantized else "model"))
+    source = tiny.as_artifact(folder / origin)
     out = work / name / f"out-{process_rank()}"
     (out / "own").mkdir(parents=True)
     rows = tiny.read_pairs(out / "own")
@@ -108,10 +123,15 @@ def stop_before(step: int) -> Any:
 def write_models(folder: Path) -> None:
     """Write the model and the quantized one that the cases train."""
     tiny.write_marian(folder / "model")
-    ctx = harness.run_stage(
-        Quantize(), QuantizeSettings(scheme="int4", group_size=16), folder / "model", folder / "quantized"
-    )
-    assert ctx.out == folder / "quantized"
+    rows = tiny.read_pairs(folder)
+    for name, stage, settings in (
+        ("quantized", Quantize(), QuantizeSettings(scheme="int4", group_size=16)),
+        ("kmeans", Quantize(), QuantizeSettings(scheme="kmeans4")),  # no activations are rounded
+        ("static", Quantize(), QuantizeSettings(scheme="int8-static")),
+        ("sparse", Sparsify(), SparsifySettings(method="magnitude", sparsity=0.5)),
+    ):
+        splits = {"calibration": rows}
+        harness.run_stage(stage, settings, folder / "model", folder / name, data=splits)
 
 
 def run_processes(folder: Path, work: Path, *names: str, count: int = 2) -> None:

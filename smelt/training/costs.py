@@ -1,0 +1,177 @@
+"""The cost of a training, estimated without torch: updates, validations, optimizer and activations.
+
+A weight that AdamW trains takes 16 bytes: itself, its gradient and two moments in float32 (Rajbhandari et al.
+2020, ZeRO, arXiv:1910.02054, section 3.1, without the copy of mixed precision).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from smelt.models.costs import (
+    Batch,
+    CostInputs,
+    SampleLengths,
+    StepCost,
+    Work,
+    activation_bytes,
+    forward_work,
+    generated,
+    generation_over,
+    load_work,
+    save_work,
+    total,
+)
+from smelt.models.model_size import FLOAT_BYTES, ModelSize
+from smelt.training.settings import LOSS_METRIC, OPTIMIZERS, TrainingSettings
+
+_GRADIENT_BYTES = 4
+# Bytes that AdamW, the norm of the gradients and their clipping read and write for each weight.
+_UPDATE_BYTES = 44
+# Freed memory is kept for the next update (`freed_memory_retained`), in pieces that do not fit all of them.
+_FRAGMENTATION = 1.25
+_LORA_RANK_MATRICES = 2  # thin matrices of an adapter
+
+
+def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
+    """Return the number of weights that have gradients: all, or those of the adapters."""
+    if settings.lora is None:
+        return size.parameters
+    rows = sum(stack.layers * (n + m) for stack in size.stacks for n, m in stack.matrices)
+    return settings.lora.rank * rows
+
+
+def weight_state_bytes(settings: TrainingSettings, size: ModelSize) -> int:
+    """Return the bytes of weights, gradients, the optimizer's state, and the copies that are kept of weights."""
+    trained = trained_weights(settings, size)
+    kept = bool(settings.num_evals) + (settings.ema_decay is not None)
+    return size.float_bytes + trained * (
+        _GRADIENT_BYTES + OPTIMIZERS[settings.optimizer] + kept * FLOAT_BYTES
+    )
+
+
+def training_cost(
+    settings: TrainingSettings,
+    inputs: CostInputs,
+    *,
+    teachers: Sequence[ModelSize] = (),
+    samples: SampleLengths | None = None,
+    more_work: Work | None = None,
+    layer_copies: float = 0.0,
+) -> StepCost:
+    """Return the cost of a training.
+
+    Args:
+        settings: of the training.
+        inputs: of its step; `result` is the trained model.
+        teachers: models that run on every batch, without gradients.
+        samples: of the training; None: the split `train`.
+        more_work: in addition, such as of generated targets; None: none.
+        layer_copies: copies of the linear layers' weights that each update makes (quantization-aware training).
+    """
+    size = inputs.result
+    samples = samples or inputs.samples.get("train")
+    copies = round(layer_copies * FLOAT_BYTES * size.block_weights)
+    held = weight_state_bytes(settings, size)
+    others = sum(teacher.float_bytes for teacher in teachers)
+    work, active = None, 0
+    if samples is not None:
+        batches = _training_batches(settings, samples)
+        largest = max(batches, key=lambda batch: activation_bytes(size, batch, False))
+        dropout = settings.dropout != 0
+        active = activation_bytes(size, largest, dropout, settings.gradient_checkpointing)
+        scored = largest.samples * (largest.target if size.is_encoder_decoder else sum(_lengths(largest)))
+        active += len(teachers) * FLOAT_BYTES * scored * size.output_width
+        active = round(active * _FRAGMENTATION / inputs.processes)
+        work = _training_work(settings, inputs, samples, batches, teachers) + (more_work or Work())
+        work += load_work(inputs.source) + save_work(size) + total([load_work(t) for t in teachers])
+    shared = inputs.processes if inputs.sharded else 1
+    least = (held - size.float_bytes + size.float_bytes) // shared
+    memory = held // shared + others + copies + active
+    on_device = memory - (settings.num_evals > 0) * FLOAT_BYTES * size.parameters if inputs.is_gpu else 0
+    return StepCost(
+        work=work,
+        memory_bytes=(size.float_bytes * 2 + others if inputs.is_gpu else memory) * inputs.processes,
+        least_bytes=(size.float_bytes if inputs.is_gpu else least) * inputs.processes,
+        result=size,
+        disk_bytes=size.stored_bytes,
+        temporary_bytes=held - _GRADIENT_BYTES * trained_weights(settings, size),
+        device_bytes=on_device,
+        least_device_bytes=(
+            size.float_bytes
+            + trained_weights(settings, size) * (_GRADIENT_BYTES + OPTIMIZERS[settings.optimizer])
+        )
+        // shared
+        if inputs.is_gpu
+        else 0,
+    )
+
+
+def _lengths(batch: Batch) -> tuple[int, int]:
+    return batch.source, batch.target
+
+
+def _training_batches(settings: TrainingSettings, samples: SampleLengths) -> list[Batch]:
+    if settings.max_length is not None:
+        samples = samples.limited(settings.max_length)
+    if settings.packing:
+        length = settings.max_length or max(samples.source, default=1)
+        count = max(1, math.ceil(sum(samples.source) / length))
+        samples = SampleLengths((length,) * count, (0,) * count, count)
+    return samples.batches(settings.batch_size, settings.max_tokens_per_batch) or [Batch(1, 1, 1)]
+
+
+def _training_work(
+    settings: TrainingSettings,
+    inputs: CostInputs,
+    samples: SampleLengths,
+    batches: Sequence[Batch],
+    teachers: Sequence[ModelSize],
+) -> Work:
+    size, task = inputs.result, inputs.task
+    per_epoch = len(batches) * samples.count / max(1, len(samples.source))
+    accumulated = settings.gradient_accumulation_steps
+    count = settings.max_steps * accumulated if settings.max_steps else settings.epochs * per_epoch
+    each = total([forward_work(size, batch, task, "training") for batch in batches])
+    for teacher in teachers:
+        each += total([forward_work(teacher, batch, task) for batch in batches])
+    if settings.gradient_checkpointing:
+        each += total([forward_work(size, batch, task) for batch in batches])
+    updates = Work.of("moved", _UPDATE_BYTES * trained_weights(settings, size)) * (count / accumulated)
+    found = each * (count / len(batches) / inputs.processes) + updates
+    validation = inputs.samples.get("validation")
+    if settings.num_evals and validation is not None:
+        chosen = validation.first(settings.max_validation_samples)
+        scored = total([forward_work(size, batch, task) for batch in _training_batches(settings, chosen)])
+        if settings.metric_for_best_model != LOSS_METRIC and generated(task):
+            scored += generation_over(chosen, size, 32, 1)
+        found += scored * (settings.num_evals + 1)  # the initial weights are scored too
+    return found
+
+
+def lighter_trainings(settings: TrainingSettings) -> Iterator[tuple[str, TrainingSettings]]:
+    """Yield settings that need less memory for the same updates, or for another training, with their text."""
+    if settings.max_tokens_per_batch is None:
+        for parts in (2, 4, 8, 16, 32):
+            if settings.batch_size >= parts:
+                size, times = settings.batch_size // parts, settings.gradient_accumulation_steps * parts
+                text = f"batch_size: {size}, gradient_accumulation_steps: {times}"
+                yield (
+                    text,
+                    settings.model_copy(update={"batch_size": size, "gradient_accumulation_steps": times}),
+                )
+    if not settings.gradient_checkpointing:
+        yield "gradient_checkpointing: true", settings.model_copy(update={"gradient_checkpointing": True})
+    if OPTIMIZERS[settings.optimizer] > OPTIMIZERS["adafactor"]:
+        yield "optimizer: adafactor", settings.model_copy(update={"optimizer": "adafactor"})
+    if settings.lora is None:
+        from smelt.training.settings import LoraSettings
+
+        yield "lora: {}", settings.model_copy(update={"lora": LoraSettings()})
+
+
+def with_batch(samples: SampleLengths, targets: int) -> SampleLengths:
+    """Return samples whose targets have `targets` tokens, as a teacher generates them."""
+    return replace(samples, target=(targets,) * len(samples.source))

@@ -2,9 +2,9 @@
 
     python benchmarks/plan_predictions.py --shared ../shared --minilm FOLDER [--space FOLDER] [CASE ...]
 
-Each case is a recipe of one thread. `smelt plan` predicts it with an empty store; then a process of its own runs
-it. Time is the processor seconds of the measured step, which another load on the machine changes less than the
-time that passes; memory is the peak of the resident set. Prints a table, and writes `results.json` in `--space`.
+Each case is a recipe of one thread. `smelt plan` predicts it with an empty store; then a process of its own
+runs it. Time is the processor seconds of the measured step, which another load on the machine changes less
+than the time that passes; memory is the peak of the resident set. Prints a table, and writes `results.json`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,11 @@ def predict(file: Path, step: str, out: Path) -> dict[str, float]:
     name, _, scoring = step.partition(", ")
     found = next(s for s in json.loads(done.stdout)["costs"]["steps"] if s["name"] == name)
     if scoring:
-        return {"seconds": found["scoring_seconds"], "memory_bytes": found["scoring_memory_bytes"], "disk_bytes": 0}
+        return {
+            "seconds": found["scoring_seconds"],
+            "memory_bytes": found["scoring_memory_bytes"],
+            "disk_bytes": 0,
+        }
     return {key: found[key] for key in ("seconds", "memory_bytes", "disk_bytes")}
 
 

@@ -116,7 +116,7 @@ class DropLayers:
 
     @classmethod
     def estimate_cost(cls, settings: DropLayersSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step: for `loss`, each remaining layer is tried for each removed one."""
+        """Return the estimated cost of the step; `loss` tries every layer for each that is removed."""
         size, result = inputs.source, inputs.result
         batches = calibration_batches(inputs, settings.calibration_samples)
         once = total([forward_work(size, batch, inputs.task) for batch in batches])

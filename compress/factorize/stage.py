@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from smelt.compress.factorize.svd import LayerMetrics
     from smelt.models.streamed_model import StreamedModel
 
-# The part of the weights that `energy` and a single rank keep, about; layers that gain nothing are kept whole.
+# About the part of the weights that `energy` or a rank keeps; layers that gain nothing are kept whole.
 _USUAL_RATIO = 0.85
 # Operations of a symmetric eigenvalue decomposition, for each cube of the width (LAPACK's dsyevd: 4/3 for the
 # tridiagonal form, twice that and more for the vectors), in float64, which counts twice.
@@ -124,7 +124,7 @@ class Factorize:
 
     @classmethod
     def estimate_cost(cls, settings: FactorizeSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step: second moments on samples, and a decomposition of each layer."""
+        """Return the estimated cost of the step: second moments on samples, a decomposition a layer."""
         size = inputs.source
         matrices = [list(stack.matrices) for stack in size.stacks]
         sides = [min(matrix) for stack in size.stacks for matrix in stack.matrices * stack.layers]

@@ -150,14 +150,14 @@ class Prune:
 
     @classmethod
     def estimate_cost(cls, settings: PruneSettings, inputs: CostInputs) -> StepCost:
-        """Return the estimated cost of the step: gradients or inputs on samples, and the refitting of layers."""
+        """Return the estimated cost of the step: gradients or inputs on samples, and the refit of layers."""
         size, needs = inputs.source, IMPORTANCES[settings.importance].needs
         fits_all = settings.scope == "global" or settings.budget is not None
         streamed = IMPORTANCES[settings.importance].is_local and not fits_all and not inputs.is_gpu
         batches = calibration_batches(inputs, settings.calibration_samples)
         graded = [] if needs != "labels" else calibration_batches(inputs, settings.calibration_samples, 4096)
         work = total([forward_work(size, batch, inputs.task, "training") for batch in graded])
-        held = FLOAT_BYTES * size.parameters * bool(graded)  # gradients
+        held = float(FLOAT_BYTES * size.parameters * bool(graded))  # gradients
         held += max((activation_bytes(size, batch, False) for batch in graded), default=0)
         if needs == "samples":
             work += total([forward_work(size, batch, inputs.task) for batch in batches])
@@ -176,7 +176,7 @@ class Prune:
     @classmethod
     def lighter_settings(cls, settings: PruneSettings) -> Iterator[tuple[str, PruneSettings]]:
         """Yield settings that may need less memory, with their text: importance without gradients."""
-        if settings.budget is None and "magnitude" != settings.importance and "width" not in settings.targets:
+        if settings.budget is None and settings.importance != "magnitude" and "width" not in settings.targets:
             yield (
                 "importance: magnitude",
                 settings.model_copy(update={"importance": "magnitude", "scope": "layer"}),

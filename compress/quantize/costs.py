@@ -46,6 +46,9 @@ def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
         )
         return size.stored_as(bits / 8, bits / 8)
     options = settings.scheme_options(settings.scheme)
+    if not size.stacks:  # convolutions
+        each = bits_per_weight(SCHEMES[settings.scheme], options) / 8
+        return size.stored_as(each, each)
     stored = weights = 0.0
     for stack in size.stacks:
         for rows, columns in stack.matrices:
@@ -93,8 +96,8 @@ def quantize_cost(settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
     passes = _PASSES_PER_WEIGHT + (_CLIP_PASSES if settings.clip != "none" else 0)
     passes += _HQQ_PASSES if settings.method == "hqq" else 0
     work = Work.of("moved", passes * FLOAT_BYTES * size.parameters)
-    # float copies of the largest matrix, and the quantized ones of all that are not written yet
-    more = 4.0 * FLOAT_BYTES * size.largest_matrix
+    # a float copy of the largest matrix, and the quantized ones of all that are not written yet
+    more = 1.0 * FLOAT_BYTES * size.largest_matrix
     more += 0 if streamed and is_streamed(size) else 2 * result.stored_bytes
     if not settings.needs_calibration:
         return one_shot_cost(inputs, result=result, work=work, more_bytes=more, streamed=streamed)

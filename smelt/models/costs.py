@@ -16,10 +16,9 @@ from typing import Literal, cast
 from smelt.data.splits import TEXT_TO_TEXT_TASKS, Task
 from smelt.models.model_size import FLOAT_BYTES, LARGE_BYTES, ModelSize
 
-# forward, training, decode: operations of blocks, in a pass, in a training with gradients, and for one token
-# of each sequence. matrix: of large matrix products. solver: of decompositions and inverses. moved: bytes read
-# and written by element-wise operations. read, written: bytes of files. calls: Python calls of a torch
-# operation. seconds: by the clock.
+# forward, training, decode: operations of blocks, in a pass, with gradients, and for one token of each text.
+# matrix: of large matrix products. solver: of decompositions and inverses. moved: bytes read and written by
+# element-wise operations. read, written: bytes of files. calls: of torch by Python. seconds: by the clock.
 Unit = Literal[
     "forward", "training", "decode", "matrix", "solver", "moved", "read", "written", "calls", "seconds"
 ]
@@ -95,8 +94,8 @@ class SampleLengths:
 
     def limited(self, length: int) -> SampleLengths:
         """Return the lengths of texts that are truncated to `length` tokens."""
-        cut = (tuple(min(n, length) for n in side) for side in (self.source, self.target))
-        return SampleLengths(*cut, count=self.count)
+        source, target = (tuple(min(n, length) for n in side) for side in (self.source, self.target))
+        return SampleLengths(source, target, self.count)
 
     def first(self, count: int) -> SampleLengths:
         """Return the lengths of `count` samples, spread over the split."""
@@ -165,8 +164,8 @@ class CostInputs:
 class StepCost:
     """The estimated cost of a step.
 
-    work: None: unknown. memory_bytes: the largest at a time, without the interpreter and its libraries.
-    least_bytes: a lower bound of it. result: the size of the output. disk_bytes: of the artifact;
+    work: None: unknown. memory_bytes: the most at a time, without the interpreter and its libraries.
+    least_bytes: a lower bound of it. result: the size of the output. disk_bytes: of the artifact.
     temporary_bytes: of files that exist only while the step runs. device_bytes, least_device_bytes: the memory
     of a GPU.
     """
@@ -233,7 +232,7 @@ def _contexts(size: ModelSize, batch: Batch) -> tuple[float, float]:
 
 
 def decoding_work(size: ModelSize, batch: Batch, beams: int) -> Work:
-    """Return the work of generating the targets of a batch with caches, one token of each sequence at a time."""
+    """Return the work of generating the targets of a batch, a token of each text at a time, with caches."""
     decoder = replace(size, stacks=size.stacks[-1:])
     rows, steps = batch.samples * beams, max(1, batch.target)
     context = batch.source + batch.target / 2
@@ -388,5 +387,5 @@ def moment_bytes(matrices: Matrices) -> float:
 
 
 def cubic_solver_work(widths: Sequence[int]) -> Work:
-    """Return the work of a Cholesky factor, its inverse and the factor of that, of matrices of these widths."""
+    """Return the work of a Cholesky factor, its inverse, and the factor of that, of matrices by width."""
     return Work.of("solver", sum(2 * math.pow(width, 3) for width in widths))

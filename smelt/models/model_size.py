@@ -53,9 +53,9 @@ class ModelSize:
     """The numbers of a model that its cost depends on.
 
     vocabulary: rows of the token embedding; 0 for images. table_weights: of token embeddings, each once.
-    head_weights: of an output layer that is not tied, or a classifier. other_weights: norms, biases, positions.
+    head_weights: of an output layer that is not tied. other_weights: norms, biases, positions, classifiers.
     output_width: outputs per token or sample. bytes_per_weight: stored, of the linear layers in blocks;
-    table_bytes_per_weight: of all others. kept_ratio: part of the linear layers' weights that the steps before
+    table_bytes_per_weight: of all others. kept_ratio: part of the linear layers' weights that earlier steps
     left, where the config does not show it.
     """
 
@@ -162,15 +162,21 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     )
 
 
+def sum_of_weights(family: str, weights: int) -> ModelSize:
+    """Return the size of a model without blocks, such as a graph or a convolutional network."""
+    return ModelSize(family, 0, 0, (), 0, 0, other_weights=weights)
+
+
 def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None:
-    """Return the size of the float model in `folder`; None as `size_from_config`, or without weights.
+    """Return the size of the model in `folder`; without weights as `size_from_config`.
 
     Raises:
         InputError: a file of the weights is missing or damaged.
     """
     size = size_from_config(config)
-    if size is None or not has_weights(folder):
+    if not has_weights(folder) or find_family(config) is None:
         return size
+    size = size or sum_of_weights(str(config.get("model_type")), 0)
     count = stored = 0
     for _, _, entry in weight_tensors(folder):
         count += value_count(entry)

@@ -32,7 +32,8 @@ _GRADIENT_BYTES = 4
 _UPDATE_BYTES = 44
 # Freed memory is kept for the next update (`freed_memory_retained`), in pieces that do not fit all of them.
 _FRAGMENTATION = 1.25
-_LORA_RANK_MATRICES = 2  # thin matrices of an adapter
+# Of torch operations that take as long as Trainer's imports and start, and as tokenizing a text.
+_START_CALLS, _TEXT_CALLS = 1.2e6, 25
 
 
 def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
@@ -44,7 +45,7 @@ def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
 
 
 def weight_state_bytes(settings: TrainingSettings, size: ModelSize) -> int:
-    """Return the bytes of weights, gradients, the optimizer's state, and the copies that are kept of weights."""
+    """Return the bytes of weights, gradients, the optimizer's state, and kept copies of the weights."""
     trained = trained_weights(settings, size)
     kept = bool(settings.num_evals) + (settings.ema_decay is not None)
     return size.float_bytes + trained * (
@@ -69,7 +70,7 @@ def training_cost(
         teachers: models that run on every batch, without gradients.
         samples: of the training; None: the split `train`.
         more_work: in addition, such as of generated targets; None: none.
-        layer_copies: copies of the linear layers' weights that each update makes (quantization-aware training).
+        layer_copies: copies of the linear layers' weights that an update makes (quantization-aware training).
     """
     size = inputs.result
     samples = samples or inputs.samples.get("train")
@@ -140,7 +141,9 @@ def _training_work(
     if settings.gradient_checkpointing:
         each += total([forward_work(size, batch, task) for batch in batches])
     updates = Work.of("moved", _UPDATE_BYTES * trained_weights(settings, size)) * (count / accumulated)
-    found = each * (count / len(batches) / inputs.processes) + updates
+    texts = samples.count * (2 if any(samples.target) else 1)
+    started = Work.of("calls", _START_CALLS + _TEXT_CALLS * texts)
+    found = started + each * (count / len(batches) / inputs.processes) + updates
     validation = inputs.samples.get("validation")
     if settings.num_evals and validation is not None:
         chosen = validation.first(settings.max_validation_samples)

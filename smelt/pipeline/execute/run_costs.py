@@ -1,7 +1,7 @@
-"""The costs of a plan on this machine with a store: finished steps, records of earlier ones, free memory, disk.
+"""The costs of a plan on this machine with a store: finished steps, records of others, free memory and disk.
 
-The predictions themselves are in `smelt.pipeline.plan.costs`. The keys of steps are computed as a run computes
-them, without torch, so that `smelt plan` finds what a run would find.
+The predictions are made in `smelt.pipeline.plan`. The keys of steps are computed as a run computes them,
+without torch, so that `smelt plan` finds what a run would find.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def machine_limits(folder: Path) -> MachineLimits:
     )
 
 
-class _NotStored(Exception):
+class _NotStoredError(Exception):
     """The artifact is not in the store."""
 
 
@@ -61,10 +61,10 @@ class _Lookup(StepRunner):
     def get_or_make(
         self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
     ) -> tuple[Artifact, bool]:
-        """Return the artifact `key` from the store; raise `_NotStored` if it is not there."""
+        """Return the artifact `key` from the store; raise `_NotStoredError` if it is not there."""
         found = self.store.find(key)
         if found is None:
-            raise _NotStored
+            raise _NotStoredError
         return found, True
 
 
@@ -74,7 +74,7 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
     Args:
         plan: a checked recipe.
         data: all splits.
-        store: local; nothing is written to it.
+        store: in which they are looked up.
     """
     display, recipe, graph = Display(None, quiet=True), plan.recipe, plan.third_party_model
     scorer = recipe_scorer(recipe, store)
@@ -82,7 +82,7 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
     lookup = _Lookup(**{name: getattr(made, name) for name in StepRunner.__dataclass_fields__})
     artifacts: dict[str, Artifact] = {}
     # what is wrong with model, data or a stored file is reported by the run
-    with suppress(_NotStored, SmeltError):
+    with suppress(_NotStoredError, SmeltError):
         if graph is not None and graph.tokenizer_folder is None:
             artifacts[MODEL_STEP] = import_onnx_model(lookup, graph, data, False)[0]
         else:
@@ -98,7 +98,7 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
             artifacts[MODEL_STEP] = found[0]
     for step in plan.steps if artifacts else ():
         if all(name in artifacts for name in step.dependencies):
-            with suppress(_NotStored, SmeltError):
+            with suppress(_NotStoredError, SmeltError):
                 above = {name: artifacts[name] for name in plan.ancestor_names(step)}
                 artifacts[step.name] = lookup.run_step(step, above, False)[0]
     scorer = replace(scorer, reference=artifacts.get(recipe.baseline)) if scorer.needs_reference else scorer

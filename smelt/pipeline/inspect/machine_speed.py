@@ -10,6 +10,7 @@ the shortest of several times by the clock.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -63,14 +64,14 @@ class MachineSpeed:
     def _per_second(self, unit: str, width: int) -> float:
         if unit == "seconds":
             return 1.0
-        value = getattr(self, unit)
-        return float(value) if isinstance(value, int | float) else _interpolated(value, width)
+        value: Mapping[str, float] | float = getattr(self, unit)
+        return _interpolated(value, width) if isinstance(value, Mapping) else value
 
 
 def _interpolated(by_width: Mapping[str, float], width: int) -> float:
     """Return the speed at a width between the measured ones, on a logarithmic scale; beyond, the nearest."""
     known = sorted((int(name), speed) for name, speed in by_width.items())
-    for (low, slow), (high, fast) in zip(known, known[1:], strict=False):
+    for (low, slow), (high, fast) in itertools.pairwise(known):
         if low <= width <= high:
             part = math.log(width / low) / math.log(high / low)
             return slow ** (1 - part) * fast**part
@@ -116,8 +117,8 @@ def _measure_in_process(threads: int, folder: Path) -> MachineSpeed:
         return MachineSpeed(**json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         raise RunError(
-            f"The speed of this machine could not be measured: {type(error).__name__}: {error}. Check torch with"
-            " `smelt doctor`.",
+            f"The speed of this machine could not be measured: {type(error).__name__}: {error}. Check torch"
+            " with `smelt doctor`.",
             code="speed-not-measured",
         ) from error
 

@@ -30,7 +30,13 @@ from smelt.models.costs import (
     pass_bytes,
     passes_over,
 )
-from smelt.models.model_size import FLOAT_BYTES, ModelSize, read_model_size, size_from_config
+from smelt.models.model_size import (
+    FLOAT_BYTES,
+    ModelSize,
+    read_model_size,
+    size_from_config,
+    sum_of_weights,
+)
 from smelt.pipeline.inspect.machine import training_device
 from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.sample_lengths import measure_lengths
@@ -91,9 +97,9 @@ def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEst
     """
     recipe, config = plan.recipe, _start_config(plan)
     folder = plan.local_model
-    size = None if config is None else _start_size(plan, config)
+    size = _start_size(plan, config)
     lengths = measure_lengths(splits, recipe.task, folder, config or {})
-    start = None if size is None or folder is None else _import_cost(size)
+    start = None if size is None else _import_cost(size)
     found = {MODEL_STEP: StepEstimate(MODEL_STEP, MODEL_STEP, start, _score_cost(plan, size, lengths))}
     configs, sizes = {MODEL_STEP: config}, {MODEL_STEP: size}
     for step in plan.steps:
@@ -101,7 +107,8 @@ def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEst
         check = getattr(step.stage_class, "check_model", None)
         after = check(step.settings, before)[1] if check and before is not None else before
         inputs = _cost_inputs(plan, step, sizes, before, after, lengths)
-        cost = None if inputs is None else _estimate(step, step.settings, inputs)
+        known = inputs is not None and (bool(inputs.source.stacks) or not step.trains)
+        cost = _estimate(step, step.settings, inputs) if inputs is not None and known else None
         result = None if cost is None else cost.result
         configs[step.name], sizes[step.name] = after, result
         score = None if step.unscored else _score_cost(plan, result, lengths, step.format == "onnx")
@@ -131,10 +138,15 @@ def _start_config(plan: Plan) -> Mapping[str, Any] | None:
     return read_config(plan.local_model)[0]
 
 
-def _start_size(plan: Plan, config: Mapping[str, Any]) -> ModelSize | None:
+def _start_size(plan: Plan, config: Mapping[str, Any] | None) -> ModelSize | None:
+    if plan.third_party_model is not None:
+        graph = plan.third_party_model
+        files = [*(graph.graphs.values() or [graph.file])]
+        files += [graph.file.parent / name for name in graph.weight_files]
+        return sum_of_weights("graph", sum(file.stat().st_size for file in files) // FLOAT_BYTES)
     if plan.local_model is None or isinstance(plan.recipe.model, UntrainedModel):
-        return size_from_config(config)
-    return read_model_size(plan.local_model, config)
+        return None if config is None else size_from_config(config)
+    return None if config is None else read_model_size(plan.local_model, config)
 
 
 def _cost_inputs(
@@ -153,13 +165,12 @@ def _cost_inputs(
     if after is not None and after is not before and after != before:
         fresh = size_from_config(after)
         if fresh is not None:
-            same = {} if step.settings.replaces_model else {"kept_ratio": source.kept_ratio}
             result = replace(
                 fresh,
                 other_weights=source.other_weights,
                 bytes_per_weight=source.bytes_per_weight,
                 table_bytes_per_weight=source.table_bytes_per_weight,
-                **same,
+                kept_ratio=1.0 if step.settings.replaces_model else source.kept_ratio,
             )
     launch = plan.recipe.launch
     trains = step.trains and launch.num_processes > 1
@@ -181,10 +192,10 @@ def _cost_inputs(
 
 
 def _estimate(step: PlanStep, settings: Settings, inputs: CostInputs) -> StepCost:
-    """Return the estimate of a step with other settings."""
+    """Return the estimate of a step with these settings; without blocks the operations are not known."""
     estimate = getattr(step.stage_class, "estimate_cost", None)
     found: StepCost = estimate(settings, inputs) if estimate else one_shot_cost(inputs)
-    return found
+    return found if inputs.source.stacks else replace(found, work=None)
 
 
 def _import_cost(size: ModelSize) -> StepCost:
@@ -199,7 +210,7 @@ def _score_cost(
 ) -> ScoreCost | None:
     """Return the cost of scoring a model of `size`; None if it is not known."""
     recipe, samples = plan.recipe, lengths.get(plan.judged_on)
-    if size is None or samples is None or recipe.task == CUSTOM_TASK:
+    if size is None or not size.stacks or samples is None or recipe.task == CUSTOM_TASK:
         return None
     score, work = recipe.score, load_work(size)
     largest = max(samples.batches(score.batch_size), key=lambda b: b.samples * (b.source + b.target))
@@ -248,7 +259,7 @@ def check_costs(
         cost = estimates[step.name].cost
         if cost is None or step.name in stored or step.unavailable:
             continue
-        at: Any = {"step": step.name, "line": step.line} | ({"file": file} if file else {})
+        at: Any = {"file": file, "line": step.line}
         total = cost.memory_bytes + INTERPRETER_BYTES
         for what, least, likely, most, free in (
             ("memory", cost.least_bytes, total, limits.memory_bytes, limits.free_bytes),
@@ -275,7 +286,7 @@ def check_costs(
                     f"'{step.name}' needs about {_gb(likely)} of {what}, and {_gb(free)} are free."
                     f" {advice or _OTHER_MACHINE}"
                 )
-                found.append(warning("may-need-more-memory", text, **at))
+                found.append(warning("may-need-more-memory", text, step=step.name, **at))
     return sorted(
         [*found, *_disk_messages(estimates, limits, stored, file)], key=lambda m: m.severity != "error"
     )
@@ -296,7 +307,7 @@ def _disk_messages(
             f"The artifacts of this run need at least {_gb(_CERTAIN_DISK * artifacts)} of disk, and"
             f" {_gb(limits.disk_bytes)} are free in the store's folder. {advice}"
         )
-        yield error_message("needs-more-disk", text, **({"file": file} if file else {}))
+        yield error_message("needs-more-disk", text, file=file)
     elif whole > limits.disk_bytes:
         text = (
             f"This run needs about {_gb(whole)} of disk, with checkpoints and temporary files, and"

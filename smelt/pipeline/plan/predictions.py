@@ -28,8 +28,8 @@ _WORKER_SECONDS = 5.0  # the start of a timing process
 class StepPrediction:
     """The prediction for one step; None: unknown.
 
-    source: measured (by the ratio in earlier runs), estimated, stored (the artifact is in the store, and costs
-    nothing), unknown. memory_bytes: with the interpreter. scoring_*: of scoring its artifact.
+    source: measured (by the ratio in earlier runs), estimated, stored (the artifact is in the store and costs
+    nothing), or unknown. memory_bytes: with the interpreter. scoring_*: of scoring its artifact.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Tokens of a recipe's samples, estimated from their characters and the tokens of a few of them.
 
-The tokenizer's own files are read with the libraries tokenizers and sentencepiece, which load in milliseconds;
-without such a file a token has four bytes, as in English text.
+The tokenizer's files are read with the libraries tokenizers and sentencepiece, which load in milliseconds.
+Without such a file a token has four bytes, as in English text.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def token_counters(folder: Path | None) -> tuple[Callable[[str], int] | None, Ca
                 from sentencepiece import SentencePieceProcessor
 
                 found: list[Any] = [SentencePieceProcessor(model_file=str(folder / name)) for name in names]
-                return tuple((lambda text, p=p: len(p.encode(text)) + 1) for p in found)  # type: ignore[return-value, misc]
+                return tuple((lambda text, p=p: len(p.encode(text)) + 1) for p in found)  # type: ignore[return-value]
     except (
         Exception
     ):  # a damaged file is reported when the tokenizer is loaded; the libraries raise many types

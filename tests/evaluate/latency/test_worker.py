@@ -10,7 +10,6 @@ import tiny
 
 from smelt.core.store import Store
 from smelt.data.splits import Example
-from smelt.evaluate.latency import worker as module
 from smelt.evaluate.latency.worker import TimingWorker, add_first_token_time, batch_by_length
 
 GENERATION = {"max_new_tokens": 5}

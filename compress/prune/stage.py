@@ -168,9 +168,10 @@ class Prune:
             held = max(held, moment_bytes(last))
         if settings.budget is not None and settings.budget.latency is not None:
             work += Work.of("seconds", _TIMING_SECONDS)
-        result = inputs.result
+        kept = {target: settings.keep_ratio_of(target) for target in settings.targets}
+        result = inputs.result.with_units(kept.get("heads", 1.0), kept.get("ffn", 1.0))
         if settings.budget is not None and settings.budget.measure == "parameters":
-            result = result.scaled_blocks(settings.budget.keep_ratio)
+            result = inputs.result.scaled_blocks(settings.budget.keep_ratio)
         return one_shot_cost(inputs, result=result, work=work, more_bytes=held, streamed=streamed)
 
     @classmethod

@@ -166,8 +166,8 @@ class StepCost:
 
     work: None: unknown. memory_bytes: the most at a time, without the interpreter and its libraries.
     least_bytes: a lower bound of it. result: the size of the output. disk_bytes: of the artifact.
-    temporary_bytes: of files that exist only while the step runs. device_bytes, least_device_bytes: the memory
-    of a GPU.
+    temporary_bytes: of files that exist only while the step runs. device_bytes, least_device_bytes: memory of
+    a GPU.
     """
 
     work: Work | None

@@ -28,14 +28,16 @@ _PATCH = 16
 class StackSize:
     """One stack of equal blocks.
 
-    matrices: rows and columns of each linear layer of a block. attention_width: heads times their width, of
-    all attentions of a block. hidden_units: activations of a token between the feed-forward layers.
+    matrices: rows and columns of each linear layer of a block: `feed_forward` of them (the last is the one
+    after the units), then query, key, value and output of each attention. attention_width: heads times their
+    width, of all attentions of a block. hidden_units: activations of a token between the feed-forward layers.
     kv_width: numbers per token in the key-value cache of a block.
     """
 
     name: str
     layers: int
     matrices: tuple[tuple[int, int], ...]
+    feed_forward: int
     attention_width: int
     attention_heads: int
     hidden_units: int
@@ -46,6 +48,22 @@ class StackSize:
     def block_weights(self) -> int:
         """The weights of one block's linear layers."""
         return sum(rows * columns for rows, columns in self.matrices)
+
+    def with_units(self, heads: float, neurons: float) -> StackSize:
+        """Return the stack with these parts of its heads and neurons."""
+        ways = [(neurons, 1.0)] * (self.feed_forward - 1) + [(1.0, neurons)]
+        ways += [(heads, 1.0), (heads, 1.0), (heads, 1.0), (1.0, heads)] * len(self.matrices)
+        return replace(
+            self,
+            matrices=tuple(
+                (round(n * rows), round(m * columns))
+                for (n, m), (rows, columns) in zip(self.matrices, ways, strict=False)
+            ),
+            attention_width=round(heads * self.attention_width),
+            attention_heads=round(heads * self.attention_heads),
+            hidden_units=round(neurons * self.hidden_units),
+            kv_width=round(heads * self.kv_width),
+        )
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,10 @@ class ModelSize:
     def scaled_blocks(self, ratio: float) -> ModelSize:
         """Return the size with this part of the blocks' weights."""
         return replace(self, kept_ratio=self.kept_ratio * ratio)
+
+    def with_units(self, heads: float, neurons: float) -> ModelSize:
+        """Return the size with these parts of the heads and neurons of each block."""
+        return replace(self, stacks=tuple(stack.with_units(heads, neurons) for stack in self.stacks))
 
     def stored_as(self, block_bytes: float, table_bytes: float | None = None) -> ModelSize:
         """Return the size with other bytes per stored weight."""
@@ -212,6 +234,7 @@ def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: 
         name=stack.name,
         layers=layers,
         matrices=tuple(matrices),
+        feed_forward=len(feed.input_layers) + 1,
         attention_width=attention_width,
         attention_heads=attention_heads,
         hidden_units=units * (gates + 1),

@@ -65,7 +65,7 @@ class MachineSpeed:
         if unit == "seconds":
             return 1.0
         value: Mapping[str, float] | float = getattr(self, unit)
-        return _interpolated(value, width) if isinstance(value, Mapping) else value
+        return _interpolated(value, width) if isinstance(value, Mapping) else float(value)
 
 
 def _interpolated(by_width: Mapping[str, float], width: int) -> float:

@@ -170,7 +170,7 @@ def _cost_inputs(
                 other_weights=source.other_weights,
                 bytes_per_weight=source.bytes_per_weight,
                 table_bytes_per_weight=source.table_bytes_per_weight,
-                kept_ratio=1.0 if step.settings.replaces_model else source.kept_ratio,
+                kept_ratio=1.0 if step.settings.replaces_model else _kept_ratio(source, before),
             )
     launch = plan.recipe.launch
     trains = step.trains and launch.num_processes > 1
@@ -189,6 +189,12 @@ def _cost_inputs(
         processes=launch.num_processes if trains else 1,
         sharded=trains and launch.strategy == "fsdp",
     )
+
+
+def _kept_ratio(size: ModelSize, config: Mapping[str, Any] | None) -> float:
+    """Return the part of the blocks' weights in `config` that the model of it still has."""
+    whole = None if config is None else size_from_config(config)
+    return size.block_weights / whole.block_weights if whole is not None and whole.block_weights else 1.0
 
 
 def _estimate(step: PlanStep, settings: Settings, inputs: CostInputs) -> StepCost:

@@ -136,7 +136,7 @@ def measure(recipe: Path, step: str, out: Path) -> dict[str, float]:
 
 def predict(file: Path, step: str, out: Path) -> dict[str, float]:
     """Return what `smelt plan` predicts for the step."""
-    command = [sys.executable, "-m", "smelt", "plan", str(file), "--json", "--out", str(out)]
+    command = [sys.executable, "-m", "smelt", "plan", str(file), "--json", "--measure", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     name, _, scoring = step.partition(", ")
     found = next(s for s in json.loads(done.stdout)["costs"]["steps"] if s["name"] == name)

@@ -74,7 +74,7 @@ def _interpolated(by_width: Mapping[str, float], width: int) -> float:
     for (low, slow), (high, fast) in itertools.pairwise(known):
         if low <= width <= high:
             part = math.log(width / low) / math.log(high / low)
-            return slow ** (1 - part) * fast**part
+            return float(slow ** (1 - part) * fast**part)
     return known[0][1] if width < known[0][0] else known[-1][1]
 
 

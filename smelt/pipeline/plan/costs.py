@@ -86,7 +86,7 @@ class StepEstimate:
 
 
 def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEstimate]:
-    """Return the estimates of the original model and of all steps, by name.
+    """Return the estimates of the original model and of all steps that this machine can run, by name.
 
     Args:
         plan: a checked recipe.
@@ -103,6 +103,8 @@ def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEst
     found = {MODEL_STEP: StepEstimate(MODEL_STEP, MODEL_STEP, start, _score_cost(plan, size, lengths))}
     configs, sizes = {MODEL_STEP: config}, {MODEL_STEP: size}
     for step in plan.steps:
+        if step.unavailable:
+            continue
         before = configs.get(step.parent)
         check = getattr(step.stage_class, "check_model", None)
         after = check(step.settings, before)[1] if check and before is not None else before
@@ -262,8 +264,8 @@ def check_costs(
     """
     found: list[Message] = []
     for step in plan.steps:
-        cost = estimates[step.name].cost
-        if cost is None or step.name in stored or step.unavailable:
+        cost = estimates[step.name].cost if step.name in estimates else None
+        if cost is None or step.name in stored:
             continue
         at: Any = {"file": file, "line": step.line}
         total = cost.memory_bytes + INTERPRETER_BYTES

@@ -22,6 +22,8 @@ from smelt.models.model_size import FLOAT_BYTES, LARGE_BYTES, ModelSize
 Unit = Literal[
     "forward", "training", "decode", "matrix", "solver", "moved", "read", "written", "calls", "seconds"
 ]
+# Memory of a process that has imported what a step imports, where it is not measured.
+INTERPRETER_BYTES = 560_000_000
 # Torch operations that a block's code calls, and the times that training calls each.
 _CALLS_PER_BLOCK, _TRAINING_CALLS = 40, 3
 # Element-wise passes over the logits by a loss, its gradient and the softmax.
@@ -149,7 +151,6 @@ class CostInputs:
     task: Task
     samples: Mapping[str, SampleLengths]
     named: Mapping[str, ModelSize] = field(default_factory=dict)
-    metrics_generate: bool = False
     is_gpu: bool = False
     processes: int = 1
     sharded: bool = False

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from smelt.models.costs import (
+    INTERPRETER_BYTES,
     Batch,
     CostInputs,
     SampleLengths,
@@ -34,6 +34,9 @@ _UPDATE_BYTES = 44
 _FRAGMENTATION = 1.25
 # Of torch operations that take as long as Trainer's imports and start, and as tokenizing a text.
 _START_CALLS, _TEXT_CALLS = 1.2e6, 25
+# Training through rounded weights and activations: element-wise passes over all weights in an update, and how
+# much longer the layers take.
+_ROUNDING_PASSES, _ROUNDING_FACTOR = 60, 1.6
 
 
 def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
@@ -59,7 +62,6 @@ def training_cost(
     *,
     teachers: Sequence[ModelSize] = (),
     samples: SampleLengths | None = None,
-    more_work: Work | None = None,
     layer_copies: float = 0.0,
 ) -> StepCost:
     """Return the cost of a training.
@@ -69,49 +71,46 @@ def training_cost(
         inputs: of its step; `result` is the trained model.
         teachers: models that run on every batch, without gradients.
         samples: of the training; None: the split `train`.
-        more_work: in addition, such as of generated targets; None: none.
-        layer_copies: copies of the linear layers' weights that an update makes (quantization-aware training).
+        layer_copies: of the linear layers' weights, that each update makes of rounded or masked ones.
     """
     size = inputs.result
     samples = samples or inputs.samples.get("train")
-    copies = round(layer_copies * FLOAT_BYTES * size.block_weights)
-    held = weight_state_bytes(settings, size)
-    others = sum(teacher.float_bytes for teacher in teachers)
+    held, trained = weight_state_bytes(settings, size), trained_weights(settings, size)
     work, active = None, 0
     if samples is not None:
         batches = _training_batches(settings, samples)
-        largest = max(batches, key=lambda batch: activation_bytes(size, batch, False))
-        dropout = settings.dropout != 0
-        active = activation_bytes(size, largest, dropout, settings.gradient_checkpointing)
-        scored = largest.samples * (largest.target if size.is_encoder_decoder else sum(_lengths(largest)))
-        active += len(teachers) * FLOAT_BYTES * scored * size.output_width
-        active = round(active * _FRAGMENTATION / inputs.processes)
-        work = _training_work(settings, inputs, samples, batches, teachers) + (more_work or Work())
+        active = _batch_bytes(settings, size, batches, len(teachers)) // inputs.processes
+        work = _training_work(settings, inputs, samples, batches, teachers, layer_copies > 0)
         work += load_work(inputs.source) + save_work(size) + total([load_work(t) for t in teachers])
     shared = inputs.processes if inputs.sharded else 1
-    least = (held - size.float_bytes + size.float_bytes) // shared
-    memory = held // shared + others + copies + active
-    on_device = memory - (settings.num_evals > 0) * FLOAT_BYTES * size.parameters if inputs.is_gpu else 0
+    memory = held // shared + active + round(layer_copies * FLOAT_BYTES * size.block_weights)
+    memory += sum(teacher.float_bytes for teacher in teachers)
+    least, on_device, least_on_device = held // shared, 0, 0
+    if inputs.is_gpu:  # the CPU keeps the copies of the weights, and the model before and after
+        on_device = memory - bool(settings.num_evals) * FLOAT_BYTES * trained
+        states = trained * (_GRADIENT_BYTES + OPTIMIZERS[settings.optimizer])
+        least_on_device = (size.float_bytes + states) // shared
+        memory, least = 2 * size.float_bytes + sum(t.float_bytes for t in teachers), size.float_bytes
+    interpreters = INTERPRETER_BYTES * inputs.processes * (inputs.processes > 1)
     return StepCost(
         work=work,
-        memory_bytes=(size.float_bytes * 2 + others if inputs.is_gpu else memory) * inputs.processes,
-        least_bytes=(size.float_bytes if inputs.is_gpu else least) * inputs.processes,
+        memory_bytes=memory * inputs.processes + interpreters,
+        least_bytes=least * inputs.processes,
         result=size,
         disk_bytes=size.stored_bytes,
-        temporary_bytes=held - _GRADIENT_BYTES * trained_weights(settings, size),
+        temporary_bytes=held - _GRADIENT_BYTES * trained,
         device_bytes=on_device,
-        least_device_bytes=(
-            size.float_bytes
-            + trained_weights(settings, size) * (_GRADIENT_BYTES + OPTIMIZERS[settings.optimizer])
-        )
-        // shared
-        if inputs.is_gpu
-        else 0,
+        least_device_bytes=least_on_device,
     )
 
 
-def _lengths(batch: Batch) -> tuple[int, int]:
-    return batch.source, batch.target
+def _batch_bytes(settings: TrainingSettings, size: ModelSize, batches: Sequence[Batch], teachers: int) -> int:
+    """Return the bytes of activations and logits for the largest batch."""
+    largest = max(batches, key=lambda batch: activation_bytes(size, batch, False))
+    found = activation_bytes(size, largest, settings.dropout != 0, settings.gradient_checkpointing)
+    tokens = largest.target if size.is_encoder_decoder else largest.source + largest.target
+    found += teachers * FLOAT_BYTES * largest.samples * tokens * size.output_width
+    return round(found * _FRAGMENTATION)
 
 
 def _training_batches(settings: TrainingSettings, samples: SampleLengths) -> list[Batch]:
@@ -130,6 +129,7 @@ def _training_work(
     samples: SampleLengths,
     batches: Sequence[Batch],
     teachers: Sequence[ModelSize],
+    rounds: bool,
 ) -> Work:
     size, task = inputs.result, inputs.task
     per_epoch = len(batches) * samples.count / max(1, len(samples.source))
@@ -141,6 +141,9 @@ def _training_work(
     if settings.gradient_checkpointing:
         each += total([forward_work(size, batch, task) for batch in batches])
     updates = Work.of("moved", _UPDATE_BYTES * trained_weights(settings, size)) * (count / accumulated)
+    if rounds:
+        each *= _ROUNDING_FACTOR
+        updates += Work.of("moved", _ROUNDING_PASSES * FLOAT_BYTES * size.parameters) * count
     texts = samples.count * (2 if any(samples.target) else 1)
     started = Work.of("calls", _START_CALLS + _TEXT_CALLS * texts)
     found = started + each * (count / len(batches) / inputs.processes) + updates
@@ -173,8 +176,3 @@ def lighter_trainings(settings: TrainingSettings) -> Iterator[tuple[str, Trainin
         from smelt.training.settings import LoraSettings
 
         yield "lora: {}", settings.model_copy(update={"lora": LoraSettings()})
-
-
-def with_batch(samples: SampleLengths, targets: int) -> SampleLengths:
-    """Return samples whose targets have `targets` tokens, as a teacher generates them."""
-    return replace(samples, target=(targets,) * len(samples.source))

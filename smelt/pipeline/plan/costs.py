@@ -18,6 +18,7 @@ from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Settings
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.models.costs import (
+    INTERPRETER_BYTES,
     Batch,
     CostInputs,
     SampleLengths,
@@ -47,8 +48,6 @@ from smelt.pipeline.recipe.stages import MODEL_STEP
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan, PlanStep
 
-# Memory of a process that has imported what a step imports, where it is not measured.
-INTERPRETER_BYTES = 560_000_000
 # Of the estimated size of the artifacts, what is certainly needed: some layers may become smaller.
 _CERTAIN_DISK = 0.7
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from smelt.core.artifact import StepRecord
 from smelt.core.messages import Message, messages_to_json
-from smelt.models.costs import Work
+from smelt.models.costs import INTERPRETER_BYTES, Work
 from smelt.pipeline.inspect.machine_speed import MachineSpeed
-from smelt.pipeline.plan.costs import INTERPRETER_BYTES, MachineLimits, StepEstimate, check_costs
+from smelt.pipeline.plan.costs import MachineLimits, StepEstimate, check_costs
 from smelt.pipeline.plan.plan import Plan
 
 # Files of an artifact besides the weights: tokenizer, config, manifest.

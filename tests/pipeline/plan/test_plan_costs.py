@@ -10,13 +10,17 @@ import harness
 import pytest
 import tiny
 from expected_errors import raises_code
+from paired_techniques import TECHNIQUES
 
 from smelt.core.artifact import StepRecord
 from smelt.core.errors import InputError
+from smelt.models.costs import CostInputs, SampleLengths, one_shot_cost
 from smelt.models.count_parameters import count_parameters
+from smelt.models.model_size import size_from_config
 from smelt.pipeline.plan.costs import MachineLimits, check_costs, estimate_steps, require_fitting
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.plan.predictions import cost_lines, predict_costs
+from smelt.pipeline.recipe.stages import load_stage
 
 RECIPE = """
 model: m
@@ -29,6 +33,15 @@ stages:
   - onnx: {}
 score: {latency: false}
 """
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 200,
+}  # fmt: skip
+BERT = LLAMA | {"model_type": "bert"}
+MARIAN = {
+    "model_type": "marian", "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 200,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+}  # fmt: skip
 ROOMY = MachineLimits(memory_bytes=10**12, free_bytes=10**12, disk_bytes=10**12)
 
 
@@ -150,6 +163,28 @@ def test_the_command_refuses_what_cannot_fit(home, monkeypatch):
     monkeypatch.setattr("smelt.pipeline.execute.run_costs.machine_limits", lambda folder: small)
     result = harness.smelt("plan", home / "recipe.yaml", code=2)
     assert "needs-more-memory" in {message.code for message in result.error.found}
+
+
+@pytest.mark.parametrize("config", [LLAMA, BERT, MARIAN], ids=lambda config: config["model_type"])
+def test_every_technique_has_an_estimate_whose_lower_bound_is_one(config):
+    size = size_from_config(config)
+    tasks = {"llama": "language-modeling", "bert": "text-classification", "marian": "translation"}
+    task = tasks[config["model_type"]]
+    targets = (5, 6, 7) if task == "translation" else (0, 0, 0)
+    samples = {name: SampleLengths((8, 9, 10), targets, 3) for name in ("train", "validation", "unlabelled")}
+    for technique in TECHNIQUES.values():
+        stage = load_stage(technique.stage)
+        settings = stage.settings_type.model_validate(technique.settings)
+        for known in (samples, {}):
+            inputs = CostInputs(size, size, task, known, {"teacher": size})
+            estimate = getattr(stage, "estimate_cost", None)
+            cost = estimate(settings, inputs) if estimate else one_shot_cost(inputs)
+            assert 0 < cost.least_bytes <= cost.memory_bytes
+            assert cost.disk_bytes > 0
+            if estimate and cost.work is not None and known:
+                assert 0 < harness.MACHINE_SPEED.seconds(cost.work) < 3600
+            for _, lighter in getattr(stage, "lighter_settings", lambda given: ())(settings):
+                assert estimate(lighter, inputs).memory_bytes > 0
 
 
 def test_unknown_parts_are_marked_as_unknown(home):

@@ -22,7 +22,7 @@ from smelt.core.system import require_memory
 from smelt.data.splits import IMAGE_CLASSIFICATION, TASKS, Split, Task
 from smelt.export.onnx_settings import OnnxSettings, unsupported_model, unsupported_task
 from smelt.export.tensorrt.settings import ProviderSettings
-from smelt.models.costs import CostInputs, StepCost, Work, load_work, save_work
+from smelt.models.costs import CostInputs, StepCost, Work, certain_bytes, load_work, save_work
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.runtimes.images import ImageBatch
@@ -162,11 +162,10 @@ def export_cost(settings: OnnxSettings, inputs: CostInputs) -> StepCost:
     work = load_work(size) + save_work(stored)
     work += Work.of("calls", graphs * _CALLS_PER_GRAPH + graphs * size.layers * _CALLS_PER_BLOCK)
     work += Work.of("moved", _PASSES * size.float_bytes)
-    least = size.float_bytes + stored.stored_bytes
     return StepCost(
         work=work,
         memory_bytes=round(size.float_bytes + _COPIES * stored.stored_bytes + _MODULE_BYTES),
-        least_bytes=least,
+        least_bytes=certain_bytes(size),
         result=stored,
         disk_bytes=stored.stored_bytes,
         temporary_bytes=stored.stored_bytes,

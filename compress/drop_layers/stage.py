@@ -122,7 +122,7 @@ class DropLayers:
         once = total([forward_work(size, batch, inputs.task) for batch in batches])
         removed = size.layers - result.layers if not settings.parts else size.layers / 2
         passes = {"loss": removed * size.layers / 2, "block-influence": 1.0}.get(settings.importance, 0.0)
-        return one_shot_cost(inputs, work=once * passes)
+        return one_shot_cost(inputs, work=once * passes, streamed=not inputs.is_gpu)
 
     def __call__(self, src: Artifact, settings: DropLayersSettings, ctx: Context) -> None:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""

@@ -84,7 +84,6 @@ def works_by_block(settings: QuantizeSettings, inputs: CostInputs) -> bool:
         or settings.smoothquant_alpha is not None
         or AUTO in settings.exclude
         or settings.needs_activation_ranges
-        or settings.scales_inputs
     )
     return not whole and not (settings.method == "gptq" and inputs.is_gpu)
 
@@ -96,16 +95,17 @@ def quantize_cost(settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
     passes = _PASSES_PER_WEIGHT + (_CLIP_PASSES if settings.clip != "none" else 0)
     passes += _HQQ_PASSES if settings.method == "hqq" else 0
     work = Work.of("moved", passes * FLOAT_BYTES * size.parameters)
-    # a float copy of the largest matrix, and the quantized ones of all that are not written yet
-    more = 1.0 * FLOAT_BYTES * size.largest_matrix
-    more += 0 if streamed and is_streamed(size) else 2 * result.stored_bytes
+    by_block = streamed and is_streamed(size)
+    # a float copy of the largest matrix, instead of a block's, or next to the quantized weights of all
+    more = float(FLOAT_BYTES * size.largest_matrix + 2 * (0 if by_block else result.stored_bytes))
+    more = max(0.0, more - 2 * FLOAT_BYTES * size.largest_block) if by_block else more
     if not settings.needs_calibration:
         return one_shot_cost(inputs, result=result, work=work, more_bytes=more, streamed=streamed)
     batches = calibration_batches(inputs, settings.calibration_samples)
     once = total([forward_work(size, batch, inputs.task) for batch in batches])
     more = max(more, max((pass_bytes(size, batch) for batch in batches), default=0))
     if settings.compensates_rounding:
-        solving, held = _gptq(size, batches, by_block=streamed and is_streamed(size))
+        solving, held = _gptq(size, batches, by_block=by_block)
         work, more = work + solving + once * 2, more + held
     if settings.scales_inputs:
         work += once * _SCALE_CANDIDATES

@@ -312,9 +312,17 @@ def is_streamed(size: ModelSize) -> bool:
     return size.stored_bytes > LARGE_BYTES
 
 
-def streamed_bytes(size: ModelSize, copies: float = 2.0) -> int:
-    """Return the memory of a model of which one block is loaded: all else, and `copies` of the block."""
-    return round(size.outside_bytes + copies * FLOAT_BYTES * size.largest_block)
+def streamed_bytes(size: ModelSize) -> int:
+    """Return the memory of a model of which one block is loaded: its float32 weights, and a changed copy.
+
+    All else is mapped from the file.
+    """
+    return size.outside_bytes + 2 * FLOAT_BYTES * size.largest_block
+
+
+def certain_bytes(size: ModelSize) -> int:
+    """Return the weights that any stage holds at a time: of a large model those of one block."""
+    return FLOAT_BYTES * size.largest_block if is_streamed(size) else size.held_bytes
 
 
 def one_shot_cost(
@@ -337,11 +345,10 @@ def one_shot_cost(
     size, result = inputs.source, result or inputs.result
     by_block = streamed and is_streamed(size)
     held = streamed_bytes(size) if by_block else size.float_bytes
-    least = streamed_bytes(size, 1.0) if by_block else size.float_bytes
     return StepCost(
         work=load_work(size) + save_work(result) + (work or Work()),
         memory_bytes=round(held + more_bytes),
-        least_bytes=min(least, held),
+        least_bytes=min(certain_bytes(size), held),
         result=result,
         disk_bytes=result.stored_bytes,
     )

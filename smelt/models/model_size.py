@@ -125,8 +125,14 @@ class ModelSize:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes in float32 of what is not in a block."""
-        return FLOAT_BYTES * (self.table_weights + self.head_weights + self.other_weights)
+        """Bytes in files of what is not in a block."""
+        outside = self.table_weights + self.head_weights + self.other_weights
+        return round(self.table_bytes_per_weight * outside)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a loaded model certainly holds: float32 weights, or quantized ones as they are."""
+        return self.float_bytes if self.bytes_per_weight > 1.5 else self.stored_bytes
 
     @property
     def layers(self) -> int:

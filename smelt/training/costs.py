@@ -47,10 +47,13 @@ def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
     return settings.lora.rank * rows
 
 
-def weight_state_bytes(settings: TrainingSettings, size: ModelSize) -> int:
-    """Return the bytes of weights, gradients, the optimizer's state, and kept copies of the weights."""
+def weight_state_bytes(settings: TrainingSettings, size: ModelSize, validates: bool = True) -> int:
+    """Return the bytes of weights, gradients, the optimizer's state, and kept copies of the weights.
+
+    validates: whether there are validation samples, by which the best weights are kept.
+    """
     trained = trained_weights(settings, size)
-    kept = bool(settings.num_evals) + (settings.ema_decay is not None)
+    kept = (bool(settings.num_evals) and validates) + (settings.ema_decay is not None)
     return size.float_bytes + trained * (
         _GRADIENT_BYTES + OPTIMIZERS[settings.optimizer] + kept * FLOAT_BYTES
     )
@@ -85,7 +88,10 @@ def training_cost(
     shared = inputs.processes if inputs.sharded else 1
     memory = held // shared + active + round(layer_copies * FLOAT_BYTES * size.block_weights)
     memory += sum(teacher.float_bytes for teacher in teachers)
-    least, on_device, least_on_device = held // shared, 0, 0
+    certain = weight_state_bytes(settings, size, "validation" in inputs.samples)
+    if settings.lora is not None:  # the weights may be quantized
+        certain += inputs.source.held_bytes - size.float_bytes
+    least, on_device, least_on_device = certain // shared, 0, 0
     if inputs.is_gpu:  # the CPU keeps the copies of the weights, and the model before and after
         on_device = memory - bool(settings.num_evals) * FLOAT_BYTES * trained
         states = trained * (_GRADIENT_BYTES + OPTIMIZERS[settings.optimizer])

@@ -198,7 +198,7 @@ def _block_speeds(width: int, clock: Callable[[], float]) -> tuple[float, float,
     training = 3 * each / _shortest(lambda: train(many), clock, 2)
     with torch.no_grad():
         forward = each / _shortest(lambda: block(many), clock)
-        decode = 8 * (24 * width**2 + 4 * width) / _shortest(lambda: block(few), clock)
+        decode = 8 * (24 * width**2 + 4 * width) / _shortest(lambda: block(few), clock, 20)
     return forward, training, decode
 
 

@@ -201,7 +201,10 @@ def _kept_ratio(size: ModelSize, config: Mapping[str, Any] | None) -> float:
 def _estimate(step: PlanStep, settings: Settings, inputs: CostInputs) -> StepCost:
     """Return the estimate of a step with these settings; without blocks the operations are not known."""
     estimate = getattr(step.stage_class, "estimate_cost", None)
-    found: StepCost = estimate(settings, inputs) if estimate else one_shot_cost(inputs)
+    found: StepCost = (
+        estimate(settings, inputs) if estimate else replace(one_shot_cost(inputs), least_bytes=0)
+    )
+    found = found if inputs.source.stacks else replace(found, least_bytes=0)  # a graph may be mapped
     return found if inputs.source.stacks else replace(found, work=None)
 
 

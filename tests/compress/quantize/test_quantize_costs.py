@@ -33,7 +33,7 @@ def test_the_result_has_as_many_bytes_as_the_artifact(tmp_path, settings):
     assert cost.disk_bytes < 0.7 * size.stored_bytes
 
 
-def test_a_large_model_takes_the_memory_of_a_block_unless_its_scales_move():
+def test_a_large_model_takes_the_memory_of_a_block_where_layers_are_independent():
     large = {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
         "num_attention_heads": 32, "vocab_size": 32000,
@@ -41,9 +41,9 @@ def test_a_large_model_takes_the_memory_of_a_block_unless_its_scales_move():
     size = size_from_config(large)
     assert size.stored_bytes > LARGE_BYTES
     inputs = CostInputs(size, size, "language-modeling", {})
-    block, awq = (
-        quantize_cost(QuantizeSettings(scheme="int4", method=method), inputs).least_bytes
-        for method in ("rtn", "awq")
+    block, whole = (
+        quantize_cost(QuantizeSettings(scheme="int4", **given), inputs)
+        for given in ({}, {"low_rank_correction": {"rank": 8}})
     )
-    assert block == 4 * (32000 * 2048 + size.largest_block)
-    assert awq == size.float_bytes
+    assert block.least_bytes == 4 * size.largest_block
+    assert block.memory_bytes < 0.2 * size.float_bytes < size.float_bytes < whole.memory_bytes

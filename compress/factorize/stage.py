@@ -19,6 +19,7 @@ from smelt.models.costs import (
     Work,
     calibration_batches,
     forward_work,
+    is_streamed,
     moment_bytes,
     moment_work,
     one_shot_cost,
@@ -129,21 +130,21 @@ class Factorize:
         matrices = [list(stack.matrices) for stack in size.stacks]
         sides = [min(matrix) for stack in size.stacks for matrix in stack.matrices * stack.layers]
         work = Work.of("solver", sum(_DECOMPOSITION_FLOPS * side**3 for side in sides))
+        streamed = settings.targets == "layers" and settings.parameter_budget is None and not inputs.is_gpu
+        streamed = streamed and settings.method in ("svd", "whitened-svd", "asvd")
         held = 0.0
         if settings.targets == "embeddings":
             side = min(size.width, size.vocabulary)
-            work, matrices = Work.of("solver", _DECOMPOSITION_FLOPS * side**3), []
+            work = Work.of("solver", _DECOMPOSITION_FLOPS * side**3)
             work += Work.of("matrix", 2 * size.table_weights * side)
         elif settings.needs_calibration:
             batches = calibration_batches(inputs, settings.calibration_samples)
             times = 2 if settings.parameter_budget is None else 3
             work += total([forward_work(size, batch, inputs.task) for batch in batches]) * times
             work += moment_work(size, batches, matrices)
-            held = moment_bytes(matrices)
+            held = moment_bytes(size, matrices, streamed and is_streamed(size))
         ratio = settings.keep_ratio or settings.parameter_budget or _USUAL_RATIO
         result = inputs.result if settings.targets == "embeddings" else inputs.result.scaled_blocks(ratio)
-        streamed = settings.targets == "layers" and settings.parameter_budget is None and not inputs.is_gpu
-        streamed = streamed and settings.method in ("svd", "whitened-svd", "asvd")
         return one_shot_cost(inputs, result=result, work=work, more_bytes=held, streamed=streamed)
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:

@@ -165,7 +165,7 @@ class Prune:
             last = [[stack.matrices[0][::-1]] for stack in size.stacks]  # of the layers after the units
             work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
             work += moment_work(size, batches, last)
-            held = max(held, moment_bytes(last))
+            held = max(held, moment_bytes(size, last, by_block=True))
         if settings.budget is not None and settings.budget.latency is not None:
             work += Work.of("seconds", _TIMING_SECONDS)
         kept = {target: settings.keep_ratio_of(target) for target in settings.targets}

@@ -27,7 +27,8 @@ from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight
 _HESSIAN_BYTES = 8  # float64
 _MOMENT_COPIES = 3  # of the largest second moment, while its factor is computed
 _COLUMNS = 128  # that GPTQ updates at once
-_CALLS_PER_COLUMN = 30
+_CALLS_PER_COLUMN = 60
+_STRIDE_FACTOR = 4  # of reading and writing columns, which are not contiguous
 _PASSES_PER_WEIGHT = 12  # of reading and writing, to find a grid and to round
 _CLIP_PASSES = 200  # to search clipping
 _SCALE_CANDIDATES = 20  # of AWQ, for each norm
@@ -126,10 +127,8 @@ def _gptq(size: ModelSize, batches: list[Batch], by_block: bool) -> tuple[Work, 
     largest, moments = 0.0, 0.0
     for stack in size.stacks:
         flops = sum(2 * tokens * columns**2 + rows * columns**2 for rows, columns in stack.matrices)
-        moved = sum(
-            columns * rows * (3 * FLOAT_BYTES * _COLUMNS / 2 + 8 * FLOAT_BYTES)
-            for rows, columns in stack.matrices
-        )
+        column_bytes = FLOAT_BYTES * (3 * _COLUMNS / 2 + 8) * _STRIDE_FACTOR
+        moved = sum(columns * rows * column_bytes for rows, columns in stack.matrices)
         each = (
             Work.of("matrix", flops)
             + Work.of("moved", moved)

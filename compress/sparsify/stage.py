@@ -159,7 +159,10 @@ class Sparsify:
             work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
             if settings.method == "sparsegpt":
                 matrices = [list(stack.matrices) for stack in size.stacks]
-                work, held = work + moment_work(size, batches, matrices), moment_bytes(matrices)
+                work, held = (
+                    work + moment_work(size, batches, matrices),
+                    moment_bytes(size, matrices, by_block=True),
+                )
         return one_shot_cost(inputs, work=work, more_bytes=held, streamed=not inputs.is_gpu)
 
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:

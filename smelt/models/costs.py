@@ -276,13 +276,14 @@ def activation_bytes(size: ModelSize, batch: Batch, dropout: bool, checkpointing
 
 
 def pass_bytes(size: ModelSize, batch: Batch) -> int:
-    """Return the bytes of a forward pass without gradients: those of one block, and the logits."""
+    """Return the bytes of a forward pass without gradients: those of one block, and some of the logits.
+
+    Losses take the logits in parts.
+    """
     tokens = _token_counts(size, batch)
     widest = max((stack.hidden_units for stack in size.stacks), default=0)
     scored = tokens[1] if size.is_encoder_decoder else tokens[0]
-    return round(
-        FLOAT_BYTES * max(tokens) * (4 * size.width + widest) + 2 * FLOAT_BYTES * scored * size.output_width
-    )
+    return round(FLOAT_BYTES * (max(tokens) * (4 * size.width + widest) + scored * size.output_width / 4))
 
 
 def passes_over(samples: SampleLengths, size: ModelSize, task: Task, batch_size: int = 32) -> Work:
@@ -388,10 +389,17 @@ def moment_work(size: ModelSize, batches: Sequence[Batch], matrices: Matrices) -
     return work
 
 
-def moment_bytes(matrices: Matrices) -> float:
-    """Return the bytes of the second moments of one block in float64, with copies of the largest one."""
-    by_block = [[8 * columns**2 for _, columns in layers] for layers in matrices]
-    return max((sum(sizes) + 3 * max(sizes, default=0) for sizes in by_block), default=0)
+def moment_bytes(size: ModelSize, matrices: Matrices, by_block: bool) -> float:
+    """Return the bytes of second moments in float64, and of copies of the largest one.
+
+    by_block: whether only those of one block are in memory at a time.
+    """
+    sizes = [[8.0 * columns**2 for _, columns in layers] for layers in matrices]
+    largest = max((one for block in sizes for one in block), default=0.0)
+    if by_block:
+        return max(map(sum, sizes), default=0.0) + 3 * largest
+    whole = sum(stack.layers * sum(block) for stack, block in zip(size.stacks, sizes, strict=True))
+    return whole + 3 * largest
 
 
 def cubic_solver_work(widths: Sequence[int]) -> Work:

@@ -208,7 +208,7 @@ def main() -> None:
         known = found[name]["measured"] if given.predict and name in found else None
         found[name] = run_case(name, every[name], space, known)
         results.write_text(json.dumps(found, indent=1))
-    print(table({name: found[name] for name in every if name in found}))
+    print(table({name: found[name] for name in given.cases or every}))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ Unit = Literal[
 ]
 # Memory of a process that has imported what a step imports, where it is not measured.
 INTERPRETER_BYTES = 560_000_000
+# Of torch operations that take as long as the imports of a stage.
+_IMPORT_CALLS = 5e5
 # Torch operations that a block's code calls, and the times that training calls each.
 _CALLS_PER_BLOCK, _TRAINING_CALLS = 40, 3
 # Element-wise passes over the logits by a loss, its gradient and the softmax.
@@ -300,7 +302,8 @@ def generation_over(samples: SampleLengths, size: ModelSize, batch_size: int, be
 
 def load_work(size: ModelSize) -> Work:
     """Return the work of reading a model's file and widening it to float32."""
-    return Work.of("read", size.stored_bytes) + Work.of("moved", 2 * size.float_bytes)
+    read = Work.of("read", size.stored_bytes) + Work.of("moved", 2 * size.float_bytes)
+    return read + Work.of("calls", _IMPORT_CALLS)
 
 
 def save_work(size: ModelSize) -> Work:

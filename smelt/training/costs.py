@@ -36,7 +36,7 @@ _FRAGMENTATION = 1.25
 _START_CALLS, _TEXT_CALLS = 1.2e6, 25
 # Training through rounded weights and activations: element-wise passes over all weights in an update, and how
 # much longer the layers take.
-_ROUNDING_PASSES, _ROUNDING_FACTOR = 150, 3.0
+_ROUNDING_PASSES, _ROUNDING_FACTOR = 150, 3.5
 
 
 def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:

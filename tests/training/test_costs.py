@@ -70,4 +70,5 @@ def test_processes_hold_the_weights_each_unless_they_divide_them():
     two = training_cost(TrainingSettings(), _inputs(processes=2))
     divided = training_cost(TrainingSettings(), _inputs(processes=2, sharded=True))
     assert (two.least_bytes, divided.least_bytes) == (2 * one.least_bytes, one.least_bytes)
+    assert two.memory_bytes - divided.memory_bytes == weight_state_bytes(TrainingSettings(), SIZE)
     assert two.work.amounts["training", 64] == one.work.amounts["training", 64] / 2

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smelt.core.errors import rust_panics_as_errors
 from smelt.data.splits import (
     CUSTOM_TASK,
     ENCODER_DECODER_TASKS,
@@ -48,9 +49,14 @@ def _fit_rate(texts: Sequence[str], count: Callable[[str], int] | None) -> Token
         return TokenRate()
     step = max(1, len(texts) // _TOKENIZED)
     chosen = [text[:_CHARACTERS] for text in texts[::step][:_TOKENIZED]]
-    added = count("")
     size = sum(len(text.encode()) for text in chosen)
-    return TokenRate(sum(count(text) - added for text in chosen) / max(1, size), max(added, 1))
+    try:
+        with rust_panics_as_errors():
+            added = count("")
+            tokens = sum(count(text) - added for text in chosen)
+    except Exception:  # of a tokenizer or text that the step itself will report
+        return TokenRate()
+    return TokenRate(tokens / max(1, size), max(added, 1))
 
 
 def token_counters(folder: Path | None) -> tuple[Callable[[str], int] | None, Callable[[str], int] | None]:
@@ -61,7 +67,8 @@ def token_counters(folder: Path | None) -> tuple[Callable[[str], int] | None, Ca
         if (folder / "tokenizer.json").is_file():
             from tokenizers import Tokenizer
 
-            tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            with rust_panics_as_errors():
+                tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
             tokenizer.no_truncation()
             tokenizer.no_padding()
             return (lambda text: len(tokenizer.encode(text).ids),) * 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 from smelt.compress.training_techniques import (
     TechniqueTrainingSettings,
     check_training,
+    estimate_training,
     invalidated_by_training,
     provided_by_training,
     train_with_techniques,
@@ -17,7 +18,9 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need
 from smelt.data.splits import TASKS, Split, Task
-from smelt.training.settings import needed_by_training
+from smelt.models.costs import CostInputs, StepCost
+from smelt.training.costs import lighter_trainings
+from smelt.training.settings import TrainingSettings, needed_by_training
 from smelt.training.train import missing_scores_errors
 
 
@@ -80,6 +83,16 @@ class Finetune:
         return missing_scores_errors(task, data, ("train", "validation")) + training_task_errors(
             settings, task
         )
+
+    @classmethod
+    def estimate_cost(cls, settings: FinetuneSettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step."""
+        return estimate_training(settings, inputs)
+
+    @classmethod
+    def lighter_settings(cls, settings: FinetuneSettings) -> Iterator[tuple[str, TrainingSettings]]:
+        """Yield settings that need less memory, with their text."""
+        return lighter_trainings(settings)
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""

@@ -6,7 +6,8 @@ loop. Imports no torch, so that the table of stages loads quickly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,13 +22,19 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context
 from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION, Task
+from smelt.models.costs import CostInputs, SampleLengths, StepCost
 from smelt.models.families.registry import find_family, no_blocks_reason
+from smelt.models.model_size import ModelSize
+from smelt.training.costs import training_cost
 from smelt.training.settings import TrainingSettings
 from smelt.training.train import train
 
 if TYPE_CHECKING:
     from smelt.models.edits import Edit
     from smelt.training.extension import Objective, TrainingExtension, TrainingTechnique
+
+# Stored weights of fewer bytes are quantized: float16 has two.
+_HALF_BYTES = 1.5
 
 
 class TechniqueTrainingSettings(TrainingSettings):
@@ -56,6 +63,27 @@ class TechniqueTrainingSettings(TrainingSettings):
                 code="settings-conflict",
             )
         return self
+
+
+def estimate_training(
+    settings: TechniqueTrainingSettings,
+    inputs: CostInputs,
+    *,
+    teachers: Sequence[ModelSize] = (),
+    samples: SampleLengths | None = None,
+) -> StepCost:
+    """Return the estimated cost of a training with its techniques (see `training_cost`).
+
+    A quantized model is trained through float weights, which each update rounds; sparsity and masks keep
+    scores of the linear layers' weights.
+    """
+    is_quantized = inputs.source.bytes_per_weight < _HALF_BYTES
+    copies = 2.0 * (is_quantized and settings.lora is None) + 2.0 * (settings.sparsify is not None)
+    cost = training_cost(settings, inputs, teachers=teachers, samples=samples, layer_copies=copies)
+    if not is_quantized or settings.lora is not None:
+        return cost
+    kept = settings.qat is None or settings.qat.save_master_weights
+    return replace(cost, disk_bytes=cost.disk_bytes + kept * inputs.result.float_bytes)
 
 
 def provided_by_training(settings: TechniqueTrainingSettings) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +26,7 @@ from smelt.compress.distill.settings import INNER_LOSSES, DistillSettings
 from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
 from smelt.compress.training_techniques import (
     check_training,
+    estimate_training,
     invalidated_by_training,
     provided_by_training,
     train_with_techniques,
@@ -43,9 +44,9 @@ from smelt.data.splits import (
     Split,
     Task,
 )
-from smelt.training.settings import (
-    needed_by_training,
-)
+from smelt.models.costs import CostInputs, StepCost, Work, generation_over, passes_over, total
+from smelt.training.costs import lighter_trainings
+from smelt.training.settings import TrainingSettings, needed_by_training
 
 if TYPE_CHECKING:
     from smelt.compress.distill.logit_cache import CachedTeacher
@@ -192,6 +193,34 @@ class Distill:
             found.append(error_message("missing-scores", text, setting=place))
         return found
 
+    @classmethod
+    def estimate_cost(cls, settings: DistillSettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step: generated targets, the teacher's outputs, every phase."""
+        settings = settings.resolve_for_task(inputs.task)
+        teachers = [size for setting, size in inputs.named.items() if setting.startswith("teacher")]
+        teachers = teachers or [inputs.source]
+        parts = [samples for name in _split_names(settings) if (samples := inputs.samples.get(name))]
+        samples = parts[0] if len(parts) == 1 else None
+        more, sequences = Work(), settings.sequence_level
+        if sequences is not None and samples is not None:
+            writer = inputs.named.get("sequence_level.generator", teachers[0])
+            more += generation_over(samples, writer, sequences.batch_size, sequences.num_beams)
+        if settings.cache_logits is not None and samples is not None:
+            more += total([passes_over(samples, teacher, inputs.task) for teacher in teachers])
+        found = []
+        for training in (phase.without_default_dropout() for phase in settings.phase_settings()):
+            cached = settings.cache_logits is not None and training.needs_only_outputs(inputs.task)
+            present = teachers if training.losses.uses_teacher() and not cached else []
+            found.append(estimate_training(training, inputs, teachers=present, samples=samples))
+        largest = max(found, key=lambda cost: cost.memory_bytes)
+        works = [cost.work for cost in found if cost.work is not None]
+        return replace(largest, work=total([more, *works]) if len(works) == len(found) else None)
+
+    @classmethod
+    def lighter_settings(cls, settings: DistillSettings) -> Iterator[tuple[str, TrainingSettings]]:
+        """Yield settings that need less memory, with their text."""
+        return lighter_trainings(settings)
+
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it with the teacher, and write it to `ctx.out`."""
         from smelt.compress.distill.objective import make_cached_teacher
@@ -233,6 +262,13 @@ class Distill:
                     model, teacher, Artifact(home, src.manifest), settings, ctx, edits, cached_teacher
                 )
             save_trained(model, edits, home, settings.dtype, settings.qat, ctx)
+
+
+def _split_names(settings: DistillSettings) -> tuple[str, ...]:
+    """Return the splits that the training reads."""
+    return {"labelled": ("train",), "unlabelled": ("unlabelled",)}.get(
+        settings.train_on, ("train", "unlabelled")
+    )
 
 
 def _make_student(

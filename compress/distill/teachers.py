@@ -327,8 +327,9 @@ def _teacher_of_step(name: str, ctx: Context) -> Teacher:
 
 def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ctx: Context) -> Teacher:
     from smelt.models.checkpoint import load_model
-    from smelt.models.import_model import import_model, source_files
+    from smelt.models.import_model import import_model
     from smelt.models.text_rules import read_sentence_rules
+    from smelt.models.weight_files import source_files
 
     folder = Path(settings.model)
     if ctx.task != IMAGE_CLASSIFICATION:

@@ -19,6 +19,14 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need
 from smelt.data.splits import TASKS, Split, Task
+from smelt.models.costs import (
+    CostInputs,
+    StepCost,
+    calibration_batches,
+    forward_work,
+    one_shot_cost,
+    total,
+)
 from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.training.train import missing_scores_errors
@@ -105,6 +113,16 @@ class DropLayers:
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the mistakes, by setting, for a model of this config, and the config of the result."""
         return check_layer_counts(settings, config)
+
+    @classmethod
+    def estimate_cost(cls, settings: DropLayersSettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step; `loss` tries every layer for each that is removed."""
+        size, result = inputs.source, inputs.result
+        batches = calibration_batches(inputs, settings.calibration_samples)
+        once = total([forward_work(size, batch, inputs.task) for batch in batches])
+        removed = size.layers - result.layers if not settings.parts else size.layers / 2
+        passes = {"loss": removed * size.layers / 2, "block-influence": 1.0}.get(settings.importance, 0.0)
+        return one_shot_cost(inputs, work=once * passes, streamed=not inputs.is_gpu)
 
     def __call__(self, src: Artifact, settings: DropLayersSettings, ctx: Context) -> None:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""

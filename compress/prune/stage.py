@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +20,19 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
 from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task
+from smelt.models.costs import (
+    CostInputs,
+    StepCost,
+    Work,
+    activation_bytes,
+    calibration_batches,
+    forward_work,
+    moment_bytes,
+    moment_work,
+    one_shot_cost,
+    total,
+)
+from smelt.models.model_size import FLOAT_BYTES
 from smelt.quantization.schemes.registry import STATIC_SCHEME
 from smelt.training.train import missing_scores_errors
 
@@ -31,6 +44,9 @@ if TYPE_CHECKING:
     from smelt.compress.prune.reconstruct import UnitSelection
     from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
     from smelt.models.streamed_model import StreamedModel
+
+# Of a latency budget: the timings of layers of several widths.
+_TIMING_SECONDS = 60.0
 
 
 class Prune:
@@ -131,6 +147,41 @@ class Prune:
         length = settings.budget.sequence_length if settings.budget is not None else None
         mistakes = check_units(settings.targets, config) or check_length(length, config)
         return mistakes, config if mistakes else narrowed_config(settings, config)
+
+    @classmethod
+    def estimate_cost(cls, settings: PruneSettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step: gradients or inputs on samples, and the refit of layers."""
+        size, needs = inputs.source, IMPORTANCES[settings.importance].needs
+        fits_all = settings.scope == "global" or settings.budget is not None
+        streamed = IMPORTANCES[settings.importance].is_local and not fits_all and not inputs.is_gpu
+        batches = calibration_batches(inputs, settings.calibration_samples)
+        graded = [] if needs != "labels" else calibration_batches(inputs, settings.calibration_samples, 4096)
+        work = total([forward_work(size, batch, inputs.task, "training") for batch in graded])
+        held = float(FLOAT_BYTES * size.parameters * bool(graded))  # gradients
+        held += max((activation_bytes(size, batch, False) for batch in graded), default=0)
+        if needs == "samples":
+            work += total([forward_work(size, batch, inputs.task) for batch in batches])
+        if settings.reconstruct and "channels" not in settings.targets:
+            last = [[stack.matrices[0][::-1]] for stack in size.stacks]  # of the layers after the units
+            work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
+            work += moment_work(size, batches, last)
+            held = max(held, moment_bytes(size, last, by_block=True))
+        if settings.budget is not None and settings.budget.latency is not None:
+            work += Work.of("seconds", _TIMING_SECONDS)
+        kept = {target: settings.keep_ratio_of(target) for target in settings.targets}
+        result = inputs.result.with_units(kept.get("heads", 1.0), kept.get("ffn", 1.0))
+        if settings.budget is not None and settings.budget.measure == "parameters":
+            result = inputs.result.scaled_blocks(settings.budget.keep_ratio)
+        return one_shot_cost(inputs, result=result, work=work, more_bytes=held, streamed=streamed)
+
+    @classmethod
+    def lighter_settings(cls, settings: PruneSettings) -> Iterator[tuple[str, PruneSettings]]:
+        """Yield settings that may need less memory, with their text: importance without gradients."""
+        if settings.budget is None and settings.importance != "magnitude" and "width" not in settings.targets:
+            yield (
+                "importance: magnitude",
+                settings.model_copy(update={"importance": "magnitude", "scope": "layer"}),
+            )
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score and prune the units of `src`, and write the smaller model to `ctx.out`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.compress.quantize.costs import quantize_cost
 from smelt.compress.quantize.scheme_options import scheme_table, two_bit_warnings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact, Format
@@ -12,6 +13,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need, Settings
 from smelt.data.splits import TASKS, Task
+from smelt.models.costs import CostInputs, StepCost
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.quantization.scheme import Scheme
 from smelt.quantization.schemes.registry import SCHEMES
@@ -108,6 +110,18 @@ class Quantize:
             return [], config
         found = convolution_setting_errors(settings, lack)
         return found, config if found else {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
+
+    @classmethod
+    def estimate_cost(cls, settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step."""
+        return quantize_cost(settings, inputs)
+
+    @classmethod
+    def lighter_settings(cls, settings: QuantizeSettings) -> Iterator[tuple[str, QuantizeSettings]]:
+        """Yield settings that may need less memory, with their text: rounding to nearest, block by block."""
+        plain = QuantizeSettings(scheme=settings.scheme)
+        if not plain.needs_calibration and plain != settings:
+            yield f"quantize: {{scheme: {settings.scheme}}} (method: rtn)", plain
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""

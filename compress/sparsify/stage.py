@@ -14,6 +14,17 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.data.splits import TASKS, Task
+from smelt.models.costs import (
+    CostInputs,
+    StepCost,
+    Work,
+    calibration_batches,
+    forward_work,
+    moment_bytes,
+    moment_work,
+    one_shot_cost,
+    total,
+)
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 
 if TYPE_CHECKING:
@@ -138,6 +149,21 @@ class Sparsify:
                 f"{config.get('model_type')} models are not supported. Supported: {known}.",
             )
         ], config
+
+    @classmethod
+    def estimate_cost(cls, settings: SparsifySettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step: inputs on samples, second moments with compensation."""
+        size, held, work = inputs.source, 0.0, Work()
+        if settings.needs_calibration:
+            batches = calibration_batches(inputs, settings.calibration_samples)
+            work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
+            if settings.method == "sparsegpt":
+                matrices = [list(stack.matrices) for stack in size.stacks]
+                work, held = (
+                    work + moment_work(size, batches, matrices),
+                    moment_bytes(size, matrices, by_block=True),
+                )
+        return one_shot_cost(inputs, work=work, more_bytes=held, streamed=not inputs.is_gpu)
 
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
         """Make the model of `src` sparse and write it to `ctx.out`."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from smelt.core.system import peak_memory_bytes
 from smelt.data.batch import Batch, Logits, Tokens
 from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Example
 from smelt.evaluate.latency.summary import load_between, read_counters
@@ -260,24 +261,6 @@ def batch_by_length(
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i].encode()), i))
     examples = [Example(texts[i], text_pair=pairs[i] if pairs else None) for i in order]
     return [examples[at : at + size] for at in range(0, len(examples), size)]
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak memory (resident set, bytes) of this process."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        # not ru_maxrss: on Linux it inherits the forking parent's peak through exec
-        for line in status.read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import psutil
-
-    peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
-    if peak is not None:
-        return int(peak)
-    import resource
-
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # macOS counts in bytes
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from smelt.export.tensorrt.profile_ranges import (
     third_party_shapes,
 )
 from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.models.costs import CostInputs, StepCost, one_shot_cost
 from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
     current_gpu,
@@ -67,6 +69,11 @@ class TensorrtStage:
     version: ClassVar[int] = 5
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+
+    @classmethod
+    def estimate_cost(cls, settings: TensorrtSettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step: the graph and the engine; the time is unknown."""
+        return replace(one_shot_cost(inputs, more_bytes=inputs.source.stored_bytes), work=None)
 
     def __call__(self, src: Artifact, settings: TensorrtSettings, ctx: Context) -> None:
         """Write `NAME.plan` for every `NAME.onnx` of `src`, with config and tokenizer.

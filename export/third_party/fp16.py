@@ -15,6 +15,7 @@ from smelt.core.errors import ParityError
 from smelt.core.stage import Context, Need, Settings
 from smelt.data.splits import ALL_TASKS, Task
 from smelt.export.third_party.normalize_graph import copy_model_files, ordered_graphs
+from smelt.models.costs import CostInputs, StepCost, one_shot_cost
 
 _MAX_NAMED_NODES = 3
 # RMS difference in standard deviations of an output; float16 rounding gives 0.0005.
@@ -69,6 +70,13 @@ class Fp16:
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = Fp16Settings
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+
+    @classmethod
+    def estimate_cost(cls, settings: Fp16Settings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step; its time is unknown."""
+        return one_shot_cost(
+            inputs, result=inputs.source.stored_as(2.0, 2.0), more_bytes=inputs.source.stored_bytes
+        )
 
     def __call__(self, src: Artifact, settings: Fp16Settings, ctx: Context) -> None:
         """Write the float16 graph into `ctx.out`.

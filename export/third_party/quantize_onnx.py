@@ -36,6 +36,7 @@ from smelt.export.third_party.output_comparison import (
     restore_passthrough_outputs,
 )
 from smelt.export.third_party.prepare_for_quantizer import PER_CHANNEL_OPSET, prepare_for_quantizer
+from smelt.models.costs import CostInputs, StepCost, one_shot_cost
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
 
@@ -132,6 +133,10 @@ _MIN_FLOAT_SHARE = 0.01  # fraction of the bytes of all weights, below which a f
 _MAX_NAMED = 3
 
 
+# Of a quantized weight: one, and its share of scales.
+_QUANTIZED_BYTES = 1.05
+
+
 class QuantizeOnnx:
     """Quantize a third-party ONNX model to int8.
 
@@ -164,6 +169,12 @@ class QuantizeOnnx:
         if not settings.uses_calibration or set(given) & {"validation", "train"}:
             return frozenset()
         return frozenset({"calibration"})
+
+    @classmethod
+    def estimate_cost(cls, settings: QuantizeOnnxSettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step; its time is unknown."""
+        result = inputs.source.stored_as(_QUANTIZED_BYTES, _QUANTIZED_BYTES)
+        return one_shot_cost(inputs, result=result, more_bytes=inputs.source.stored_bytes)
 
     def __call__(self, src: Artifact, settings: QuantizeOnnxSettings, ctx: Context) -> None:
         """Write the quantized graph into `ctx.out`.

@@ -202,18 +202,34 @@ def run(
 @main.command(short_help="Check a recipe and show its plan.")
 @click.argument("recipe")
 @_override_options
-def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
-    """Check RECIPE and show its plan, without running it.
+@click.option("--out", type=FOLDER_TYPE, help="The folder of the run (default: runs/NAME).")
+@click.option("--store", type=FOLDER_TYPE, help="Stored artifacts (default: .store next to the run).")
+@click.option("--measure", is_flag=True, help="Measure the speed of this machine again.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(recipe: str, overrides: tuple[str, ...], until: str | None, as_json: bool, **places: Any) -> None:
+    """Check RECIPE and show its plan with predicted costs, without running it.
 
-    Exits with 2 if the recipe has mistakes, or if a step cannot run on this machine.
+    Time, memory and disk of each step are predicted for this machine, whose speed is measured once a day.
+
+    Exits with 2 if the recipe has mistakes, or if a step cannot run on this machine or cannot fit.
     """
     from smelt.core.errors import InputError
+    from smelt.pipeline.execute.run_costs import plan_costs
+    from smelt.pipeline.plan.costs import require_fitting
     from smelt.pipeline.plan.load_plan import load_plan
+    from smelt.pipeline.plan.predictions import cost_lines, plan_json
     from smelt.training.processes import require_gpus
 
     loaded = load_plan(recipe, overrides, until)
-    print_untrusted(str(loaded))
+    costs = plan_costs(loaded, **places)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(plan_json(loaded, costs), indent=1))
+    else:
+        print_untrusted("\n".join([str(loaded), "", *cost_lines(costs)]))
     require_gpus(loaded.recipe.launch, loaded.recipe.device)
+    require_fitting(costs.messages)
     if loaded.blocked_steps:
         sys.exit(InputError.exit_code)
 

@@ -47,6 +47,24 @@ class FileRecord(BaseModel):
     size_bytes: int
 
 
+class StepRecord(BaseModel):
+    """The measured cost of a step, with its estimate, by which other steps of the kind are predicted.
+
+    kind: the stage, and its method or target. machine, threads: where it ran. memory_bytes: the peak of the
+    process; None: not measured. estimated_memory_bytes: without the interpreter. work: the estimated amounts
+    of work, by unit and width (`forward:256`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: str
+    machine: str
+    threads: int
+    seconds: float
+    memory_bytes: int | None
+    estimated_memory_bytes: int
+    work: dict[str, float]
+
+
 class Manifest(BaseModel):
     """The metadata of an artifact, in `manifest.json`.
 
@@ -68,7 +86,7 @@ class Manifest(BaseModel):
     details: dict[str, Any] = Field(default_factory=dict)
     warnings: Annotated[list[Message], PlainSerializer(messages_to_json)] = Field(default_factory=list)
     seconds: float = 0.0
-    peak_memory_bytes: int | None = None
+    record: StepRecord | None = None
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,8 @@ class Stage(Protocol[SettingsT_contra]):
     prunes_units: optional; true for a stage that removes single heads or neurons.
     unit_pruning_error(settings): optional; why units of its result cannot be removed, None if they can.
     needs_float: optional; true for a stage that changes float weights, which a quantized model lacks.
+    estimate_cost(settings, inputs): optional; the estimated cost of the step (`smelt.models.costs`).
+    lighter_settings(settings): optional; settings that need less memory, with their text for users.
     quantized_input_error(settings, codes): optional; for other stages that change weights, why it cannot
         change those of a quantized model (`smelt.compress.model_input.QuantizedInput`), None if it can.
     version: raised whenever the stage computes another result from the same input; part of the key.

@@ -35,6 +35,46 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return free if left is None else min(free, left)
 
 
+def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this machine's processes can ever have: memory and swap, within the container."""
+    import psutil
+
+    whole = int(psutil.virtual_memory().total) + int(psutil.swap_memory().total)
+    for name, _ in _CGROUP_FILES:
+        try:
+            return min(whole, int((cgroup / name).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no such group, or "max": no limit
+            continue
+    return whole
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak memory (resident set, bytes) of this process, since the last `reset_peak_memory`."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # not ru_maxrss: on Linux it inherits the forking parent's peak through exec
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import psutil
+
+    peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+    if peak is not None:
+        return int(peak)
+    import resource
+
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # macOS counts in bytes
+
+
+def reset_peak_memory() -> bool:
+    """Set the peak of `peak_memory_bytes` to the present memory; return whether the system can (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
+    except OSError:
+        return False
+    return True
+
+
 def require_memory(needed_bytes: int, purpose: str, remedy: str, free_bytes: int | None = None) -> None:
     """Require memory for work.
 

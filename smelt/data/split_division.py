@@ -16,10 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
@@ -227,3 +230,21 @@ def divide_folds(split: Split, folds: int, seed: int) -> list[tuple[Split, Split
             grouped = GroupKFold(folds, shuffle=True, random_state=seed)
             parts = list(grouped.split(groups, groups=groups))
     return [(split.select(rest.tolist()), split.select(part.tolist())) for rest, part in parts]
+
+
+def checked_limit(limit: Any) -> int | None:
+    """Return the limit as a number of samples.
+
+    Raises:
+        InputError: it is not an integer of at least 1.
+    """
+    if limit is None:
+        return None
+    with suppress(TypeError):
+        if not isinstance(limit, bool) and (rows := operator.index(limit)) >= 1:
+            return rows
+    raise InputError(
+        f"limit: expected a number of samples of at least 1, got {limit!r}.",
+        code="wrong-value",
+        setting="limit",
+    )

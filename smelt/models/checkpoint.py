@@ -52,6 +52,7 @@ from smelt.models.text_rules import (
     read_text_rules,
 )
 from smelt.models.weight_files import (
+    TOKENIZER_SUFFIXES,
     WEIGHTS_FILE,
     WEIGHTS_INDEX_FILE,
     find_weights,
@@ -239,7 +240,6 @@ _NOT_TOKENIZER = {
     MODULES_FILE,
     SENTENCE_CONFIG_FILE,
 }
-TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -37,13 +37,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from smelt.core.artifact import MANIFEST, is_artifact_file
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import Message, warning
 from smelt.data.labels import CLASSIFIER_SUFFIXES, SINGLE_LABEL, ProblemType
 from smelt.models.checkpoint import (
-    TOKENIZER_SUFFIXES,
     load_model,
     rename_tensor,
     require_base_weights,
@@ -65,10 +63,8 @@ from smelt.models.quantization_config import (
 )
 from smelt.models.seq2seq_head import add_tied_head, lacks_head
 from smelt.models.text_rules import (
-    MODULES_FILE,
     POOLING_FOLDER,
     PROMPTS_FILE,
-    SENTENCE_CONFIG_FILE,
     SENTENCE_FILES,
     SentenceRules,
     write_sentence_rules,
@@ -76,8 +72,7 @@ from smelt.models.text_rules import (
 from smelt.models.weight_files import (
     WEIGHTS_CONFIG_KEY,
     WEIGHTS_FILE,
-    WEIGHTS_INDEX_FILE,
-    find_weights,
+    source_files,
     weight_tensors,
 )
 from smelt.quantization.groupwise import GROUP_SIZE, num_groups, split_into_groups
@@ -371,24 +366,6 @@ def classifier_class(kind: str) -> Any:
     if reads_images({"model_type": kind}):
         return transformers.AutoModelForImageClassification
     return transformers.AutoModelForSequenceClassification
-
-
-def source_files(src: Path) -> list[Path]:
-    """Return the files that are read of the model folder `src`: weights, settings and texts.
-
-    Raises:
-        InputError: there are no weights, or a file of them is missing.
-    """
-    weights = find_weights(src)
-    # an index that is not used may name missing files
-    left_out = {MANIFEST, WEIGHTS_INDEX_FILE} - ({weights.index.name} if weights.index else set())
-    left_out |= {MODULES_FILE, SENTENCE_CONFIG_FILE}  # their content is in `SentenceRules`
-    texts = [
-        path
-        for path in src.iterdir()
-        if path.suffix in TOKENIZER_SUFFIXES and is_artifact_file(path.name) and path.is_file()
-    ]  # no LICENSE.txt, no requirements.txt
-    return sorted({*weights.files, *(path for path in texts if path.name not in left_out)})
 
 
 def _with_new_head(

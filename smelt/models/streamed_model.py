@@ -27,11 +27,9 @@ from smelt.models.edits import Edit, add_mask_edits
 from smelt.models.empty_model import cast_to_stored, empty_model, stored_dtypes, weight_files_size
 from smelt.models.families.model_blocks import Block, blocks_of, output_modules
 from smelt.models.families.registry import family_of
+from smelt.models.model_size import LARGE_BYTES
 from smelt.models.weight_files import WEIGHTS_INDEX_FILE, weight_tensors
 from smelt.quantization.layers import is_quantized, quantized_dtypes
-
-# A model whose file is larger than this is processed block by block.
-LARGE_BYTES = 2**30
 
 
 class StreamedModel:

@@ -23,9 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smelt.core.artifact import MANIFEST, is_artifact_file
 from smelt.core.errors import InputError
 from smelt.core.files import load_json
 from smelt.models.families.registry import FAMILIES
+from smelt.models.text_rules import MODULES_FILE, SENTENCE_CONFIG_FILE
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
@@ -33,6 +35,7 @@ WEIGHTS_CONFIG_KEY = "transformers_weights"  # in a config: the file with the we
 # A safetensors header longer than this is damaged (the format's own limit, 100 MB).
 _MAX_HEADER_BYTES = 100_000_000
 _COPY_AGAIN_HINT = "Copy or download the file again."
+TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,24 @@ def has_weights(folder: Path) -> bool:
         or (folder / WEIGHTS_INDEX_FILE).is_file()
         or _named_by_config(folder) is not None
     )
+
+
+def source_files(src: Path) -> list[Path]:
+    """Return the files that are read of the model folder `src`: weights, settings and texts.
+
+    Raises:
+        InputError: there are no weights, or a file of them is missing.
+    """
+    weights = find_weights(src)
+    # an index that is not used may name missing files
+    left_out = {MANIFEST, WEIGHTS_INDEX_FILE} - ({weights.index.name} if weights.index else set())
+    left_out |= {MODULES_FILE, SENTENCE_CONFIG_FILE}  # their content is in `SentenceRules`
+    texts = [
+        path
+        for path in src.iterdir()
+        if path.suffix in TOKENIZER_SUFFIXES and is_artifact_file(path.name) and path.is_file()
+    ]  # no LICENSE.txt, no requirements.txt
+    return sorted({*weights.files, *(path for path in texts if path.name not in left_out)})
 
 
 def weight_tensors(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:

@@ -1,13 +1,22 @@
 """What is free, and what is refused."""
 
 import gc
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import RunError
-from smelt.core.system import available_bytes, gc_paused, require_memory
+from smelt.core.system import (
+    available_bytes,
+    gc_paused,
+    memory_limit_bytes,
+    peak_memory_bytes,
+    require_memory,
+    reset_peak_memory,
+)
 
 
 def test_available_is_what_psutil_sees_where_no_container_limits_it(tmp_path):
@@ -43,3 +52,19 @@ def test_the_garbage_collector_is_left_as_the_caller_had_it(on):
         assert gc.isenabled() is on
     finally:
         gc.enable()
+
+
+def test_the_limit_is_the_containers_or_the_machines(tmp_path):
+    whole = memory_limit_bytes(tmp_path)
+    assert whole == psutil.virtual_memory().total + psutil.swap_memory().total
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert memory_limit_bytes(tmp_path) == 1_000_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets the peak")
+def test_the_peak_starts_again():
+    held = np.ones(2**25)
+    highest = peak_memory_bytes()
+    del held
+    assert reset_peak_memory()
+    assert peak_memory_bytes() < highest - 2**27

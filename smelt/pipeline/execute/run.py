@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError, rust_panics_
 from smelt.core.locks import file_lock
 from smelt.core.messages import Message, warning
 from smelt.core.store import Store
-from smelt.data.split_division import limit_split
+from smelt.data.split_division import checked_limit, limit_split
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.evaluate.agreement import cached_agreement
 from smelt.pipeline.execute.baseline_comparisons import (
@@ -33,6 +32,7 @@ from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.ray_cluster import open_cluster
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
+from smelt.pipeline.execute.run_costs import estimate_run
 from smelt.pipeline.execute.run_folder import (
     RunFolder,
     StorePlace,
@@ -55,6 +55,7 @@ from smelt.training.processes import require_gpus
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
+    from smelt.pipeline.plan.costs import StepEstimate
     from smelt.pipeline.plan.plan import Plan, PlanStep
 
 _SCORING_DISABLED = "scoring is disabled"
@@ -113,7 +114,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             f"--rebuild {', '.join(sorted(unknown))}: unknown step. Known steps: {known}.",
             code="unknown-step",
         )
-    options = replace(options, limit=_checked_limit(options.limit))
+    options = replace(options, limit=checked_limit(options.limit))
     check_store(options.store)
     cluster = None if options.executor is None else open_cluster(options.executor)
     whole = plan.read_data()
@@ -123,6 +124,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     store, new_store = open_store(options.store, folder, options.store_cache)
     if cluster is not None:
         cluster.check_nodes(store, paths_on_nodes(plan))
+    estimates, doubts = ({}, ()) if cluster else estimate_run(plan, data, store, bool(options.rebuild))
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -144,33 +146,16 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
             display.print_line(f"note: {new_store}")
         if external_processes():
             stack.enter_context(external_run(plan))
-        run = _PlanRunner(plan, options, whole, data, folder, store, display)
+        run = _PlanRunner(plan, options, whole, data, folder, store, display, estimates)
         store.warn = lambda message: run.add_warnings([message])
         run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
+        run.add_warnings(doubts)
         return run.execute()
 
 
 def _log_text(failure: SmeltError) -> str:
     """Return an error as a line of the log."""
     return f"error[{failure.code or DEFAULT_CODE}]: {failure}"
-
-
-def _checked_limit(limit: Any) -> int | None:
-    """Return the limit as a number of samples.
-
-    Raises:
-        InputError: it is not an integer of at least 1.
-    """
-    if limit is None:
-        return None
-    with suppress(TypeError):
-        if not isinstance(limit, bool) and (rows := operator.index(limit)) >= 1:
-            return rows
-    raise InputError(
-        f"limit: expected a number of samples of at least 1, got {limit!r}.",
-        code="wrong-value",
-        setting="limit",
-    )
 
 
 def _raise_folder_in_use(folder: Path, holder: str) -> None:
@@ -198,13 +183,16 @@ class _PlanRunner:
         folder: Path,
         store: Store,
         display: Display,
+        estimates: Mapping[str, StepEstimate] | None = None,
     ) -> None:
         self.plan, self.options, self.all_data, self.data = plan, options, whole, data
         self.folder, self.store, self.display = folder, store, display
         self.run_folder = RunFolder(folder)
         self.scorer = recipe_scorer(plan.recipe, store)
         self.launch = TrainingLaunch(plan, options.limit, options.fold)
-        self.step_runner = recipe_step_runner(plan.recipe, store, data, self.scorer, display, self.launch)
+        self.step_runner = recipe_step_runner(
+            plan.recipe, store, data, self.scorer, display, self.launch, estimates
+        )
         self.cluster_run: ClusterRun | None = None  # with `executor`, once the model is imported
         self.artifacts: dict[str, Artifact] = {}
         self.previous_artifacts: dict[str, Artifact] = {}

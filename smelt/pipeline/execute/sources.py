@@ -26,6 +26,7 @@ from smelt.data.splits import (
 )
 from smelt.models.image_processor import PROCESSOR_FILE
 from smelt.models.text_rules import TextRules
+from smelt.models.weight_files import source_files
 from smelt.pipeline.execute.latency_scores import require_texts_fit
 from smelt.pipeline.execute.step_runner import StepRunner, TaskSetup, resolve_task
 from smelt.pipeline.inspect.model_folder import local_model_folder, read_config
@@ -227,10 +228,6 @@ def import_user_model(
     Raises:
         InputError: its quantized weights are not supported, or its weights are NaN or infinite.
     """
-    from smelt.models.checkpoint import write_text_rules
-    from smelt.models.count_parameters import require_finite_weights
-    from smelt.models.import_model import import_model, source_files
-
     labels, rules, config = task_setup.labels, task_setup.text_rules, read_config(source)[0]
     coded = inspect_quantization(source, config) is not None
     key = json_hash(
@@ -248,6 +245,10 @@ def import_user_model(
     )
 
     def make(space: Path) -> Artifact:
+        from smelt.models.checkpoint import write_text_rules
+        from smelt.models.count_parameters import require_finite_weights
+        from smelt.models.import_model import import_model
+
         out = space / "out"
         out.mkdir()
         problem, names = labels or (None, None)

@@ -15,15 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
+from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest, StepRecord
 from smelt.core.errors import SmeltError, combined_error, rust_panics_as_errors
 from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message
 from smelt.core.stage import Context
 from smelt.core.store import StageCache, StepCheckpoints, Store
+from smelt.core.system import peak_memory_bytes, reset_peak_memory
 from smelt.data.labels import ProblemType
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
-from smelt.evaluate.environment import machine_id
+from smelt.evaluate.environment import machine_id, physical_cores
 from smelt.models.text_rules import SentenceRules, TextRules
 from smelt.pipeline.execute.failures import explain_step_error
 from smelt.pipeline.execute.scoring import Scorer, library_versions
@@ -35,6 +36,7 @@ from smelt.runtimes.third_party.trial_run import record_verified_graphs
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display
+    from smelt.pipeline.plan.costs import StepEstimate
     from smelt.pipeline.plan.plan import Plan, PlanStep
     from smelt.pipeline.recipe.recipe import ParsedRecipe
 
@@ -97,7 +99,8 @@ class StepRunner:
 
     validation_scorer: scores on validation data. windows: the recipe's window settings for language models,
     stored in the artifacts so that `smelt eval` uses the same. log_metrics: receives a step's training
-    curve: step, metrics, update. launch: of training stages in several processes.
+    curve: step, metrics, update. launch: of training stages in several processes. estimates: of the steps'
+    costs by name, which are recorded with the measured ones.
     """
 
     store: Store
@@ -112,6 +115,7 @@ class StepRunner:
     windows: Windows | None = None
     log_metrics: Callable[[str, Mapping[str, float], int], None] = lambda step, metrics, update: None
     launch: StageLauncher | None = None
+    estimates: Mapping[str, StepEstimate] = field(default_factory=dict)
 
     @property
     def windows_details(self) -> dict[str, Any]:
@@ -229,10 +233,12 @@ class StepRunner:
         out = space / "out"
         out.mkdir()
         ctx = self.context(step, ancestors, out, unfinished)
-        started = time.monotonic()
+        is_launched = self.launch is not None and self.launch.applies_to(step)
+        resumed = unfinished.folder.is_dir()
+        started, is_reset = time.monotonic(), reset_peak_memory()
         with _capture_stdout() as chatter:
             try:
-                if self.launch is not None and self.launch.applies_to(step):
+                if self.launch is not None and is_launched:
                     self.launch.train(step, key, ancestors, self.store, ctx, self.display.log_line)
                 else:
                     step.stage_class()(parent, step.settings, ctx)
@@ -243,6 +249,8 @@ class StepRunner:
             finally:
                 for line in chatter.getvalue().splitlines():
                     self.display.log_line(line)
+        peak = peak_memory_bytes() if is_reset and not is_launched else None
+        seconds = round(time.monotonic() - started, 3)
         ctx.details.update(self.windows_details)
         ctx.details.setdefault("parameters", parent.manifest.details.get("parameters"))
         if step.stage_class.produces == "torch":
@@ -260,7 +268,23 @@ class StepRunner:
             versions=dict(self.versions),
             details=ctx.details,
             warnings=ctx.warnings,
-            seconds=round(time.monotonic() - started, 3),
+            seconds=seconds,
+            record=None if resumed else self._record(step.name, seconds, peak),
+        )
+
+    def _record(self, name: str, seconds: float, peak: int | None) -> StepRecord | None:
+        """Return the measured and estimated cost of a step; None without an estimate."""
+        estimate = self.estimates.get(name)
+        if estimate is None or estimate.cost is None or estimate.cost.work is None:
+            return None
+        return StepRecord(
+            kind=estimate.kind,
+            machine=machine_id(),
+            threads=self.threads or physical_cores(),
+            seconds=seconds,
+            memory_bytes=peak,
+            estimated_memory_bytes=estimate.cost.memory_bytes,
+            work=estimate.cost.work.to_json(),
         )
 
     def context(
@@ -316,6 +340,7 @@ def recipe_step_runner(
     scorer: Scorer,
     display: Display,
     launch: StageLauncher | None = None,
+    estimates: Mapping[str, StepEstimate] | None = None,
 ) -> StepRunner:
     """Return the runner of a recipe's steps."""
     return StepRunner(
@@ -329,6 +354,7 @@ def recipe_step_runner(
         device=recipe.device,
         windows=recipe.data.windows if recipe.task == "language-modeling" else None,
         launch=launch,
+        estimates=estimates or {},
     )
 
 

@@ -150,6 +150,21 @@ def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 @cache
+def gpu_memory_bytes() -> int | None:
+    """Return the memory of the smallest NVIDIA GPU by the driver, bytes; None without one."""
+    if not has_cuda():
+        return None
+    driver, count, sizes = ctypes.CDLL(_CUDA_DRIVER), ctypes.c_int(0), list[int]()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    for ordinal in range(count.value):
+        device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0:
+            sizes.append(size.value)
+    return min(sizes, default=None)
+
+
+@cache
 def gpu_names() -> tuple[str, ...]:
     """Return the names of the NVIDIA GPUs from the driver; engines are specific to one of these."""
     if not has_cuda():

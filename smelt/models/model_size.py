@@ -1,0 +1,274 @@
+"""Sizes of a model, without torch and without its weights: from its config, and the headers of its files.
+
+The weights of blocks follow from the family's description and the config's numbers. What the description
+lacks (norms, biases, tables of positions) is the difference to the headers, if there are weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from smelt.models.families.family import Attention, Family, Stack
+from smelt.models.families.registry import find_family
+from smelt.models.weight_files import has_weights, value_count, weight_tensors
+
+FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
+# A model whose file is larger than this is processed block by block.
+LARGE_BYTES = 2**30
+_STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# The side of a patch of an image model without that config key.
+_PATCH = 16
+
+
+@dataclass(frozen=True)
+class StackSize:
+    """One stack of equal blocks.
+
+    matrices: rows and columns of each linear layer of a block: `feed_forward` of them (the last is the one
+    after the units), then query, key, value and output of each attention. attention_width: heads times their
+    width, of all attentions of a block. hidden_units: activations of a token between the feed-forward layers.
+    kv_width: numbers per token in the key-value cache of a block.
+    """
+
+    name: str
+    layers: int
+    matrices: tuple[tuple[int, int], ...]
+    feed_forward: int
+    attention_width: int
+    attention_heads: int
+    hidden_units: int
+    kv_width: int
+    causal: bool
+
+    @property
+    def block_weights(self) -> int:
+        """The weights of one block's linear layers."""
+        return sum(rows * columns for rows, columns in self.matrices)
+
+    def with_units(self, heads: float, neurons: float) -> StackSize:
+        """Return the stack with these parts of its heads and neurons."""
+        ways = [(neurons, 1.0)] * (self.feed_forward - 1) + [(1.0, neurons)]
+        ways += [(heads, 1.0), (heads, 1.0), (heads, 1.0), (1.0, heads)] * len(self.matrices)
+        return replace(
+            self,
+            matrices=tuple(
+                (round(n * rows), round(m * columns))
+                for (n, m), (rows, columns) in zip(self.matrices, ways, strict=False)
+            ),
+            attention_width=round(heads * self.attention_width),
+            attention_heads=round(heads * self.attention_heads),
+            hidden_units=round(neurons * self.hidden_units),
+            kv_width=round(heads * self.kv_width),
+        )
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The numbers of a model that its cost depends on.
+
+    vocabulary: rows of the token embedding; 0 for images. table_weights: of token embeddings, each once.
+    head_weights: of an output layer that is not tied. other_weights: norms, biases, positions, classifiers.
+    output_width: outputs per token or sample. bytes_per_weight: stored, of the linear layers in blocks;
+    table_bytes_per_weight: of all others. kept_ratio: part of the linear layers' weights that earlier steps
+    left, where the config does not show it.
+    """
+
+    family: str
+    width: int
+    vocabulary: int
+    stacks: tuple[StackSize, ...]
+    table_weights: int
+    head_weights: int
+    other_weights: int = 0
+    output_width: int = 0
+    generates: bool = False
+    image_tokens: int = 0
+    bytes_per_weight: float = FLOAT_BYTES
+    table_bytes_per_weight: float = FLOAT_BYTES
+    kept_ratio: float = 1.0
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of all blocks' linear layers."""
+        return round(self.kept_ratio * sum(stack.layers * stack.block_weights for stack in self.stacks))
+
+    @property
+    def parameters(self) -> int:
+        """All weights, each once."""
+        return self.block_weights + self.table_weights + self.head_weights + self.other_weights
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of all weights in float32, as stages hold them."""
+        return FLOAT_BYTES * self.parameters
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weights in files."""
+        outside = self.table_weights + self.head_weights + self.other_weights
+        return round(self.bytes_per_weight * self.block_weights + self.table_bytes_per_weight * outside)
+
+    @property
+    def largest_block(self) -> int:
+        """Weights of the largest block."""
+        return max((stack.block_weights for stack in self.stacks), default=self.parameters)
+
+    @property
+    def largest_matrix(self) -> int:
+        """Weights of the largest matrix, embeddings included."""
+        matrices = [rows * columns for stack in self.stacks for rows, columns in stack.matrices]
+        return max([self.table_weights, self.head_weights, *matrices])
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes in files of what is not in a block."""
+        outside = self.table_weights + self.head_weights + self.other_weights
+        return round(self.table_bytes_per_weight * outside)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a loaded model certainly holds: float32 weights, or quantized ones as they are."""
+        return self.float_bytes if self.bytes_per_weight > 1.5 else self.stored_bytes
+
+    @property
+    def layers(self) -> int:
+        """Blocks of all stacks."""
+        return sum(stack.layers for stack in self.stacks)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it has an encoder and a decoder."""
+        return len(self.stacks) > 1
+
+    def scaled_blocks(self, ratio: float) -> ModelSize:
+        """Return the size with this part of the blocks' weights."""
+        return replace(self, kept_ratio=self.kept_ratio * ratio)
+
+    def with_units(self, heads: float, neurons: float) -> ModelSize:
+        """Return the size with these parts of the heads and neurons of each block."""
+        return replace(self, stacks=tuple(stack.with_units(heads, neurons) for stack in self.stacks))
+
+    def stored_as(self, block_bytes: float, table_bytes: float | None = None) -> ModelSize:
+        """Return the size with other bytes per stored weight."""
+        table = self.table_bytes_per_weight if table_bytes is None else table_bytes
+        return replace(self, bytes_per_weight=block_bytes, table_bytes_per_weight=table)
+
+
+def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
+    """Return the size of a model with this Hugging Face config; None without blocks, or for unknown families.
+
+    Classifiers and poolers of encoders are not included.
+    """
+    family = find_family(config)
+    width = config.get(family.hidden_size_key) if family is not None else None
+    if family is None or not isinstance(width, int):
+        return None
+    stacks = [
+        found for stack in family.stacks(config) if (found := _stack_size(family, stack, config, width))
+    ]
+    if not stacks:
+        return None
+    images = family.input_kind == "images"
+    vocabulary = 0 if images else int(config.get("vocab_size") or 0)
+    generates = family.architecture != "encoder"
+    tied = bool(config.get("tie_word_embeddings", True))
+    separate = _has_separate_tables(config)
+    return ModelSize(
+        family=family.name,
+        width=width,
+        vocabulary=vocabulary,
+        stacks=tuple(stacks),
+        table_weights=vocabulary * width * (2 if separate else 1),
+        head_weights=0 if not generates or tied else vocabulary * width,
+        output_width=vocabulary if generates else 0,
+        generates=generates,
+        image_tokens=_image_tokens(config) if images else 0,
+    )
+
+
+def sum_of_weights(family: str, weights: int) -> ModelSize:
+    """Return the size of a model without blocks, such as a graph or a convolutional network."""
+    return ModelSize(family, 0, 0, (), 0, 0, other_weights=weights)
+
+
+def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None:
+    """Return the size of the model in `folder`; without weights as `size_from_config`.
+
+    Raises:
+        InputError: a file of the weights is missing or damaged.
+    """
+    size = size_from_config(config)
+    if not has_weights(folder) or find_family(config) is None:
+        return size
+    size = size or sum_of_weights(str(config.get("model_type")), 0)
+    count = stored = 0
+    for _, _, entry in weight_tensors(folder):
+        count += value_count(entry)
+        stored += value_count(entry) * _STORED_BYTES.get(entry["dtype"], 1)
+    each = stored / max(1, count)
+    size = size.stored_as(each, each)
+    more = count - size.parameters
+    if more < 0:  # quantized weights, several in a number; or a part that the description counts twice
+        whole = size.stored_bytes
+        return size.stored_as(each * stored / max(1, whole), each * stored / max(1, whole))
+    return replace(size, other_weights=more)
+
+
+def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: int) -> StackSize | None:
+    layers, units = stack.num_layers(config), config.get(stack.feed_forward.intermediate_size_key)
+    if layers is None:
+        return None
+    if not isinstance(units, int):
+        units = 4 * width  # GPT-2's `n_inner` and others: absent
+    feed = stack.feed_forward
+    both = feed.gate is not None and feed.gate == feed.up
+    matrices = [(2 * units if both else units, width) for _ in feed.input_layers] + [(width, units)]
+    attention_width = attention_heads = kv_width = 0
+    for attention in stack.attentions:
+        heads, key_heads, head = _heads(attention, config, width)
+        matrices += [(heads * head, width), (key_heads * head, width), (key_heads * head, width)]
+        matrices.append((width, heads * head))
+        attention_width += heads * head
+        attention_heads += heads
+        kv_width += 2 * key_heads * head
+    gates = 1 if feed.gate is None else 3  # gate, up, and their product
+    return StackSize(
+        name=stack.name,
+        layers=layers,
+        matrices=tuple(matrices),
+        feed_forward=len(feed.input_layers) + 1,
+        attention_width=attention_width,
+        attention_heads=attention_heads,
+        hidden_units=units * (gates + 1),
+        kv_width=kv_width,
+        causal=stack.causal,
+    )
+
+
+def _heads(attention: Attention, config: Mapping[str, Any], width: int) -> tuple[int, int, int]:
+    """Return the heads of an attention, those of its keys, and the width of a head."""
+    heads = _number(config.get(attention.heads_key)) or 1
+    key_heads = _number(config.get(attention.kv_heads_key)) if attention.kv_heads_key else None
+    head = _number(config.get(attention.head_dim_key)) if attention.head_dim_key else None
+    return heads, key_heads or heads, head or width // heads
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _has_separate_tables(config: Mapping[str, Any]) -> bool:
+    """Return whether encoder and decoder have a token embedding each (Marian's option)."""
+    return config.get("share_encoder_decoder_embeddings") is False
+
+
+def _image_tokens(config: Mapping[str, Any]) -> int:
+    """Return the patches of an image and its class token."""
+    side, patch = config.get("image_size", 224), config.get("patch_size", _PATCH)
+    if not isinstance(side, int) or not isinstance(patch, int) or not patch:
+        return 1
+    return math.ceil(side / patch) ** 2 + 1

@@ -1,0 +1,364 @@
+"""The estimated memory, disk and work of every step of a plan, and the refusal of what cannot fit.
+
+Sizes follow the model's config through the tree of steps; each stage estimates its cost
+(`Stage.estimate_cost`), in units of work that `smelt.pipeline.plan.predictions` turns into seconds.
+
+A refusal is certain: it compares the weights that a step must hold with all memory of the machine or its
+container, and the artifacts with the free disk. The whole estimate gives warnings only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.errors import combined_error
+from smelt.core.messages import Message, error_message, warning
+from smelt.core.stage import Settings
+from smelt.data.splits import CUSTOM_TASK, Split
+from smelt.models.costs import (
+    INTERPRETER_BYTES,
+    Batch,
+    CostInputs,
+    SampleLengths,
+    StepCost,
+    Work,
+    generated,
+    generation_over,
+    load_work,
+    one_shot_cost,
+    pass_bytes,
+    passes_over,
+)
+from smelt.models.model_size import (
+    FLOAT_BYTES,
+    ModelSize,
+    read_model_size,
+    size_from_config,
+    sum_of_weights,
+)
+from smelt.pipeline.inspect.machine import training_device
+from smelt.pipeline.inspect.model_folder import read_config
+from smelt.pipeline.plan.sample_lengths import measure_lengths
+from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
+from smelt.pipeline.recipe.model_and_data import UntrainedModel
+from smelt.pipeline.recipe.stages import MODEL_STEP
+
+if TYPE_CHECKING:
+    from smelt.pipeline.plan.plan import Plan, PlanStep
+
+# Of the estimated size of the artifacts, what is certainly needed: some layers may become smaller.
+_CERTAIN_DISK = 0.7
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Bytes: all memory that a process may ever have, the free part of it, the free disk, memory of a GPU."""
+
+    memory_bytes: int
+    free_bytes: int
+    disk_bytes: int
+    device_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ScoreCost:
+    """The work and the memory of scoring an artifact; work None: unknown."""
+
+    work: Work | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """The estimates of one step: of its stage, and of scoring its artifact; None: unknown.
+
+    kind: what records of earlier steps are compared by.
+    """
+
+    name: str
+    kind: str
+    cost: StepCost | None
+    score: ScoreCost | None
+    is_gpu: bool = False
+
+
+def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEstimate]:
+    """Return the estimates of the original model and of all steps that this machine can run, by name.
+
+    Args:
+        plan: a checked recipe.
+        splits: the samples that were read; work on others is unknown.
+
+    Raises:
+        InputError: a weight file of the model is missing or damaged.
+    """
+    recipe, config = plan.recipe, _start_config(plan)
+    folder = plan.local_model
+    size = _start_size(plan, config)
+    lengths = measure_lengths(splits, recipe.task, folder, config or {})
+    start = None if size is None else _import_cost(size)
+    found = {MODEL_STEP: StepEstimate(MODEL_STEP, MODEL_STEP, start, _score_cost(plan, size, lengths))}
+    configs, sizes = {MODEL_STEP: config}, {MODEL_STEP: size}
+    for step in plan.steps:
+        if step.unavailable:
+            continue
+        before = configs.get(step.parent)
+        check = getattr(step.stage_class, "check_model", None)
+        after = check(step.settings, before)[1] if check and before is not None else before
+        inputs = _cost_inputs(plan, step, sizes, before, after, lengths)
+        known = inputs is not None and (bool(inputs.source.stacks) or not step.trains)
+        cost = _estimate(step, step.settings, inputs) if inputs is not None and known else None
+        result = None if cost is None else cost.result
+        configs[step.name], sizes[step.name] = after, result
+        score = None if step.unscored else _score_cost(plan, result, lengths, step.format == "onnx")
+        is_gpu = inputs is not None and inputs.is_gpu
+        found[step.name] = StepEstimate(step.name, step_kind(step), cost, score, is_gpu)
+    return found
+
+
+def step_kind(step: PlanStep) -> str:
+    """Return what measurements of steps are compared by: the stage, and its method, target or techniques."""
+    settings: Any = step.settings
+    words = [step.stage, *(str(getattr(settings, n)) for n in ("method", "target") if hasattr(settings, n))]
+    words += [
+        n
+        for n in ("lora", "qat", "sparsify", "learned_masks", "sequence_level")
+        if getattr(settings, n, None)
+    ]
+    return " ".join(words)
+
+
+def _start_config(plan: Plan) -> Mapping[str, Any] | None:
+    model = plan.recipe.model
+    if isinstance(model, UntrainedModel):
+        return read_untrained_config(config_file(model, plan.recipe.base))[0]
+    if plan.local_model is None or plan.third_party_model is not None:
+        return None
+    return read_config(plan.local_model)[0]
+
+
+def _start_size(plan: Plan, config: Mapping[str, Any] | None) -> ModelSize | None:
+    if plan.third_party_model is not None:
+        graph = plan.third_party_model
+        files = [*(graph.graphs.values() or [graph.file])]
+        files += [graph.file.parent / name for name in graph.weight_files]
+        return sum_of_weights("graph", sum(file.stat().st_size for file in files) // FLOAT_BYTES)
+    if plan.local_model is None or isinstance(plan.recipe.model, UntrainedModel):
+        return None if config is None else size_from_config(config)
+    return None if config is None else read_model_size(plan.local_model, config)
+
+
+def _cost_inputs(
+    plan: Plan,
+    step: PlanStep,
+    sizes: Mapping[str, ModelSize | None],
+    before: Mapping[str, Any] | None,
+    after: Mapping[str, Any] | None,
+    lengths: Mapping[str, SampleLengths],
+) -> CostInputs | None:
+    """Return the inputs of a step's estimate; None if the size of its input is unknown."""
+    source = sizes.get(step.parent)
+    if source is None:
+        return None
+    result = source
+    if after is not None and after is not before and after != before:
+        fresh = size_from_config(after)
+        if fresh is not None:
+            result = replace(
+                fresh,
+                other_weights=source.other_weights,
+                bytes_per_weight=source.bytes_per_weight,
+                table_bytes_per_weight=source.table_bytes_per_weight,
+                kept_ratio=1.0 if step.settings.replaces_model else _kept_ratio(source, before),
+            )
+    launch = plan.recipe.launch
+    trains = step.trains and launch.num_processes > 1
+    named = {
+        setting: size
+        for setting, name in step.settings.step_references().items()
+        if (size := sizes.get(name)) is not None
+    }
+    return CostInputs(
+        source=source,
+        result=result,
+        task=plan.recipe.task,
+        samples=lengths,
+        named=named,
+        is_gpu=bool(step.needs & {"train", "unlabelled"}) and training_device(plan.recipe.device) == "cuda",
+        processes=launch.num_processes if trains else 1,
+        sharded=trains and launch.strategy == "fsdp",
+    )
+
+
+def _kept_ratio(size: ModelSize, config: Mapping[str, Any] | None) -> float:
+    """Return the part of the blocks' weights in `config` that the model of it still has."""
+    whole = None if config is None else size_from_config(config)
+    return size.block_weights / whole.block_weights if whole is not None and whole.block_weights else 1.0
+
+
+def _estimate(step: PlanStep, settings: Settings, inputs: CostInputs) -> StepCost:
+    """Return the estimate of a step with these settings; without blocks the operations are not known."""
+    estimate = getattr(step.stage_class, "estimate_cost", None)
+    found: StepCost = (
+        estimate(settings, inputs) if estimate else replace(one_shot_cost(inputs), least_bytes=0)
+    )
+    found = found if inputs.source.stacks else replace(found, least_bytes=0)  # a graph may be mapped
+    return found if inputs.source.stacks else replace(found, work=None)
+
+
+def _import_cost(size: ModelSize) -> StepCost:
+    """Return the cost of the first artifact: every value of the model's files is read, checked and copied."""
+    work = load_work(size) + Work.of("written", size.stored_bytes) + Work.of("moved", 3 * size.float_bytes)
+    held = size.stored_bytes + 2 * FLOAT_BYTES * size.largest_matrix
+    return StepCost(work, held, 0, size, size.stored_bytes)
+
+
+def _score_cost(
+    plan: Plan, size: ModelSize | None, lengths: Mapping[str, SampleLengths], is_graph: bool = False
+) -> ScoreCost | None:
+    """Return the cost of scoring a model of `size`; None if it is not known."""
+    recipe, samples = plan.recipe, lengths.get(plan.judged_on)
+    if size is None or not size.stacks or samples is None or recipe.task == CUSTOM_TASK:
+        return None
+    score, work = recipe.score, load_work(size)
+    largest = max(samples.batches(score.batch_size), key=lambda b: b.samples * (b.source + b.target))
+    # a quantized matrix is kept as it is and dequantized; a session of ONNX Runtime packs its weights again
+    held = size.stored_bytes + (size.stored_bytes if is_graph else size.float_bytes)
+    held -= 0 if is_graph or size.bytes_per_weight < 2 else size.stored_bytes
+    if generated(recipe.task):
+        beams = score.generation.num_beams
+        work += generation_over(samples, size, score.batch_size, beams)
+        held += _generation_bytes(size, largest, beams)
+    else:
+        stride = recipe.data.windows.stride
+        times = samples.source[0] / stride if recipe.task == "language-modeling" and stride else 1.0
+        work += passes_over(samples, size, recipe.task, score.batch_size) * times
+        held += pass_bytes(size, largest)
+    on_gpu = training_device(recipe.device) == "cuda"
+    return ScoreCost(None if on_gpu else work, round(held))
+
+
+def _generation_bytes(size: ModelSize, batch: Batch, beams: int) -> int:
+    """Return the bytes of caches and logits while a batch is generated; caches exist twice when reordered."""
+    rows, stack = batch.samples * beams, size.stacks[-1]
+    cache = 2 * FLOAT_BYTES * rows * (batch.source + batch.target) * stack.layers * stack.kv_width
+    prompt = pass_bytes(replace(size, stacks=size.stacks[:1]), replace(batch, target=1))
+    return round(max(cache, prompt) + 4 * FLOAT_BYTES * rows * size.output_width)
+
+
+def check_costs(
+    plan: Plan,
+    estimates: Mapping[str, StepEstimate],
+    limits: MachineLimits,
+    stored: Collection[str] = (),
+    file: str | None = None,
+) -> list[Message]:
+    """Return errors about steps that cannot fit, and warnings about those that probably do not.
+
+    Args:
+        plan: the plan.
+        estimates: of its steps.
+        limits: of this machine.
+        stored: names of steps whose artifacts are in the store.
+        file: of the recipe, for errors.
+    """
+    found: list[Message] = []
+    for step in plan.steps:
+        cost = estimates[step.name].cost if step.name in estimates else None
+        if cost is None or step.name in stored:
+            continue
+        at: Any = {"file": file, "line": step.line}
+        total = cost.memory_bytes + INTERPRETER_BYTES
+        for what, least, likely, most, free in (
+            ("memory", cost.least_bytes, total, limits.memory_bytes, limits.free_bytes),
+            (
+                "GPU memory",
+                cost.least_device_bytes,
+                cost.device_bytes,
+                limits.device_bytes,
+                limits.device_bytes,
+            ),
+        ):
+            if most is None or free is None:
+                continue
+            if least > most and not step.optional:
+                advice = _advice(plan, step, estimates, most) if what == "memory" else ""
+                text = (
+                    f"'{step.name}' needs at least {_gb(least)} of {what}, for its weights alone, and this"
+                    f" machine has {_gb(most)}. {advice or _OTHER_MACHINE}"
+                )
+                found.append(error_message("needs-more-memory", text, **at))
+            elif likely > free:
+                advice = _advice(plan, step, estimates, free, likely=True) if what == "memory" else ""
+                text = (
+                    f"'{step.name}' needs about {_gb(likely)} of {what}, and {_gb(free)} are free."
+                    f" {advice or _OTHER_MACHINE}"
+                )
+                found.append(warning("may-need-more-memory", text, step=step.name, **at))
+    return sorted(
+        [*found, *_disk_messages(estimates, limits, stored, file)], key=lambda m: m.severity != "error"
+    )
+
+
+_OTHER_MACHINE = "Make the model smaller first, or use a machine with more memory."
+
+
+def _disk_messages(
+    estimates: Mapping[str, StepEstimate], limits: MachineLimits, stored: Collection[str], file: str | None
+) -> Iterator[Message]:
+    costs = [e.cost for name, e in estimates.items() if e.cost is not None and name not in stored]
+    artifacts = sum(cost.disk_bytes for cost in costs)
+    whole = artifacts + max((cost.temporary_bytes for cost in costs), default=0)
+    advice = "Remove unused artifacts with `smelt store clean`, or use a store on another disk (--store)."
+    if _CERTAIN_DISK * artifacts > limits.disk_bytes:
+        text = (
+            f"The artifacts of this run need at least {_gb(_CERTAIN_DISK * artifacts)} of disk, and"
+            f" {_gb(limits.disk_bytes)} are free in the store's folder. {advice}"
+        )
+        yield error_message("needs-more-disk", text, file=file)
+    elif whole > limits.disk_bytes:
+        text = (
+            f"This run needs about {_gb(whole)} of disk, with checkpoints and temporary files, and"
+            f" {_gb(limits.disk_bytes)} are free in the store's folder. {advice}"
+        )
+        yield warning("may-need-more-disk", text)
+
+
+def _advice(
+    plan: Plan, step: PlanStep, estimates: Mapping[str, StepEstimate], most: int, likely: bool = False
+) -> str:
+    """Return a sentence with the settings of a step that fit into `most` bytes by the same estimate.
+
+    likely: the whole estimate has to fit; otherwise its lower bound.
+    """
+    lighter, inputs = getattr(step.stage_class, "lighter_settings", None), estimates[step.name]
+    if lighter is None or inputs.cost is None:
+        return ""
+    sizes = {name: None if e.cost is None else e.cost.result for name, e in estimates.items()}
+    lengths = measure_lengths(plan.splits, plan.recipe.task, plan.local_model, _start_config(plan) or {})
+    found = list[str]()
+    for text, settings in lighter(step.settings):
+        source = _cost_inputs(plan, step, sizes, None, None, lengths)
+        if source is None:
+            return ""
+        cost = _estimate(step, settings, replace(source, result=inputs.cost.result))
+        needed = cost.memory_bytes + INTERPRETER_BYTES if likely else cost.least_bytes
+        if needed <= most and not any(text.split(":")[0] == other.split(":")[0] for other in found):
+            found.append(f"{text} ({_gb(needed)})")
+    return f"By the same estimate this fits: {'; or '.join(found)}." if found else ""
+
+
+def require_fitting(messages: Sequence[Message]) -> None:
+    """Require that there are no errors among messages.
+
+    Raises:
+        InputError: there are; the message lists them.
+    """
+    if wrong := [message for message in messages if message.severity == "error"]:
+        raise combined_error(wrong)
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"

@@ -1,0 +1,49 @@
+"""The predicted bytes of quantized weights are those of the artifact."""
+
+from __future__ import annotations
+
+import json
+
+import every_family
+import pytest
+
+from smelt.compress.quantize.costs import quantize_cost
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.models.costs import CostInputs
+from smelt.models.empty_model import weight_files_size
+from smelt.models.model_size import LARGE_BYTES, read_model_size, size_from_config
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "int4", "group_size": 16},
+        {"scheme": "int8-dynamic", "embeddings": False},
+        {"scheme": "ternary"},
+    ],
+)
+def test_the_result_has_as_many_bytes_as_the_artifact(tmp_path, settings):
+    folder, chosen = every_family.model_with_layers("llama", 3), QuantizeSettings(**settings)
+    size = read_model_size(folder, json.loads((folder / "config.json").read_text()))
+    made = every_family.run_stage(Quantize(), chosen, folder, "llama", tmp_path / "out")
+    cost = quantize_cost(chosen, CostInputs(size, size, "language-modeling", {}))
+    header = 12_000  # names and shapes in the file's header
+    assert weight_files_size(made.out) == pytest.approx(cost.disk_bytes, rel=0.03, abs=header)
+    assert cost.disk_bytes < 0.7 * size.stored_bytes
+
+
+def test_a_large_model_takes_the_memory_of_a_block_where_layers_are_independent():
+    large = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+        "num_attention_heads": 32, "vocab_size": 32000,
+    }  # fmt: skip
+    size = size_from_config(large)
+    assert size.stored_bytes > LARGE_BYTES
+    inputs = CostInputs(size, size, "language-modeling", {})
+    block, whole = (
+        quantize_cost(QuantizeSettings(scheme="int4", **given), inputs)
+        for given in ({}, {"low_rank_correction": {"rank": 8}})
+    )
+    assert block.least_bytes == 4 * size.largest_block
+    assert block.memory_bytes < 0.2 * size.float_bytes < size.float_bytes < whole.memory_bytes

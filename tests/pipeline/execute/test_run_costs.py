@@ -1,0 +1,89 @@
+"""A run records its steps' costs, a plan finds them in the store, and what cannot fit is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import harness
+import pytest
+import tiny
+from expected_errors import raises_code
+
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError
+from smelt.core.store import Store
+from smelt.pipeline.execute import run_costs
+from smelt.pipeline.execute.run import RunOptions, run_plan
+from smelt.pipeline.execute.run_costs import machine_limits, plan_costs, step_records, stored_steps
+from smelt.pipeline.plan.load_plan import load_plan
+
+RECIPE = """
+model: m
+task: text-classification
+threads: 1
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {targets: [ffn], keep_ratio: 0.5, importance: magnitude}
+  - factorize: {energy: 0.5, optimize_for: size}
+score: {latency: false, sqnr_samples: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("costs")
+    tiny.write_bert(folder / "m")
+    tiny.write_labelled(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    options = RunOptions(folder / "runs" / "r", quiet=True)
+    assert run_plan(load_plan(folder / "recipe.yaml", until="prune"), options).exit_code == 0
+    return folder
+
+
+def test_a_step_records_its_cost(home):
+    manifest = read_artifact(home / "runs" / "r" / "artifacts" / "prune").manifest
+    record = manifest.record
+    assert record is not None
+    assert (record.kind, record.threads, record.seconds) == ("prune", 1, manifest.seconds)
+    assert record.memory_bytes is None or record.memory_bytes > 10**8
+    store = home / "runs" / ".store"
+    assert step_records(store, 1) == [record]
+    assert step_records(store, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"model", "model:score", "prune", "prune:score"}),
+        (("prune.keep_ratio=0.75",), {"model", "model:score"}),
+        (("seed=1",), set()),
+        (("score.quality=[f1]",), {"model", "prune"}),
+    ],
+)
+def test_a_plan_finds_what_a_run_would_find(home, overrides, expected):
+    plan = load_plan(home / "recipe.yaml", overrides)
+    found = stored_steps(plan, plan.splits, Store(home / "runs" / ".store"))
+    assert found == expected
+
+
+def test_steps_in_the_store_cost_nothing(home, monkeypatch):
+    monkeypatch.setattr(run_costs, "machine_speed", lambda *given: harness.MACHINE_SPEED)
+    costs = plan_costs(load_plan(home / "recipe.yaml"), home / "runs" / "r")
+    steps = {step.name: step for step in costs.steps}
+    assert [steps[name].source for name in ("model", "prune", "factorize")] == [
+        "stored",
+        "stored",
+        "estimated",
+    ]
+    assert (steps["prune"].seconds, steps["prune"].scoring_seconds) == (0, 0)
+
+
+def test_a_run_refuses_what_cannot_fit_before_it_writes(home, monkeypatch):
+    small = dataclasses.replace(machine_limits(home), memory_bytes=1000)
+    monkeypatch.setattr(run_costs, "machine_limits", lambda folder: small)
+    plan = load_plan(home / "recipe.yaml", ("prune.keep_ratio=0.25",), until="prune")
+    with raises_code("needs-more-memory", InputError):
+        run_plan(plan, RunOptions(home / "runs" / "other", quiet=True))
+    assert not (home / "runs" / "other").exists()
+    stored = load_plan(home / "recipe.yaml", until="prune")
+    assert run_plan(stored, RunOptions(home / "runs" / "r", quiet=True)).exit_code == 0

@@ -1,0 +1,54 @@
+"""Speeds are interpolated, kept for a day, and measured in this process on request."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.core.errors import RunError
+from smelt.models.costs import Work
+from smelt.pipeline.inspect import machine_speed as module
+from smelt.pipeline.inspect.machine_speed import MachineSpeed, machine_speed, measure_speed
+
+SPEED = MachineSpeed(
+    forward={"128": 1e9, "512": 4e9}, training={"128": 1e9}, decode={"128": 1e9}, matrix=1e10, solver=1e9,
+    moved=1e10, read=1e8, written=1e8, calls=1e5, base_bytes=500_000_000,
+)  # fmt: skip
+
+
+def test_seconds_add_up_and_speeds_lie_between_the_measured_widths():
+    work = Work.of("forward", 4e9, 256) + Work.of("read", 5e8) + Work.of("seconds", 1.5)
+    assert SPEED.seconds(work) == pytest.approx(4e9 / 2e9 + 5 + 1.5)
+    assert [SPEED.seconds(Work.of("forward", 4e9, w)) for w in (64, 4096)] == [4.0, 1.0]
+
+
+def test_speeds_are_kept_for_a_day(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        module, "_measure_in_process", lambda threads, folder: measured.append(threads) or SPEED
+    )
+    assert [machine_speed(2, tmp_path), machine_speed(2, tmp_path)] == [SPEED, SPEED]
+    assert measured == [2]
+    machine_speed(2, tmp_path, again=True)
+    machine_speed(1, tmp_path)
+    assert measured == [2, 2, 1]
+    for file in (tmp_path / "cache").rglob("*.json"):
+        os.utime(file, (time.time() - 90_000,) * 2)
+    machine_speed(2, tmp_path)
+    assert measured[3:] == [2]
+
+
+def test_a_measurement_gives_finite_speeds_and_a_failed_one_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "WIDTHS", (64,))
+    found = measure_speed(1, tmp_path)
+    values = [found.matrix, found.solver, found.moved, found.read, found.written, found.calls]
+    assert all(math.isfinite(v) and v > 1000 for v in [*values, *found.training.values()])
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(module, "python_command", lambda *words: ["false"])
+    with raises_code("speed-not-measured", RunError):
+        machine_speed(1, tmp_path, again=True)

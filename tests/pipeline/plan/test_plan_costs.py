@@ -1,0 +1,196 @@
+"""Predictions of plans: what is refused, what is advised, what earlier runs and the store change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import harness
+import pytest
+import tiny
+from expected_errors import raises_code
+from paired_techniques import TECHNIQUES
+
+from smelt.core.artifact import StepRecord
+from smelt.core.errors import InputError
+from smelt.models.costs import CostInputs, SampleLengths, one_shot_cost
+from smelt.models.count_parameters import count_parameters
+from smelt.models.model_size import size_from_config
+from smelt.pipeline.plan.costs import MachineLimits, check_costs, estimate_steps, require_fitting
+from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.plan.predictions import cost_lines, predict_costs
+from smelt.pipeline.recipe.stages import load_stage
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - finetune: {max_steps: 20, batch_size: 8, num_evals: 0}
+  - prune: {targets: [ffn], keep_ratio: 0.5}
+  - quantize: {scheme: int8-dynamic}
+  - onnx: {}
+score: {latency: false}
+"""
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 200,
+}  # fmt: skip
+BERT = LLAMA | {"model_type": "bert"}
+MARIAN = {
+    "model_type": "marian", "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 200,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+}  # fmt: skip
+ROOMY = MachineLimits(memory_bytes=10**12, free_bytes=10**12, disk_bytes=10**12)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    tiny.write_bert(folder / "m")
+    tiny.write_labelled(folder / "data.jsonl", 16)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def _plan(home, *overrides):
+    plan = load_plan(home / "recipe.yaml", overrides)
+    return plan, estimate_steps(plan, plan.splits)
+
+
+def test_sizes_follow_the_stages(home):
+    _, found = _plan(home)
+    weights = count_parameters(home / "m")
+    tuned, pruned, quantized = (found[name].cost for name in ("finetune", "prune", "quantize"))
+    assert tuned.least_bytes == 16 * weights
+    assert tuned.result.parameters == weights
+    [before], [after] = tuned.result.stacks, pruned.result.stacks
+    assert after.matrices[0] == (before.matrices[0][0] // 2, before.matrices[0][1])
+    assert quantized.disk_bytes < 0.5 * pruned.disk_bytes
+    assert all(estimate.cost.work is not None for estimate in found.values())
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_weights_that_cannot_fit_are_refused_with_settings_that_can(home, optional):
+    plan, found = _plan(home, f"finetune.optional={str(optional).lower()}")
+    least = found["finetune"].cost.least_bytes
+    limits = dataclasses.replace(ROOMY, memory_bytes=least - 1)
+    messages = check_costs(plan, found, limits)
+    assert [m.code for m in messages] == ([] if optional else ["needs-more-memory"])
+    if not optional:
+        assert "optimizer: adafactor" in str(messages[0])
+        assert "batch_size" not in str(messages[0])  # weights do not depend on it
+        with raises_code("needs-more-memory", InputError):
+            require_fitting(messages)
+    _, lighter = _plan(home, "finetune.optimizer=adafactor")
+    assert lighter["finetune"].cost.least_bytes < least
+
+
+def test_what_may_not_fit_is_a_warning_with_settings_that_would(home):
+    plan, found = _plan(home, "finetune.batch_size=16")
+    likely = found["finetune"].cost.memory_bytes
+    limits = dataclasses.replace(ROOMY, free_bytes=560_000_000 + likely - 1000)
+    [message] = [m for m in check_costs(plan, found, limits) if m.step == "finetune"]
+    assert (message.code, message.severity) == ("may-need-more-memory", "warning")
+    assert "batch_size: 8, gradient_accumulation_steps: 2" in str(message)
+
+
+@pytest.mark.parametrize(
+    ("part", "codes"), [(0.5, ["needs-more-disk"]), (1.0, ["may-need-more-disk"]), (9.0, [])]
+)
+def test_disk(home, part, codes):
+    plan, found = _plan(home)
+    artifacts = sum(estimate.cost.disk_bytes for estimate in found.values())
+    limits = dataclasses.replace(ROOMY, disk_bytes=int(part * artifacts))
+    assert [m.code for m in check_costs(plan, found, limits)] == codes
+    every = [*found]
+    assert check_costs(plan, found, limits, stored=every) == []
+
+
+def test_the_gpu_has_its_own_limit(home):
+    plan, found = _plan(home)
+    cost = dataclasses.replace(found["finetune"].cost, least_device_bytes=100, device_bytes=200)
+    found |= {"finetune": dataclasses.replace(found["finetune"], cost=cost)}
+    codes = [
+        [m.code for m in check_costs(plan, found, dataclasses.replace(ROOMY, device_bytes=size))]
+        for size in (99, 150, 250)
+    ]
+    assert codes == [["needs-more-memory"], ["may-need-more-memory"], []]
+
+
+def test_earlier_steps_of_the_kind_correct_the_estimate_and_stored_ones_cost_nothing(home):
+    plan, found = _plan(home)
+    speed = harness.MACHINE_SPEED
+    plain = {s.name: s for s in predict_costs(plan, found, ROOMY, speed).steps}
+    cost = found["prune"].cost
+    record = StepRecord(
+        kind=found["prune"].kind, machine="m", threads=1, seconds=3 * speed.seconds(cost.work),
+        memory_bytes=2 * (cost.memory_bytes + speed.base_bytes), estimated_memory_bytes=cost.memory_bytes,
+        work=cost.work.to_json(),
+    )  # fmt: skip
+    stored = {"finetune", "model", "model:score"}
+    costs = predict_costs(plan, found, ROOMY, speed, stored=stored, records=[record])
+    steps = {step.name: step for step in costs.steps}
+    assert steps["prune"].seconds == pytest.approx(3 * plain["prune"].seconds)
+    assert steps["prune"].memory_bytes == pytest.approx(2 * plain["prune"].memory_bytes, rel=1e-6)
+    sources = {"model": "stored", "finetune": "stored", "prune": "measured", "quantize": "estimated"}
+    assert {name: steps[name].source for name in sources} == sources
+    assert (steps["finetune"].seconds, steps["finetune"].disk_bytes, steps["model"].scoring_seconds) == (
+        0,
+        0,
+        0,
+    )
+    assert steps["finetune"].scoring_seconds == plain["finetune"].scoring_seconds > 0
+    assert costs.seconds == pytest.approx(sum(s.seconds + s.scoring_seconds for s in costs.steps))
+
+
+def test_the_command_prints_a_table_and_json(home, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    printed = harness.smelt("plan", home / "recipe.yaml", code=0).output
+    assert max(map(len, printed.splitlines())) <= 80
+    found = json.loads(harness.smelt("plan", home / "recipe.yaml", "--json", code=0).output)
+    names = ["model", "finetune", "prune", "quantize", "onnx"]
+    assert [step["name"] for step in found["costs"]["steps"]] == names
+    assert [step["name"] for step in found["steps"]] == names[1:]
+    assert {"seconds", "memory_bytes", "disk_bytes", "source"} <= found["costs"]["steps"][1].keys()
+    assert all(any(line.startswith(name) for line in printed.splitlines()) for name in [*names, "total"])
+    assert list(Path.cwd().iterdir()) == []  # nothing is written
+
+
+def test_the_command_refuses_what_cannot_fit(home, monkeypatch):
+    small = dataclasses.replace(ROOMY, memory_bytes=1000)
+    monkeypatch.setattr("smelt.pipeline.execute.run_costs.machine_limits", lambda folder: small)
+    result = harness.smelt("plan", home / "recipe.yaml", code=2)
+    assert "needs-more-memory" in {message.code for message in result.error.found}
+
+
+@pytest.mark.parametrize("config", [LLAMA, BERT, MARIAN], ids=lambda config: config["model_type"])
+def test_every_technique_has_an_estimate_whose_lower_bound_is_one(config):
+    size = size_from_config(config)
+    tasks = {"llama": "language-modeling", "bert": "text-classification", "marian": "translation"}
+    task = tasks[config["model_type"]]
+    targets = (5, 6, 7) if task == "translation" else (0, 0, 0)
+    samples = {name: SampleLengths((8, 9, 10), targets, 3) for name in ("train", "validation", "unlabelled")}
+    for technique in TECHNIQUES.values():
+        stage = load_stage(technique.stage)
+        settings = stage.settings_type.model_validate(technique.settings)
+        for known in (samples, {}):
+            inputs = CostInputs(size, size, task, known, {"teacher": size})
+            estimate = getattr(stage, "estimate_cost", None)
+            cost = estimate(settings, inputs) if estimate else one_shot_cost(inputs)
+            assert 0 < cost.least_bytes <= cost.memory_bytes
+            assert cost.disk_bytes > 0
+            if estimate and cost.work is not None and known:
+                assert 0 < harness.MACHINE_SPEED.seconds(cost.work) < 3600
+            for _, lighter in getattr(stage, "lighter_settings", lambda given: ())(settings):
+                assert estimate(lighter, inputs).memory_bytes > 0
+
+
+def test_unknown_parts_are_marked_as_unknown(home):
+    plan, _ = _plan(home)
+    found = estimate_steps(plan, {})
+    costs = predict_costs(plan, found, ROOMY, harness.MACHINE_SPEED, unread=["train"])
+    assert costs.seconds is None
+    assert {s.name: s.seconds for s in costs.steps}["finetune"] is None
+    assert any("train" in line for line in cost_lines(costs)[-2:])

@@ -1,0 +1,74 @@
+"""Bytes of a training are those of torch's optimizers; lighter settings are lighter."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from transformers.optimization import Adafactor
+
+from smelt.models.costs import CostInputs, SampleLengths
+from smelt.models.model_size import ModelSize, size_from_config
+from smelt.training.costs import lighter_trainings, training_cost, weight_state_bytes
+from smelt.training.settings import TrainingSettings
+
+SIZE = size_from_config(
+    {
+        "model_type": "bert", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 1000,
+    }
+)  # fmt: skip
+
+
+def _inputs(**changes) -> CostInputs:
+    samples = {"train": SampleLengths(tuple(range(8, 40)), (0,) * 32, 320)}
+    return CostInputs(SIZE, SIZE, "text-classification", samples, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("adamw_torch_fused", torch.optim.AdamW),
+        ("sgd", torch.optim.SGD),
+        ("adafactor", partial(Adafactor, relative_step=False)),
+    ],
+)
+def test_bytes_of_weights_gradients_and_states_are_those_of_the_optimizer(name, optimizer):
+    weight = torch.nn.Parameter(torch.ones(100, 100))
+    weight.grad = torch.ones_like(weight)
+    made = optimizer([weight], lr=1e-3)
+    made.step()
+    states = [s for s in made.state[weight].values() if torch.is_tensor(s) and s.numel() > 1]
+    held = weight.nbytes + weight.grad.nbytes + sum(s.nbytes for s in states)
+    size = ModelSize("bert", 100, 0, (), 0, 0, other_weights=weight.numel())
+    settings = TrainingSettings(optimizer=name, num_evals=0)
+    assert weight_state_bytes(settings, size) == pytest.approx(held, rel=0.02)
+    best = TrainingSettings(optimizer=name, num_evals=1, ema_decay=0.9)
+    assert weight_state_bytes(best, size) - weight_state_bytes(settings, size) == 8 * weight.numel()
+
+
+def test_adamw_takes_sixteen_bytes_for_each_weight():
+    cost = training_cost(TrainingSettings(num_evals=0), _inputs())
+    assert cost.least_bytes == 16 * SIZE.parameters
+    assert cost.memory_bytes > cost.least_bytes
+
+
+def test_lighter_settings_need_less_and_half_a_batch_takes_as_long():
+    settings = TrainingSettings(max_steps=10)
+    whole = training_cost(settings, _inputs())
+    lighter = {text: training_cost(other, _inputs()) for text, other in lighter_trainings(settings)}
+    assert all(cost.memory_bytes < whole.memory_bytes for cost in lighter.values())
+    half = lighter["batch_size: 16, gradient_accumulation_steps: 2"]
+    flops = [cost.work.amounts["training", 64] for cost in (whole, half)]
+    assert 0.7 * flops[0] < flops[1] <= flops[0]  # smaller batches are padded less
+    assert lighter["optimizer: adafactor"].least_bytes == whole.least_bytes - 8 * SIZE.parameters
+
+
+def test_processes_hold_the_weights_each_unless_they_divide_them():
+    one = training_cost(TrainingSettings(), _inputs())
+    two = training_cost(TrainingSettings(), _inputs(processes=2))
+    divided = training_cost(TrainingSettings(), _inputs(processes=2, sharded=True))
+    assert (two.least_bytes, divided.least_bytes) == (2 * one.least_bytes, one.least_bytes)
+    assert two.memory_bytes - divided.memory_bytes == weight_state_bytes(TrainingSettings(), SIZE)
+    assert two.work.amounts["training", 64] == one.work.amounts["training", 64] / 2

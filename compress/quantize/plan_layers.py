@@ -6,7 +6,7 @@ forward pass and has an identity gradient in the backward pass (the straight-thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from smelt.quantization.layers import (
 )
 from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
-from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
+from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme, is_row_independent
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class WeightQuantizer(Protocol):
     """Chooses the quantized weights of a matrix for a scheme; holds any further data itself."""
 
     def __call__(self, weight: Tensor, scheme: Scheme, options: SchemeOptions) -> UnpackedWeights:
-        """Return the quantized weights and their grid for `weight`, float32 [N, K]."""
+        """Return the quantized weights and their grid for `weight`, float [N, K]."""
 
 
 # Finds the grid of groups, float32 [N, G, g], of a matrix of K inputs.
@@ -276,20 +276,41 @@ def round_to_nearest(weight: Tensor, scheme: Scheme, options: SchemeOptions) -> 
     return round_on_grid(scheme_grid, weight, scheme, options)
 
 
+# A larger matrix is quantized in parts of its rows, so that intermediate results need little memory.
+MAX_WEIGHTS_AT_ONCE = 2**24
+
+
+def rows_at_once(rows: int, width: int, scheme: Scheme, options: SchemeOptions) -> int:
+    """Return how many rows of a matrix [rows, width] are quantized at once: all, except for large ones."""
+    return max(1, MAX_WEIGHTS_AT_ONCE // width) if is_row_independent(scheme, width, options) else rows
+
+
+def concatenate_rows(parts: Sequence[UnpackedWeights]) -> UnpackedWeights:
+    """Return the quantized weights of all rows from `parts`."""
+    if len(parts) == 1:
+        return parts[0]
+    grid = {name: torch.cat([part.qparams[name] for part in parts]) for name in parts[0].qparams}
+    return UnpackedWeights(torch.cat([part.q_weight for part in parts]), grid)
+
+
 def round_on_grid(
     find_grid: GridFinder, weight: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> UnpackedWeights:
-    """Return `weight` rounded to nearest on the grid from `find_grid`."""
-    groups = split_into_groups(weight, scheme.group_size(weight.shape[1], options))
-    grid = find_grid(groups, weight.shape[1], scheme, options)
-    return UnpackedWeights(scheme.quantize(groups, grid, options), grid)
+    """Return `weight`, float [N, K], rounded to nearest on the grid from `find_grid`."""
+    width = weight.shape[1]
+    found = []
+    for rows in weight.split(rows_at_once(*weight.shape, scheme, options)):
+        groups = split_into_groups(rows.float(), scheme.group_size(width, options))
+        grid = find_grid(groups, width, scheme, options)
+        found.append(UnpackedWeights(scheme.quantize(groups, grid, options), grid))
+    return concatenate_rows(found)
 
 
 def quantize_into(
     matrix: QuantizedMatrix, weight: Tensor, quantizer: WeightQuantizer = round_to_nearest
 ) -> None:
     """Quantize `weight`, float [N, K], and store the result in `matrix`."""
-    matrix.set_weight_(quantizer(weight.detach().float(), matrix.scheme, matrix.options))
+    matrix.set_weight_(quantizer(weight.detach(), matrix.scheme, matrix.options))
 
 
 def fake_quantize(weight: Tensor, matrix: QuantizedMatrix) -> Tensor:
@@ -321,7 +342,8 @@ def require_quantizable(weight: Tensor) -> None:
     Raises:
         InputError: weights are not finite, or too large.
     """
-    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
+    # without abs(), which would copy a large embedding
+    largest = float(torch.stack(weight.detach().aminmax()).abs().max()) if weight.numel() else 0.0
     if not largest < _MAX_MAGNITUDE:
         raise InputError(
             f"the largest weight is {largest:g}, but weights must be below {_MAX_MAGNITUDE:g}. The"

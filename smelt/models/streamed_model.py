@@ -2,8 +2,9 @@
 
 For stages that process a model block by block. The weights of a loaded block are float32. The output is a
 checkpoint in shards, one per block and one of all other tensors, in the types of the source
-(or another requested one). The layers before the first block and between the stacks also stay in memory;
-an output layer that is not the embedding does not.
+(or another requested one). The layers before the first block and between the stacks also stay in memory,
+16-bit embeddings of a decoder-only model as a mapped file; an output layer that is not the embedding does
+not.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ LARGE_BYTES = 2**30
 class StreamedModel:
     """A model that is read from `src` and written to `out` block by block.
 
-    model: its blocks are on the meta device except the loaded one. edits: its structure.
+    model: its blocks are on the meta device except the loaded one. edits: its structure. changed: modules
+    outside of blocks whose own weights are written in their current state, not copied.
     """
 
     def __init__(
         self, model: Any, edits: list[Edit], places: dict[str, Path], src: Path, out: Path, dtype: StoredDtype
     ) -> None:
         self.model, self.edits = model, edits
+        self.changed: set[nn.Module] = set()
         self._notes: list[Message] = []
         self._places, self._src, self._out = places, src, out
         self._types = stored_dtypes(src, dtype)
@@ -75,7 +78,8 @@ class StreamedModel:
     def finish(self, edits: list[Edit]) -> list[Message]:
         """Write the tensors outside of blocks and the other files; every block must be written before.
 
-        Layers that were quantized are written in their current state, all others unchanged.
+        Layers that were quantized or are in `changed` are written in their current state, all others
+        unchanged.
 
         Args:
             edits: the current structure of the model.
@@ -85,14 +89,22 @@ class StreamedModel:
         """
         inside = tuple(f"{block.module_path}." for block in self._blocks)
         named = self.model.named_modules(remove_duplicate=False)
-        coded = {n: m for n, m in named if is_quantized(m) and not n.startswith(inside)}
-        outside = [n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))]
-        tensors = {name: _read(self._places, name) for name in outside}
-        written: set[int] = set()  # one that several layers have is written once, under its first name
+        coded = {
+            n: m for n, m in named if (is_quantized(m) or m in self.changed) and not n.startswith(inside)
+        }
+        copied = {n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))}
+        tensors = {name: _read(self._places, name) for name in self._places if name in copied}
+        parameters = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if not p.is_meta}
+        # one that several layers have is written once, under its first name
+        written = {id(tensor) for name, tensor in parameters.items() if name in copied}
         for name, module in coded.items():
             held = {f"{name}.{n}": t for n, t in module.named_parameters() if id(t) not in written}
             written |= {id(tensor) for tensor in held.values()}
             tensors |= held
+        for name, tensor in parameters.items():  # an output layer whose embedding was quantized
+            if id(tensor) not in written and not name.startswith(inside):
+                written.add(id(tensor))
+                tensors[name] = tensor
         self._write(len(self._blocks), tensors)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._files.items()))}
         write_json(self._out / WEIGHTS_INDEX_FILE, index)
@@ -163,8 +175,31 @@ def _load_outside_blocks(model: Any, blocks: Iterable[Block], places: dict[str, 
         return False
     read = set(names.values())  # an output layer that is the embedding stays tied, as in a whole model
     names |= {n: tied[n] for n in wanted - outside if n not in places and tied.get(n) in read}
-    _assign(model, names, places)
+    family = family_of(model)  # others may read their dtype from the first parameter
+    half = _map_embeddings(model, names, places) if family and family.architecture == "decoder" else set()
+    _assign(model, {n: stored for n, stored in names.items() if n not in half}, places)
     return True
+
+
+def _map_embeddings(model: Any, names: dict[str, str], places: dict[str, Path]) -> set[str]:
+    """Map the 16-bit embeddings among `names` into memory; return the names of all parameters with them.
+
+    Only the rows that are looked up are read. They are widened afterwards, which is exact.
+    """
+    mapped: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        stored = names.get(f"{path}.weight")
+        if type(module) is not nn.Embedding or stored is None:
+            continue
+        tensor = _read(places, stored)
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            mapped[stored] = nn.Parameter(tensor, requires_grad=False)
+            module.register_forward_hook(lambda module, given, rows: rows.float())
+    found = {name for name, stored in names.items() if stored in mapped}
+    for name in found:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, mapped[names[name]])
+    return found
 
 
 @torch.no_grad()

@@ -215,7 +215,7 @@ class GptqRunner:
         self.left[layer.name] = error / plain if plain > 0 else 1.0
         if dead := int((seen.squares == 0).sum()):
             self.dead_inputs[layer.name] = dead
-        self.codes[layer.weight_id] = concatenate_rows([part[0] for part in parts])
+        self.codes[layer.weight_id] = concatenate_rows(len(weight), (part[0] for part in parts))
         self.token_counts.append((seen.tokens, weight.shape[1]))
 
     def _rows_at_once(self, layer: PlannedLayer) -> int:

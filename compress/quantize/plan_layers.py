@@ -6,7 +6,7 @@ forward pass and has an identity gradient in the backward pass (the straight-thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -285,25 +285,42 @@ def rows_at_once(rows: int, width: int, scheme: Scheme, options: SchemeOptions) 
     return max(1, MAX_WEIGHTS_AT_ONCE // width) if is_row_independent(scheme, width, options) else rows
 
 
-def concatenate_rows(parts: Sequence[UnpackedWeights]) -> UnpackedWeights:
-    """Return the quantized weights of all rows from `parts`."""
-    if len(parts) == 1:
-        return parts[0]
-    grid = {name: torch.cat([part.qparams[name] for part in parts]) for name in parts[0].qparams}
-    return UnpackedWeights(torch.cat([part.q_weight for part in parts]), grid)
+def concatenate_rows(rows: int, parts: Iterable[UnpackedWeights]) -> UnpackedWeights:
+    """Return the quantized weights of all `rows` from `parts`, of which one is in memory at a time."""
+    whole: UnpackedWeights | None = None
+    end = 0
+    for part in parts:
+        if len(part.q_weight) == rows:
+            return part
+        if whole is None:
+            grid = {name: _with_rows(tensor, rows) for name, tensor in part.qparams.items()}
+            whole = UnpackedWeights(_with_rows(part.q_weight, rows), grid)
+        begin, end = end, end + len(part.q_weight)
+        whole.q_weight[begin:end] = part.q_weight
+        for name, tensor in part.qparams.items():
+            whole.qparams[name][begin:end] = tensor
+    assert whole is not None
+    return whole
+
+
+def _with_rows(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.new_empty(rows, *tensor.shape[1:])
 
 
 def round_on_grid(
     find_grid: GridFinder, weight: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> UnpackedWeights:
     """Return `weight`, float [N, K], rounded to nearest on the grid from `find_grid`."""
-    width = weight.shape[1]
-    found = []
-    for rows in weight.split(rows_at_once(*weight.shape, scheme, options)):
-        groups = split_into_groups(rows.float(), scheme.group_size(width, options))
-        grid = find_grid(groups, width, scheme, options)
-        found.append(UnpackedWeights(scheme.quantize(groups, grid, options), grid))
-    return concatenate_rows(found)
+    rows, width = weight.shape
+    size = scheme.group_size(width, options)
+
+    def quantized() -> Iterator[UnpackedWeights]:
+        for part in weight.split(rows_at_once(rows, width, scheme, options)):
+            groups = split_into_groups(part.float(), size)
+            grid = find_grid(groups, width, scheme, options)
+            yield UnpackedWeights(scheme.quantize(groups, grid, options), grid)
+
+    return concatenate_rows(rows, quantized())
 
 
 def quantize_into(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class StreamedModel:
         self._files: dict[str, str] = {}
         self._bytes = 0
         self._blocks = blocks_of(model)
+        self._inside = tuple(f"{block.module_path}." for block in self._blocks)
+        self._modules = dict(model.named_modules(remove_duplicate=False))
 
     def load_block(self, block: Block) -> None:
         """Read the weights of `block`, float32."""
@@ -63,10 +66,28 @@ class StreamedModel:
         """Write the current block, and free its weights."""
         number = self._blocks.index(block)
         self._write(number, {f"{block.module_path}.{n}": t for n, t in block.module.state_dict().items()})
+        self.free_block(block)
+
+    def free_block(self, block: Block) -> None:
+        """Free the weights of `block`."""
         for module in block.module.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
         _trim_memory()
+
+    def copy_blocks(self) -> None:
+        """Write the blocks of a model that has lost some blocks or parts of them; weights are copied."""
+        self._blocks = blocks_of(self.model)
+        current = {module: name for name, module in self.model.named_modules()}
+        sources: dict[str, str] = {}
+        for old in self._places:
+            owner, _, last = old.rpartition(".")
+            new = current.get(self._modules.get(owner, self.model), "")
+            if old.startswith(self._inside) and new:
+                sources[f"{new}.{last}"] = old
+        for number, block in enumerate(self._blocks):
+            here = {n: old for n, old in sources.items() if n.startswith(f"{block.module_path}.")}
+            self._write(number, {n: _read(self._places, old) for n, old in here.items()}, here)
 
     def load_head(self) -> None:
         """Read the weights of the output layer, float32, unless it is the embedding."""
@@ -87,7 +108,7 @@ class StreamedModel:
         Returns:
             Warnings: weights that do not fit into 16 bits.
         """
-        inside = tuple(f"{block.module_path}." for block in self._blocks)
+        inside = self._inside
         named = self.model.named_modules(remove_duplicate=False)
         coded = {
             n: m for n, m in named if (is_quantized(m) or m in self.changed) and not n.startswith(inside)
@@ -112,11 +133,16 @@ class StreamedModel:
         save_config_files(self.model, add_mask_edits(self.model, edits), self._out, self._src, dtype)
         return self._notes
 
-    def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
+    def _write(
+        self, number: int, tensors: dict[str, Tensor], sources: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Write shard `number`; sources: names in the source of renamed tensors."""
         file = f"model-{number + 1:05}-of-{len(self._blocks) + 1:05}.safetensors"
         coded = quantized_dtypes(self.model)
         wanted = {
-            n: coded.get(n) or self._types.dtype_for([n]) for n, t in tensors.items() if t.is_floating_point()
+            n: coded.get(n) or self._types.dtype_for([sources.get(n, n)])
+            for n, t in tensors.items()
+            if t.is_floating_point()
         }
         stored, notes = cast_to_stored({n: t.detach().contiguous() for n, t in tensors.items()}, wanted)
         self._notes.extend(notes)

@@ -35,6 +35,8 @@ from smelt.quantization.scheme import (
 )
 from smelt.quantization.schemes.registry import is_row_independent, validate_scheme_options
 
+_PACKED_AT_ONCE = 2**24  # weights; packing holds several copies of them
+
 
 class QuantizedMatrix(nn.Module):
     """The tensors of a matrix [N, K] in the layout of a scheme; see its `stored_tensors`.
@@ -69,7 +71,17 @@ class QuantizedMatrix(nn.Module):
 
     def set_weight_(self, decided: UnpackedWeights) -> None:
         """Store the weights computed by a quantization method; calibrated tensors are kept."""
-        self._assign_tensors(self.scheme.pack(decided, self.options))
+        count = len(decided.q_weight)
+        step = max(1, _PACKED_AT_ONCE // self.width) if self.is_row_independent() else count
+        if step >= count:
+            self._assign_tensors(self.scheme.pack(decided, self.options))
+            return
+        parts = []
+        for begin in range(0, count, step):
+            grid = {name: tensor[begin : begin + step] for name, tensor in decided.qparams.items()}
+            rows = UnpackedWeights(decided.q_weight[begin : begin + step], grid)
+            parts.append(self.scheme.pack(rows, self.options))
+        self._assign_tensors({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def set_activation_range_(self, largest: float) -> None:
         """Set the activation range to `largest` on both sides, where the scheme needs it."""

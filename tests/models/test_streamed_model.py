@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.stage import DropLayers
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.stage import Prune, PruneSettings
@@ -87,6 +89,11 @@ def test_memory_between_pieces_that_stay_is_given_back():
             FactorizeSettings(method="asvd", keep_ratio=0.5, optimize_for="size", calibration_samples=6),
         ),
         (Prune(), PruneSettings(importance="magnitude")),
+        (DropLayers(), DropLayersSettings(keep_ratio=0.67, importance="block-influence", dtype="fp32")),
+        (
+            DropLayers(),
+            DropLayersSettings(targets=["attention", "ffn"], layers=4, importance="block-influence"),
+        ),
         (Quantize(), QuantizeSettings(scheme="int2", group_size=32, method="hqq", embedding_scheme="int4")),
         (Quantize(), QuantizeSettings(scheme="int8-dynamic", exclude=["*.down_proj"], output_layer=False)),
         (
@@ -113,14 +120,16 @@ def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("family", ["t5", "gemma"])
-def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, tmp_path, monkeypatch):
-    stage = (
-        Prune(),
-        PruneSettings(importance="magnitude"),
-        every_family.model_with_layers(family, 2),
-        family,
-    )
+@pytest.mark.parametrize(
+    ("family", "stage", "settings"),
+    [
+        ("t5", Prune(), PruneSettings(importance="magnitude")),
+        ("gemma", Prune(), PruneSettings(importance="magnitude")),
+        ("t5", DropLayers(), DropLayersSettings(keep_ratio=0.5, importance="last")),
+    ],
+)
+def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, stage, settings, tmp_path, monkeypatch):
+    stage = (stage, settings, every_family.model_with_layers(family, 2), family)
     whole = every_family.run_stage(*stage, tmp_path / "whole")
     monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
     parts = every_family.run_stage(*stage, tmp_path / "parts")

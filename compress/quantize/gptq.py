@@ -32,6 +32,7 @@ from smelt.calibration.statistics import (
     input_width,
     inverse_cholesky,
 )
+from smelt.compress.quantize import plan_layers
 from smelt.compress.quantize.low_rank_correction import (
     CorrectedWeight,
     correction_metric,
@@ -223,7 +224,8 @@ class GptqRunner:
         count, width = (int(size) for size in layer.module.weight.shape)
         if layer.weight_id in self.corrections:
             return count
-        return rows_at_once(count, width, find_scheme(layer.scheme), layer.options)
+        limit = plan_layers.MAX_WEIGHTS_AT_ONCE
+        return rows_at_once(count, width, limit, find_scheme(layer.scheme), layer.options)
 
     def _inverse_cholesky(self, layer: PlannedLayer, seen: InputStatistics) -> Tensor:
         """Return U of a layer's inputs, float32 [K, K]."""

@@ -137,7 +137,8 @@ def quantize_layers(
     edits: list[dict[str, Any]] = []
     for layer in layers:
         weight = layer.weight_id  # taken before the module is replaced: a freed id may be reused
-        new = quantize_planned(layer, ranges, quantizer_of(layer))
+        same = done[weight][1].matrix if weight in done else None
+        new = quantize_planned(layer, ranges, quantizer_of(layer), same)
         first_name, first = done.setdefault(weight, (layer.name, new))
         options = dict(layer.options)
         edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **options}
@@ -170,11 +171,17 @@ def require_finite_layers(layers: Collection[PlannedLayer]) -> None:
 
 
 def quantize_planned(
-    layer: PlannedLayer, ranges: Mapping[int, float], coder: WeightQuantizer | None = None
+    layer: PlannedLayer,
+    ranges: Mapping[int, float],
+    coder: WeightQuantizer | None = None,
+    matrix: QuantizedMatrix | None = None,
 ) -> Any:
-    """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`."""
+    """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`.
+
+    matrix: the quantized matrix of another layer with the same weight.
+    """
     try:
-        new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest)
+        new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest, matrix)
     except InputError as error:
         raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
     if layer.needs_range:
@@ -277,12 +284,13 @@ def round_to_nearest(weight: Tensor, scheme: Scheme, options: SchemeOptions) -> 
 
 
 # A larger matrix is quantized in parts of its rows, so that intermediate results need little memory.
-MAX_WEIGHTS_AT_ONCE = 2**24
+MAX_WEIGHTS_AT_ONCE = 2**24  # by GPTQ, which goes through all columns for each part
+_ROUNDED_AT_ONCE = 2**22
 
 
-def rows_at_once(rows: int, width: int, scheme: Scheme, options: SchemeOptions) -> int:
-    """Return how many rows of a matrix [rows, width] are quantized at once: all, except for large ones."""
-    return max(1, MAX_WEIGHTS_AT_ONCE // width) if is_row_independent(scheme, width, options) else rows
+def rows_at_once(rows: int, width: int, limit: int, scheme: Scheme, options: SchemeOptions) -> int:
+    """Return how many rows of a matrix [rows, width] are quantized at once: `limit` weights, or all."""
+    return max(1, limit // width) if is_row_independent(scheme, width, options) else rows
 
 
 def concatenate_rows(rows: int, parts: Iterable[UnpackedWeights]) -> UnpackedWeights:
@@ -315,7 +323,7 @@ def round_on_grid(
     size = scheme.group_size(width, options)
 
     def quantized() -> Iterator[UnpackedWeights]:
-        for part in weight.split(rows_at_once(rows, width, scheme, options)):
+        for part in weight.split(rows_at_once(rows, width, _ROUNDED_AT_ONCE, scheme, options)):
             groups = split_into_groups(part.float(), size)
             grid = find_grid(groups, width, scheme, options)
             yield UnpackedWeights(scheme.quantize(groups, grid, options), grid)
@@ -374,6 +382,7 @@ def quantize_module(
     scheme: str,
     options: SchemeOptions | None = None,
     quantizer: WeightQuantizer = round_to_nearest,
+    matrix: QuantizedMatrix | None = None,
 ) -> QuantizedLayer:
     """Return the quantized layer for a Linear, a Conv2d or an Embedding.
 
@@ -382,6 +391,7 @@ def quantize_module(
         scheme: the name of the scheme.
         options: all options of the scheme; None for its defaults.
         quantizer: chooses the quantized weights.
+        matrix: the quantized weights, if they are known.
 
     Raises:
         InputError: the scheme does not support the module or the options, or weights are not finite.
@@ -389,10 +399,13 @@ def quantize_module(
     new = empty_quantized(
         module, scheme, default_options(find_scheme(scheme)) if options is None else options
     )
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    require_quantizable(weight)
-    quantize_into(new.matrix, weight.flatten(1), quantizer)
+    if matrix is None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        require_quantizable(weight)
+        quantize_into(new.matrix, weight.flatten(1), quantizer)
+    else:
+        new.matrix = matrix
     if not isinstance(new, QuantizedEmbedding) and new.bias is not None:
         assert isinstance(module.bias, Tensor)
         new.bias.data = module.bias.detach().clone()

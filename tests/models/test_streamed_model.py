@@ -5,8 +5,10 @@ from pathlib import Path
 
 import every_family
 import harness
+import numpy as np
 import pytest
 import torch
+from expected_errors import raises_code
 from safetensors.torch import load_file
 
 from smelt.compress.drop_layers.settings import DropLayersSettings
@@ -18,11 +20,16 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.core import system
+from smelt.core.errors import RunError
+from smelt.generation.runners import token_nll
 from smelt.models import streamed_model
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import read_edits
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.streamed_model import open_streamed
+from smelt.runtimes import torch_backend
+from smelt.runtimes.registry import open_folder
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +65,24 @@ def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path):
     assert stored.keys() == before.keys()
     assert all(torch.equal(stored[n], before[n]) and stored[n].dtype == torch.bfloat16 for n in before)
     assert torch.equal(harness.logits(load_model(tmp_path)[0]), harness.logits(load_model(llama)[0]))
+
+
+def test_weights_that_do_not_fit_stay_in_their_file(llama, monkeypatch):
+    """The float32 model does not fit: 16-bit matrices are widened at each use, which is exact."""
+    ids = np.arange(5, 14, dtype=np.int64)[None]
+    with open_folder(llama, "torch", threads=1, device="cpu") as runner:
+        expected = token_nll(runner, ids)
+    needed = 4 * sum(p.numel() for p in load_model(llama)[0].parameters())
+    monkeypatch.setattr(torch_backend, "available_bytes", lambda: needed - 1)
+    with open_folder(llama, "torch", threads=1, device="cpu") as runner:
+        kinds = {
+            n.rpartition(".")[2]: p.dtype for n, p in runner.backend.model.named_parameters() if p.dim() > 1
+        }
+        assert set(kinds.values()) == {torch.bfloat16}
+        assert np.array_equal(token_nll(runner, ids), expected)
+    monkeypatch.setattr(system, "available_bytes", lambda: needed - 1)
+    with raises_code("out-of-memory", RunError):
+        load_model(llama)
 
 
 def _resident_bytes():

@@ -2,13 +2,14 @@
 
     python benchmarks/large_models.py 10M 100M --folder build/large
     python benchmarks/large_models.py 3B --stages rtn,gptq --folder build/large
-    python benchmarks/large_models.py 3B/2 --stages gptq --folder build/large    # two blocks of it
+    python benchmarks/large_models.py 3B/2 --stages gptq --folder build/large    # two of its blocks
 
 Models are bfloat16 in shards, one per block, with normal weights of standard deviation 0.02; shards are
 written one by one. Samples are windows of 128 tokens of this repository's pages. Each stage runs in a process
 of its own, as on a large model (block by block). A figure is the largest resident memory of that process
-(VmHWM) plus that of its children, with mapped files. `--json FILE` collects the results; `--table` prints
-those of FILE with the exponents of growth between the sizes.
+(VmHWM) plus that of its children, with mapped files. With N blocks, the time of the whole model is that plus
+the time of the last block for each other block. `--json FILE` collects the results; `--table` prints those of
+FILE with the exponents of growth between the sizes.
 """
 
 from __future__ import annotations
@@ -137,8 +138,19 @@ def _status_bytes(pid: int | str, word: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{word}:")), 0)
 
 
+def _descendants(pid: int | str) -> list[int]:
+    """Return the children of a process, and theirs."""
+    found = []
+    for threads in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(word) for word in threads.read_text(encoding="ascii").split()]
+        except OSError:
+            continue
+    return found + [other for child in found for other in _descendants(child)]
+
+
 class ChildPeaks:
-    """The largest VmHWM of each child process, looked at twenty times a second."""
+    """The largest VmHWM of each child process, looked at four times a second."""
 
     def __init__(self) -> None:
         self.peaks: dict[int, int] = {}
@@ -147,12 +159,9 @@ class ChildPeaks:
         self._thread.start()
 
     def _watch(self) -> None:
-        import psutil
-
-        own = psutil.Process()
-        while not self._done.wait(0.05):
-            for child in own.children(recursive=True):
-                self.peaks[child.pid] = max(self.peaks.get(child.pid, 0), _status_bytes(child.pid, "VmHWM"))
+        while not self._done.wait(0.25):
+            for child in _descendants("self"):
+                self.peaks[child] = max(self.peaks.get(child, 0), _status_bytes(child, "VmHWM"))
 
     def stop(self) -> int:
         """Return the largest of them, bytes."""
@@ -191,13 +200,18 @@ def run_stage(source: Path, stage: str, out: Path, threads: int) -> dict[str, An
     out.mkdir()
     spec = STAGES[stage]
     result: dict[str, Any] = {}
+    marks = [cpu]
+
+    def progress(done: int, total: int, note: str = "") -> None:
+        marks.append(_cpu_seconds())
+
     if spec["stage"] == "score":
         result["perplexity"] = score(artifact, data["train"].take(200), threads, out)
     else:
         cls: Any = load_stage(spec["stage"])
         ctx = Context(
             out, "language-modeling", data, 0, {"model": artifact}, score=lambda *_: {}, threads=threads,
-            device="cpu",
+            device="cpu", progress=progress,
         )  # fmt: skip
         cls()(artifact, cls.settings_type.model_validate(spec["settings"]), ctx)
         kept = {key: ctx.details[key] for key in ("target", "dtype") if key in ctx.details}
@@ -205,6 +219,7 @@ def run_stage(source: Path, stage: str, out: Path, threads: int) -> dict[str, An
         result["warnings"] = sorted({warning.code for warning in ctx.warnings})
     return result | {
         "cpu_s": round(_cpu_seconds() - cpu, 2),
+        "block_cpu_s": round(marks[-1] - marks[-2], 2) if len(marks) > 2 else 0.0,
         "clock_s": round(time.monotonic() - clock, 1),
         "imported_bytes": imported,
         "peak_bytes": _status_bytes("self", "VmHWM"),
@@ -246,8 +261,12 @@ def measure(name: str, stage: str, folder: Path, threads: int) -> dict[str, Any]
     )
     lines = done.stdout.splitlines()
     found = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode}
-    sizes = model_sizes(model)
-    return {"model": name, "stage": stage, "threads": threads, **sizes, **found}
+    row = {"model": name, "stage": stage, "threads": threads, **model_sizes(model), **found}
+    shape = SHAPES[name.partition("/")[0]]
+    missing = shape["num_hidden_layers"] - model_shape(name)["num_hidden_layers"]
+    if "cpu_s" in row:
+        row["whole_cpu_s"] = round(row["cpu_s"] + missing * row["block_cpu_s"], 1)
+    return row | {"whole_parameters": row["parameters"] + missing * row["block_parameters"]}
 
 
 def model_sizes(folder: Path) -> dict[str, int]:
@@ -265,21 +284,26 @@ def print_table(results: list[dict[str, Any]]) -> None:
     click.echo("|stage|model|parameters|CPU s|peak MB|CPU s grow as|peak grows as|\n|:--|" + "--:|" * 6)
     for stage in STAGES:
         rows = [row for row in results if row["stage"] == stage and "failed" not in row]
-        rows.sort(key=lambda row: row["parameters"])
+        rows = list({row["whole_parameters"]: row for row in sorted(rows, key=_block_count)}.values())
+        rows.sort(key=lambda row: row["whole_parameters"])
         for before, row in zip([None, *rows], rows, strict=False):
             grown = ["", ""]
-            if before is not None and before["parameters"] < row["parameters"]:
-                more = math.log(row["parameters"] / before["parameters"])
+            if before is not None:
+                more = math.log(row["whole_parameters"] / before["whole_parameters"])
                 grown = [f"n^{math.log(_figure(row, i) / _figure(before, i)) / more:.2f}" for i in (0, 1)]
             peak = _figure(row, 1) / 1e6
             click.echo(
-                f"|{stage}|{row['model']}|{row['parameters'] / 1e6:,.0f} M|{row['cpu_s']:,.1f}|{peak:,.0f}|"
-                f"{grown[0]}|{grown[1]}|"
+                f"|{stage}|{row['model']}|{row['whole_parameters'] / 1e6:,.0f} M|{_figure(row, 0):,.1f}|"
+                f"{peak:,.0f}|{grown[0]}|{grown[1]}|"
             )
 
 
+def _block_count(row: dict[str, Any]) -> int:
+    return int(model_shape(row["model"])["num_hidden_layers"])
+
+
 def _figure(row: dict[str, Any], which: int) -> float:
-    return float((row["cpu_s"], row["peak_bytes"] + row["child_peak_bytes"])[which])
+    return float((row["whole_cpu_s"], row["peak_bytes"] + row["child_peak_bytes"])[which])
 
 
 @click.command()

@@ -77,12 +77,16 @@ class QuantizedMatrix(nn.Module):
         if step >= count:
             self._assign_tensors(self.scheme.pack(decided, self.options))
             return
-        parts = []
+        found: dict[str, Tensor] = {}
         for begin in range(0, count, step):
             grid = {name: tensor[begin : begin + step] for name, tensor in decided.qparams.items()}
             rows = UnpackedWeights(decided.q_weight[begin : begin + step], grid)
-            parts.append(self.scheme.pack(rows, self.options))
-        self._assign_tensors({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+            for name, tensor in self.scheme.pack(rows, self.options).items():
+                if name not in found:
+                    self.get_parameter(name).data = tensor.new_empty(0)  # frees the previous values
+                    found[name] = tensor.new_empty(count, *tensor.shape[1:])
+                found[name][begin : begin + step] = tensor
+        self._assign_tensors(found)
 
     def set_activation_range_(self, largest: float) -> None:
         """Set the activation range to `largest` on both sides, where the scheme needs it."""

@@ -196,7 +196,7 @@ def _file_size(path: Path) -> int:
 def _run_on_structure(path: Path, folder: Path) -> Any:
     """Return the graph in `path` after onnxsim, or a warning; large external weights are not read.
 
-    torch's exporter has folded what depends on weights only: for onnxsim they are inputs. `folder` gets links.
+    torch's exporter has folded what depends on weights only: they are inputs here. `folder` gets links.
     """
     from onnx import helper
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data

@@ -362,7 +362,8 @@ class Onnx:
         require_runtime(settings, ctx)
         require_memory(widened_bytes(src.path), "onnx: loading the model in float32", _LESS_MEMORY)
         with open_runner(src, ctx.threads, "cpu") as parent:
-            limit_weight_cache(parent.backend.model, _CACHED_BYTES)
+            backend: Any = parent.backend
+            limit_weight_cache(backend.model, _CACHED_BYTES)
             _export(parent, src.path, settings, ctx)
         copy_tokenizer(src.path, ctx.out)
         if ctx.task != IMAGE_CLASSIFICATION:

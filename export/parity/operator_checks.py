@@ -302,7 +302,7 @@ def _compare(graph: str, operator: _QuantizedNode, x: NDArray[np.float32], got: 
         weight = layer.matrix.dequantize()
         expected = F.linear(given, weight, operator.bias).numpy()
         # a sum of canceling terms is only as exact as its terms
-        terms = _ROUNDING_TOLERANCE * F.linear(given.abs(), weight.abs()).numpy()
+        terms = _ROUNDING_TOLERANCE * F.linear(given.abs(), weight.abs_()).numpy()
     node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
     if expected.shape != got.shape:
         raise ParityError(

@@ -209,7 +209,7 @@ def _run_on_structure(path: Path, folder: Path) -> Any:
         return run_onnxsim(path, folder)
     large, small = [], []
     for tensor in model.graph.initializer:
-        if uses_external_data(tensor) and ExternalDataInfo(tensor).length >= _LARGE_WEIGHT_BYTES:
+        if uses_external_data(tensor) and (ExternalDataInfo(tensor).length or 0) >= _LARGE_WEIGHT_BYTES:
             large.append(tensor)
             continue
         if uses_external_data(tensor):

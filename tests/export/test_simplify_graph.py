@@ -197,8 +197,8 @@ def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_
 def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tmp_path, monkeypatch):
     from smelt.core import system
 
-    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     path = graph_of("bert", "model", tmp_path)
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     graph_files.write_graph(onnx.load(path), path)
     monkeypatch.setattr(system, "available_bytes", lambda: 1000)
     assert code_of(run_onnxsim(path, tmp_path)) == "out-of-memory"
@@ -208,9 +208,9 @@ def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tm
 
 
 def test_onnxsim_itself_simplifies_a_graph_whose_weights_lie_outside(tmp_path, monkeypatch):
+    path = graph_of("bert", "model", tmp_path)
     monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     monkeypatch.setattr(simplify_graph, "_LARGE_WEIGHT_BYTES", 2000)  # not read
-    path = graph_of("bert", "model", tmp_path)
     model = onnx.load(path)
     first = model.graph.node[0].input[0]
     insert_after_value(model, first, -1, "Identity")

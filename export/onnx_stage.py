@@ -53,6 +53,9 @@ def require_runtime(settings: OnnxSettings, ctx: Context) -> None:
         )
 
 
+_LESS_MEMORY = "Quantize the model first (quantize: {scheme: int4}), or use a machine with more memory."
+
+
 def require_export_memory(model: Any, settings: OnnxSettings) -> None:
     """Require enough memory for the copies of the weights that an export makes.
 
@@ -65,7 +68,7 @@ def require_export_memory(model: Any, settings: OnnxSettings) -> None:
     require_memory(
         copies * sum(weights.values()),
         "onnx: exporting",
-        "Set simplify: false, make the model smaller first, or use a machine with more memory.",
+        f"Set simplify: false. {_LESS_MEMORY}",
     )
 
 
@@ -133,6 +136,7 @@ def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
 
 
 BF16_OPSET = 22
+_CACHED_BYTES = 2**30  # of dequantized weights, which the parity checks use a few times
 # Of tracing, simplifying and comparing a graph: for each graph, and for each block in it, on a processor of
 # 300,000 torch calls a second.
 _CALLS_PER_GRAPH, _CALLS_PER_BLOCK = 9e5, 3e5
@@ -400,11 +404,15 @@ class Onnx:
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
         from smelt.export.tokenizer import add_tokenizer
-        from smelt.models.checkpoint import copy_tokenizer
+        from smelt.models.checkpoint import copy_tokenizer, widened_bytes
+        from smelt.quantization.matrix import limit_weight_cache
         from smelt.runtimes.registry import open_runner
 
         require_runtime(settings, ctx)
+        require_memory(widened_bytes(src.path), "onnx: loading the model in float32", _LESS_MEMORY)
         with open_runner(src, ctx.threads, "cpu") as parent:
+            backend: Any = parent.backend
+            limit_weight_cache(backend.model, _CACHED_BYTES)
             _export(parent, src.path, settings, ctx)
         copy_tokenizer(src.path, ctx.out)
         if ctx.task != IMAGE_CLASSIFICATION:

@@ -3,23 +3,19 @@
 A simplified graph is kept only if it computes the same.
 
 Layers emit placeholders of the domain `smelt.load` (smelt/quantization/emit.py) to unpack quantized weights
-with a table of their scheme, to widen scales, to transpose a matrix and to dequantize. If these were standard
-operators from the start, torch's optimizer and onnxsim would fold them and store the result: a file 16 times
-as large for 1-bit weights, or a second copy of a matrix. So the optimizers see placeholders, and expanding
-them is the last change to the graph. ONNX Runtime folds the operators when a session is opened, and the file
-remains small.
+with a table of their scheme, to widen scales, to transpose a matrix and to dequantize. torch's optimizer and
+onnxsim would fold standard operators and store the result, a file 16 times as large for 1-bit weights. So
+placeholders are expanded last. ONNX Runtime folds the operators when a session is opened.
 
     stored uint8 [N, G, n] -- Cast int32 -- Gather of a table [256, t] -- Reshape -- codes uint8 [N, G, t n]
-
-The scheme defines the content of the table.
 
 Group-wise weights become a blocked DequantizeLinear that uses the stored bytes of the matrix:
 
     weights uint4 [N, G g], zeros uint4 [N, G], scales float16 [N, G] -- Cast -- DequantizeLinear float32
 
-OpenVINO multiplies such weights without converting them to float. Scales are stored as float16 and cast
-first, because the operator would return float16 weights otherwise. The midpoint is written as zero points.
-Weights with other readers, as bytes, are stored a second time: a tensor of ONNX has one type.
+OpenVINO multiplies such weights without converting them to float. float16 scales are cast first, because the
+operator would return float16 weights. The midpoint is written as zero points. Weights with other readers, as
+bytes, are stored a second time: a tensor of ONNX has one type.
 
 TensorRT reads signed weights, and scales of its compute type:
 
@@ -28,17 +24,16 @@ TensorRT reads signed weights, and scales of its compute type:
 
 Shapes: N = outputs, G = groups of a row, g = group size.
 
-In a graph that takes one token at a time, matrix multiplication and bias become one operator: ONNX Runtime's
-fused operator (Gemm) is only for 2-D rows. In a decoder's step rows are [R, 1, K], for which MatMul and Add
-would remain two operators.
+In a graph that takes one token at a time, matrix multiplication and bias become one operator. A decoder's
+rows are [R, 1, K], and ONNX Runtime's fused operator (Gemm) is only for 2-D rows.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -153,6 +148,7 @@ _TOLERANCE = 1e-4  # largest difference, of an output's standard deviation
 _MAX_VALUE_FACTOR = 0.1  # same, of the largest value: many outputs are near 0 except for a few
 # memory of onnxsim 0.8.1 for a graph of 2.4 GB
 _COPIES_OUTSIDE = 3
+_LARGE_WEIGHT_BYTES = 2**20  # norms, whose values may fold, are smaller
 
 
 def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> Message | None:
@@ -168,7 +164,7 @@ def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> Message | Non
     from smelt.export.graph_files import external_data_path, write_graph
 
     with TemporaryDirectory(dir=path.parent, prefix=".simplify-") as folder:
-        after = run_onnxsim(path, Path(folder))
+        after = _run_on_structure(path, Path(folder))
         expand_placeholders_in_file(path)  # placeholders can be simplified around, but not run
         if isinstance(after, Message):
             return after
@@ -197,6 +193,57 @@ def _file_size(path: Path) -> int:
     return sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
 
 
+def _run_on_structure(path: Path, folder: Path) -> Any:
+    """Return the graph in `path` after onnxsim, or a warning; large external weights are not read.
+
+    torch's exporter has folded what depends on weights only: they are inputs here. `folder` gets links.
+    """
+    from onnx import helper
+    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+    from onnx.external_data_helper import load_external_data_for_tensor as load_values
+
+    from smelt.export.graph_files import has_external_data, link_external_data, read_graph
+
+    model = read_graph(path, values=False)
+    if not has_external_data(model):
+        return run_onnxsim(path, folder)
+    large, small = [], []
+    for tensor in model.graph.initializer:
+        if uses_external_data(tensor) and (ExternalDataInfo(tensor).length or 0) >= _LARGE_WEIGHT_BYTES:
+            large.append(tensor)
+            continue
+        if uses_external_data(tensor):
+            load_values(tensor, str(path.parent))
+            tensor.data_location = tensor.DEFAULT
+            del tensor.external_data[:]
+        small.append(tensor)
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(small)
+    names = {tensor.name for tensor in large}
+    model.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in large)
+    after = _simplify(model)
+    if isinstance(after, Message):
+        return after
+    inputs = [value for value in after.graph.input if value.name not in names]
+    del after.graph.input[:]
+    after.graph.input.extend(inputs)
+    after.graph.initializer.extend(large)
+    drop_unused_constants(after.graph, names)
+    link_external_data(after, path.parent, folder)
+    return after
+
+
+def _simplify(source: Any, **more: Any) -> Any:
+    """Return the result of onnxsim for a graph, or a warning if it failed."""
+    import onnxsim
+
+    try:
+        after, good = onnxsim.simplify(source, skipped_optimizers=list(_SKIPPED_PASSES), **more)
+    except Exception as error:  # a C++ extension: whatever it raises, the unsimplified graph is valid
+        return warning("onnxsim-failed", f"onnxsim failed: {error}")
+    return after if good else warning("onnxsim-check-failed", "onnxsim's check of its result failed")
+
+
 def run_onnxsim(path: Path, folder: Path) -> Any:
     """Return the graph in `path` after onnxsim, with its weights, or a warning if onnxsim failed."""
     import onnxsim
@@ -216,21 +263,20 @@ def run_onnxsim(path: Path, folder: Path) -> Any:
         return warning("out-of-memory", text)
     else:
         source, more = str(path), {"output_path": str(folder / "onnxsim.onnx")}
+    after = _simplify(source, **more)
+    if isinstance(after, Message) or not outside:
+        return after
     try:
-        after, good = onnxsim.simplify(source, skipped_optimizers=list(_SKIPPED_PASSES), **more)
-        if good and outside:
-            after = read_graph(folder / "onnxsim.onnx")
-    except Exception as error:  # a C++ extension: whatever it raises, the unsimplified graph is valid
-        words = str(error) if not isinstance(error, RunError) else f"its result cannot be read: {error}"
-        return warning("onnxsim-failed", f"onnxsim failed: {words}")
-    return after if good else warning("onnxsim-check-failed", "onnxsim's check of its result failed")
+        return read_graph(folder / "onnxsim.onnx")
+    except RunError as error:
+        return warning("onnxsim-failed", f"onnxsim failed: its result cannot be read: {error}")
 
 
 def _float_difference(first: Path, second: Path, tokens: NDArray[np.int64] | None) -> float:
     """Compare two graphs; where they differ, compare them again without activation quantization.
 
-    Quantizing activations turns a difference in the last digit of a sum, which a simplifier may reorder, into
-    a different int8 value. Both graphs must quantize activations in the same way for the second comparison.
+    It turns a difference in the last digit of a sum, which a simplifier may reorder, into a different int8
+    value. Both graphs must quantize activations in the same way.
     """
     from smelt.export.parity.dequantized_copy import make_dequantized_copy
 
@@ -256,14 +302,16 @@ def _rounding_signature(path: Path) -> list[tuple[str, ...]]:
     from smelt.export.graph_files import read_graph
     from smelt.quantization.schemes.registry import replace_with_float_nodes
 
-    graph = read_graph(path).graph
+    graph = read_graph(path, values=False).graph
     values = {tensor.name: tensor for tensor in graph.initializer}
-    found = []
+    found, folder = [], str(path.parent)
     for node in graph.node:
         parts = [str(attribute) for attribute in node.attribute]
         if node.op_type == "QuantizeLinear" or replace_with_float_nodes(node) is not None:
             grid = node.input[1:] if node.op_type == "QuantizeLinear" else ()
-            parts += [str(numpy_helper.to_array(values[name]).tolist()) for name in grid if name in values]
+            parts += [
+                str(numpy_helper.to_array(values[name], folder).tolist()) for name in grid if name in values
+            ]
             found.append((node.op_type, *sorted(parts)))
     return sorted(found)
 
@@ -281,20 +329,20 @@ def _max_difference(first: Path, second: Path, tokens: NDArray[np.int64] | None)
     )
     from smelt.runtimes.onnx_session import open_onnx_session
 
+    def outputs(path: Path) -> Iterator[tuple[str, NDArray[Any], dict[str, Any]]]:
+        session = open_onnx_session(path, threads=1)
+        names = [output.name for output in session.get_outputs()]
+        for lengths in (EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS):
+            for feeds in example_feeds(session, tokens, lengths):
+                for name, value in zip(names, session.run(names, feeds), strict=True):
+                    yield name, value, feeds
+
     worst = 0.0
     try:
-        sessions = [open_onnx_session(path, threads=1) for path in (first, second)]
-        batches = (
-            example_feeds(sessions[0], tokens, lengths)
-            for lengths in (EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS)
-        )
-        for feeds in chain.from_iterable(batches):
-            names = [output.name for output in sessions[0].get_outputs()]
-            for name, a, b in zip(names, *(s.run(names, feeds) for s in sessions), strict=True):
-                worst = max(
-                    worst,
-                    _relative_difference(without_padding(name, a, feeds), without_padding(name, b, feeds)),
-                )
+        expected = list(outputs(first))  # one session after the other: each holds the weights
+        for (name, a, feeds), (_, b, _) in zip(expected, outputs(second), strict=True):
+            real = without_padding(name, a, feeds), without_padding(name, b, feeds)
+            worst = max(worst, _relative_difference(*real))
     except Exception:  # it does not load or has other inputs; ONNX Runtime's errors share no other base class
         return float("inf")
     return worst

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
-from smelt.calibration.samples import load_calibration_samples, model_outputs
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, model_outputs
 from smelt.compress.drop_layers.select_layers import (
+    InfluenceSums,
     UnitId,
     ablation_losses,
     batches_on_device_one_by_one,
     drop_units_by_loss,
     max_trials,
     model_on_device,
+    run_streamed,
 )
 from smelt.compress.drop_layers.settings import DropLayersSettings, check_parts, kept_fraction
 from smelt.core.artifact import Artifact
@@ -37,6 +37,7 @@ from smelt.models.edits import Edit
 from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.model_blocks import Block, blocks_of, skipped_parts
 from smelt.models.skip_sublayer import skip_sublayer, sublayer_name
+from smelt.models.streamed_model import StreamedModel
 from smelt.training.samples import TensorBatch
 from smelt.training.train import missing_scores_errors
 
@@ -107,18 +108,30 @@ def part_influence(
         parts: the model's parts.
         batches: inputs without padding, on the device of the model.
     """
-    sums: defaultdict[LayerPart, float] = defaultdict(float)
-    tokens: Counter[LayerPart] = Counter()
-
-    def see(part: LayerPart, x: Tensor, added: Tensor) -> None:
-        cosines = cosine_similarity(x.double(), x.double() + added.double(), dim=-1)
-        sums[part] += cosines.sum().item()
-        tokens[part] += cosines.numel()
-
-    with _part_hooks(model, parts, see):
+    with _influence_of_parts(model, parts) as found:
         for _ in model_outputs(model, batches):
             pass
-    return {part: 1 - sums[part] / max(1, tokens[part]) for part in parts}
+    return {part: found.influence(part) for part in parts}
+
+
+def streamed_part_influence(
+    streamed: StreamedModel, parts: Sequence[LayerPart], samples: CalibrationSamples, ctx: Context
+) -> dict[LayerPart, float]:
+    """Return the same as `part_influence` for a model of which one block is in memory at a time."""
+    with _influence_of_parts(streamed.model, parts) as found:
+        run_streamed(streamed, samples, ctx)
+    return {part: found.influence(part) for part in parts}
+
+
+@contextmanager
+def _influence_of_parts(model: Any, parts: Sequence[LayerPart]) -> Iterator[InfluenceSums[LayerPart]]:
+    found = InfluenceSums[LayerPart]()
+
+    def see(part: LayerPart, x: Tensor, added: Tensor) -> None:
+        found.add(part, x, x.double() + added.double())
+
+    with _part_hooks(model, parts, see):
+        yield found
 
 
 @contextmanager
@@ -187,6 +200,7 @@ class _PartRequest:
     """
 
     model: Any
+    streamed: StreamedModel | None
     parts: list[LayerPart]
     stacks: Mapping[str, list[LayerPart]]
     named: list[LayerPart]
@@ -205,11 +219,18 @@ class _PartRequest:
 
 
 def drop_parts(
-    model: Any, edits: list[Edit], src: Artifact, settings: DropLayersSettings, ctx: Context
+    model: Any,
+    streamed: StreamedModel | None,
+    edits: list[Edit],
+    src: Artifact,
+    settings: DropLayersSettings,
+    ctx: Context,
 ) -> None:
     """Remove the least important parts of `model` in place; append the edits, report the details.
 
     One part of each kind is kept in each stack.
+
+    streamed: the model, if one block of it is in memory at a time.
 
     Raises:
         InputError: parts that the model lacks, or settings that keep none of a kind.
@@ -225,7 +246,7 @@ def drop_parts(
     for part in parts:
         if part.kind in settings.parts:
             stacks.setdefault(part.stack, []).append(part)
-    asked = _PartRequest(model, parts, stacks, *_num_kept(settings, stacks, ctx))
+    asked = _PartRequest(model, streamed, parts, stacks, *_num_kept(settings, stacks, ctx))
     gone = {*asked.named, *_select_parts(asked, src, settings, ctx)}
     for part in (part for part in parts if part in gone):
         edits.append(skip_sublayer(model, part.block.module_path, part.index))
@@ -296,10 +317,14 @@ def _select_parts(
         scores = {name: [draw.random() for _ in stacks[name]] for name in numbers}
     else:
         rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "drop-layers")
-        with model_on_device(model, ctx) as device, without_parts(model, asked.parts, asked.named):
-            found = part_influence(
-                model, asked.parts, batches_on_device_one_by_one(rows.batches, device, ctx)
-            )
+        if asked.streamed is not None:
+            with without_parts(model, asked.parts, asked.named):
+                found = streamed_part_influence(asked.streamed, asked.parts, rows, ctx)
+        else:
+            with model_on_device(model, ctx) as device, without_parts(model, asked.parts, asked.named):
+                found = part_influence(
+                    model, asked.parts, batches_on_device_one_by_one(rows.batches, device, ctx)
+                )
         scores = {name: [found[part] for part in stacks[name]] for name in numbers}
         ctx.details["part_influence"] = {
             name: {part.name: round(found[part], 6) for part in stacks[name]} for name in numbers

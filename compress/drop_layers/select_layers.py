@@ -15,21 +15,22 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from smelt.calibration.samples import load_calibration_samples, model_outputs
-from smelt.calibration.sequential import PrefixCachedModel, forward_restorer
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, model_outputs
+from smelt.calibration.sequential import PrefixCachedModel, forward_restorer, run_blocks
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.families.family import Stack
-from smelt.models.families.model_blocks import skipped_parts
+from smelt.models.families.model_blocks import Block, skipped_parts
 from smelt.models.families.registry import family_of
+from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device
 from smelt.training.extension import label_objective, mean_loss
 from smelt.training.samples import TensorBatch
@@ -38,6 +39,27 @@ from smelt.training.train import missing_scores_errors
 # A layer: the name of its stack and its index there.
 UnitId = tuple[str, int]
 LayerCallback = Callable[[UnitId, Tensor, Any], None]
+
+
+Unit = TypeVar("Unit")
+
+
+class InfluenceSums(Generic[Unit]):
+    """Sums of cosines between the hidden states before and after layers or parts of them."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[Unit, float] = defaultdict(float)
+        self._tokens: Counter[Unit] = Counter()
+
+    def add(self, unit: Unit, before: Tensor, after: Tensor) -> None:
+        """Add the tokens of a batch, float [B, S, D]."""
+        cosines = cosine_similarity(before.double(), after.double(), dim=-1)
+        self._sums[unit] += cosines.sum().item()
+        self._tokens[unit] += cosines.numel()
+
+    def influence(self, unit: Unit) -> float:
+        """Return 1 - the mean cosine."""
+        return 1 - self._sums[unit] / max(1, self._tokens[unit])
 
 
 def block_influence(
@@ -54,24 +76,46 @@ def block_influence(
         stacks: the model's stacks of layers.
         batches: inputs without padding, on the device of the model.
     """
-    sums: defaultdict[UnitId, float] = defaultdict(float)
-    tokens: Counter[UnitId] = Counter()
-
-    def see(layer: UnitId, given: Tensor, result: Any) -> None:
-        cosines = cosine_similarity(given.double(), _hidden_states(result).double(), dim=-1)
-        sums[layer] += cosines.sum().item()
-        tokens[layer] += cosines.numel()
-
-    with _layer_hooks(model, stacks, see):
+    found = InfluenceSums[UnitId]()
+    with _layer_hooks(model, stacks, lambda layer, x, result: found.add(layer, x, _hidden_states(result))):
         for _ in model_outputs(model, batches):
             pass
     return {
         stack.name: [
-            1 - sums[stack.name, number] / max(1, tokens[stack.name, number])
+            found.influence((stack.name, number))
             for number in range(len(model.get_submodule(stack.module_path)))
         ]
         for stack in stacks
     }
+
+
+def streamed_block_influence(
+    streamed: StreamedModel, stacks: Sequence[Stack], samples: CalibrationSamples, ctx: Context
+) -> dict[str, list[float]]:
+    """Return the same as `block_influence` for a model of which one block is in memory at a time."""
+    found = InfluenceSums[UnitId]()
+
+    def see(block: Block, x: Tensor, result: Any) -> None:
+        found.add((block.stack.name, block.index), x, _hidden_states(result))
+
+    counts = Counter(block.stack.name for block in run_streamed(streamed, samples, ctx, see))
+    return {s.name: [found.influence((s.name, at)) for at in range(counts[s.name])] for s in stacks}
+
+
+def run_streamed(
+    streamed: StreamedModel,
+    samples: CalibrationSamples,
+    ctx: Context,
+    see: Callable[[Block, Tensor, Any], None] | None = None,
+) -> list[Block]:
+    """Run the model block by block; return the blocks. see: see `run_blocks`."""
+    load, free = streamed.load_block, streamed.free_block
+    return [
+        step.block
+        for step in run_blocks(
+            streamed.model, samples, ctx, stage="drop-layers", enter=load, leave=free, see_states=see
+        )
+    ]
 
 
 @contextmanager
@@ -290,6 +334,7 @@ def model_on_device(model: Any, ctx: Context) -> Iterator[torch.device]:
 
 def select_by_influence(
     model: Any,
+    streamed: StreamedModel | None,
     stacks: list[Stack],
     num_kept: dict[str, int],
     src: Artifact,
@@ -298,8 +343,12 @@ def select_by_influence(
 ) -> dict[str, list[int]]:
     """Return the layers with the largest block influence by stack, `num_kept` of each, rising."""
     rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "drop-layers")
-    with model_on_device(model, ctx) as device:
-        influence = block_influence(model, stacks, batches_on_device_one_by_one(rows.batches, device, ctx))
+    if streamed is not None:
+        influence = streamed_block_influence(streamed, stacks, rows, ctx)
+    else:
+        with model_on_device(model, ctx) as device:
+            batches = batches_on_device_one_by_one(rows.batches, device, ctx)
+            influence = block_influence(model, stacks, batches)
     ctx.details["block_influence"] = {n: [round(v, 6) for v in values] for n, values in influence.items()}
     first = _keeps_first_layer(model)
     lasts = _last_part_test(model, stacks)

@@ -33,6 +33,7 @@ from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from smelt.models.families.family import Stack
+    from smelt.models.streamed_model import StreamedModel
 
 _CALIBRATED = ("block-influence", "loss")
 
@@ -122,7 +123,8 @@ class DropLayers:
         once = total([forward_work(size, batch, inputs.task) for batch in batches])
         removed = size.layers - result.layers if not settings.parts else size.layers / 2
         passes = {"loss": removed * size.layers / 2, "block-influence": 1.0}.get(settings.importance, 0.0)
-        return one_shot_cost(inputs, work=once * passes, streamed=not inputs.is_gpu)
+        by_block = settings.importance != "loss" and not inputs.is_gpu
+        return one_shot_cost(inputs, work=once * passes, streamed=by_block)
 
     def __call__(self, src: Artifact, settings: DropLayersSettings, ctx: Context) -> None:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""
@@ -132,22 +134,37 @@ class DropLayers:
         from smelt.training.training_state import torch_threads
 
         with torch_threads(ctx.threads):
-            model, edits = load_model(src.path)
+            streamed = _open_large_model(src, settings, ctx)
+            model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
             stacks = _stacks_to_shorten(model, settings)
             if settings.parts:
                 from smelt.compress.drop_layers.drop_parts import drop_parts
 
-                drop_parts(model, edits, src, settings, ctx)
+                drop_parts(model, streamed, edits, src, settings, ctx)
             else:
-                kept = _select_layers(model, stacks, src, settings, ctx)
+                kept = _select_layers(model, streamed, stacks, src, settings, ctx)
                 for stack in stacks:
                     edits, _ = keep_layers(
                         model, edits, stack.name, kept[stack.name], "first", stage=self.name
                     )
                 ctx.details["kept_layers"] = kept
-            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+            if streamed:
+                streamed.copy_blocks()
+                ctx.warnings.extend(streamed.finish(edits))
+            else:
+                ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
             ctx.details["parameters_before"] = count_parameters(src.path)
             ctx.details["parameters_after"] = count_parameters(ctx.out)
+
+
+def _open_large_model(src: Artifact, settings: DropLayersSettings, ctx: Context) -> StreamedModel | None:
+    """Return a large model to be processed block by block; None if it has to be loaded whole."""
+    from smelt.models.streamed_model import open_streamed
+    from smelt.runtimes.device import torch_device
+
+    if settings.importance == "loss" or torch_device(ctx.device) != "cpu":
+        return None
+    return open_streamed(src.path, ctx.out, settings.dtype)
 
 
 def _stacks_to_shorten(model: Any, settings: DropLayersSettings) -> list[Stack]:
@@ -174,7 +191,12 @@ def _stacks_to_shorten(model: Any, settings: DropLayersSettings) -> list[Stack]:
 
 
 def _select_layers(
-    model: Any, stacks: list[Stack], src: Artifact, settings: DropLayersSettings, ctx: Context
+    model: Any,
+    streamed: StreamedModel | None,
+    stacks: list[Stack],
+    src: Artifact,
+    settings: DropLayersSettings,
+    ctx: Context,
 ) -> dict[str, list[int]]:
     """Return the indices of the layers to keep by stack; report the importance in the details."""
     from smelt.compress.drop_layers.select_layers import select_by_influence, select_by_loss
@@ -191,7 +213,7 @@ def _select_layers(
         if settings.importance == "loss":
             found = select_by_loss(model, stacks, kept, numbers, src, settings, ctx)
         else:
-            found = select_by_influence(model, stacks, numbers, src, settings, ctx)
+            found = select_by_influence(model, streamed, stacks, numbers, src, settings, ctx)
         ctx.warnings.extend(
             warning(
                 "minimum-kept",

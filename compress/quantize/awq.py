@@ -35,7 +35,7 @@ Shapes: N = outputs, K = inputs of a linear layer, G = groups, g = inputs of a g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -170,6 +170,12 @@ class ScaleTarget:
     def kind(self) -> str:
         """The kind of target: norm, product or factor."""
         return "norm" if self.norm else "product" if self.producer else "factor"
+
+    def modules(self, model: Any) -> list[nn.Module]:
+        """Return the modules of `model` whose weights `apply` changes."""
+        norm = [] if self.norm is None else [model.get_submodule(self.norm.norm), *self.norm.linear_layers]
+        producer = [] if self.producer is None else [self.producer]
+        return [*norm, *producer, *(layer.module for layer in self.layers)]
 
     def pool(self, magnitudes: Tensor) -> Tensor:
         """Return `magnitudes`, float [K], averaged over channels that have to share a scale."""
@@ -341,44 +347,98 @@ def apply_awq(
     Raises:
         InputError: inputs of a linear layer are not finite.
     """
-    places, left = find_scale_targets(model, layers)
-    names = [place.layers[0].name for place in places]
-    firsts = {name: [place.layers[0].module] for name, place in zip(names, places, strict=True)}
-    uncut = _attention_score_layers(model) if clip else set()
-    edits: list[Edit] = []
-    codes: dict[int, UnpackedWeights] = {}
-    found: dict[str, ScaleSearchResult] = {}
-    unreached: list[str] = []
-    with collect_statistics(model, samples, firsts, ctx) as seen:
-        _require_finite([layer.name for layer in layers], seen, samples)
+    work = AwqRunner(model, layers, samples, clip, dtype_of, ctx)
+    with collect_statistics(model, samples, work.observed_layers(work.targets), ctx) as seen:
+        work.scale(work.targets, seen)
+    work.report()
+    return AwqResult(work.renamed(layers), work.edits, work.codes)
+
+
+class AwqRunner:
+    """State of an AWQ run, of all scale targets at once or of one block after another.
+
+    targets: all scale targets. edits: of the model. codes: quantized weights by `PlannedLayer.weight_id`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[PlannedLayer],
+        samples: CalibrationSamples,
+        clip: bool,
+        dtype_of: DtypeOf,
+        ctx: Context,
+    ) -> None:
+        self.targets, self._unscaled = find_scale_targets(model, layers)
+        self.edits: list[Edit] = []
+        self.codes: dict[int, UnpackedWeights] = {}
+        self._model, self._samples, self._dtype_of, self._ctx = model, samples, dtype_of, ctx
+        self._clip, self._unclipped = clip, _attention_score_layers(model) if clip else set()
+        self._order = [layer.name for layer in layers]
+        self._names = {id(target): target.layers[0].name for target in self.targets}
+        self._found: dict[str, ScaleSearchResult] = {}
+        self._token_counts: dict[str, tuple[int, int]] = {}
+
+    def observed_layers(self, targets: Sequence[ScaleTarget]) -> dict[str, list[nn.Module]]:
+        """Return a layer that reads the input of each target, by its name."""
+        return {self._names[id(target)]: [target.layers[0].module] for target in targets}
+
+    def scale(self, targets: Sequence[ScaleTarget], seen: Mapping[str, InputStatistics]) -> None:
+        """Scale `targets`, which no other target's scales change, by the statistics of their inputs.
+
+        Raises:
+            InputError: inputs of a linear layer are not finite.
+        """
+        _require_finite(self._order, seen, self._samples)
+        named = [(self._names[id(target)], target) for target in targets]
         # find all scales before applying any: applying them changes the rows of producers
-        for name, place in zip(names, places, strict=True):
+        for name, target in named:
             if seen[name].tokens:
-                found[name] = _search_target(place, seen[name])
-            else:
-                unreached += [layer.name for layer in place.layers]
+                self._found[name] = _search_target(target, seen[name])
+            width = int(target.layers[0].module.in_features)
+            self._token_counts[name] = (seen[name].tokens, width)
         scales = {
-            name: place.apply(model, found[name].scales, dtype_of, edits)
-            for name, place in zip(names, places, strict=True)
-            if name in found and found[name].alpha > 0
+            name: target.apply(self._model, self._found[name].scales, self._dtype_of, self.edits)
+            for name, target in named
+            if name in self._found and self._found[name].alpha > 0
         }
-        for name, place in zip(names, places, strict=True):
-            if clip and name in found:
-                cut = [layer for layer in place.layers if layer.name.removesuffix(".linear") not in uncut]
-                codes |= _clip_layers(cut, _second_moment(seen[name]), scales.get(name))
-    _report_scales(places, names, found, ctx)
-    ctx.details["awq_without_scales"] = left  # output layers and shared matrices
-    token_counts = [
-        (seen[name].tokens, int(place.layers[0].module.in_features))
-        for name, place in zip(names, places, strict=True)
-    ]
-    _warn_of_few_tokens(token_counts, unreached, samples, ctx)
-    renamed = {layer.module: layer for place in places for layer in place.layers}
-    return AwqResult([renamed.get(layer.module, layer) for layer in layers], edits, codes)
+        for name, target in named:
+            if self._clip and name in self._found:
+                cut = [
+                    layer
+                    for layer in target.layers
+                    if layer.name.removesuffix(".linear") not in self._unclipped
+                ]
+                self.codes |= _clip_layers(cut, _second_moment(seen[name]), scales.get(name))
+
+    def renamed(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
+        """Return `layers` with the names that they have after `scale`."""
+        current = {layer.module: layer for target in self.targets for layer in target.layers}
+        return [current.get(layer.module, layer) for layer in layers]
+
+    def ordered_edits(self) -> list[Edit]:
+        """Return the edits of layers that got a factor, in the order of the targets."""
+        names = [layer.name.removesuffix(".linear") for t in self.targets for layer in t.layers]
+        order = {name: number for number, name in enumerate(names)}
+        return sorted(self.edits, key=lambda edit: order[str(edit["module"])])
+
+    def report(self) -> None:
+        """Write the results to the details and warnings of the context, in the order of the targets."""
+        names = [self._names[id(target)] for target in self.targets]
+        _report_scales(self.targets, names, {n: self._found[n] for n in names if n in self._found}, self._ctx)
+        self._ctx.details["awq_without_scales"] = self._unscaled  # output layers and shared matrices
+        unreached = [
+            layer.name
+            for target, name in zip(self.targets, names, strict=True)
+            if name not in self._found
+            for layer in target.layers
+        ]
+        token_counts = [self._token_counts[name] for name in names]
+        _warn_of_few_tokens(token_counts, unreached, self._samples, self._ctx)
 
 
 def _require_finite(
-    order: list[str], statistics: dict[str, InputStatistics], samples: CalibrationSamples
+    order: list[str], statistics: Mapping[str, InputStatistics], samples: CalibrationSamples
 ) -> None:
     """Raise an error for inputs that are not finite; it names the first such layer in the model's order."""
     for name in sorted(statistics, key=order.index):

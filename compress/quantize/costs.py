@@ -85,8 +85,10 @@ def works_by_block(settings: QuantizeSettings, inputs: CostInputs) -> bool:
         or settings.smoothquant_alpha is not None
         or AUTO in settings.exclude
         or settings.needs_activation_ranges
+        or settings.method == "awq-gptq"
+        or (settings.method == "awq" and inputs.source.is_encoder_decoder)
     )
-    return not whole and not (settings.method == "gptq" and inputs.is_gpu)
+    return not whole and not (settings.method in ("gptq", "awq") and inputs.is_gpu)
 
 
 def quantize_cost(settings: QuantizeSettings, inputs: CostInputs) -> StepCost:

@@ -32,6 +32,7 @@ from smelt.calibration.statistics import (
     input_width,
     inverse_cholesky,
 )
+from smelt.compress.quantize import plan_layers
 from smelt.compress.quantize.low_rank_correction import (
     CorrectedWeight,
     correction_metric,
@@ -39,17 +40,16 @@ from smelt.compress.quantize.low_rank_correction import (
     layers_to_correct,
     quantize_with_correction,
 )
-from smelt.compress.quantize.plan_layers import GridFinder, PlannedLayer
+from smelt.compress.quantize.plan_layers import GridFinder, PlannedLayer, concatenate_rows, rows_at_once
 from smelt.compress.quantize.settings import LowRankCorrection
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.edits import is_masked
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import Scheme, SchemeOptions, UnpackedWeights
-from smelt.quantization.schemes.registry import find_scheme, is_row_independent
+from smelt.quantization.schemes.registry import find_scheme
 
 _BLOCK_COLUMNS = 128  # columns per block of lazy updates
-_MAX_WEIGHTS_AT_ONCE = 2**24  # layers of blocks have fewer weights, output layers more
 
 
 def gptq_quantize(
@@ -216,18 +216,16 @@ class GptqRunner:
         self.left[layer.name] = error / plain if plain > 0 else 1.0
         if dead := int((seen.squares == 0).sum()):
             self.dead_inputs[layer.name] = dead
-        self.codes[layer.weight_id] = _concatenate_rows([part[0] for part in parts])
+        self.codes[layer.weight_id] = concatenate_rows(len(weight), (part[0] for part in parts))
         self.token_counts.append((seen.tokens, weight.shape[1]))
 
     def _rows_at_once(self, layer: PlannedLayer) -> int:
-        """Return how many rows of a layer are quantized at once: all, except for large output layers."""
+        """Return how many rows of a layer are quantized at once; with a correction, all."""
         count, width = (int(size) for size in layer.module.weight.shape)
-        independent = is_row_independent(find_scheme(layer.scheme), width, layer.options)
-        return (
-            max(1, _MAX_WEIGHTS_AT_ONCE // width)
-            if independent and layer.weight_id not in self.corrections
-            else count
-        )
+        if layer.weight_id in self.corrections:
+            return count
+        limit = plan_layers.MAX_WEIGHTS_AT_ONCE
+        return rows_at_once(count, width, limit, find_scheme(layer.scheme), layer.options)
 
     def _inverse_cholesky(self, layer: PlannedLayer, seen: InputStatistics) -> Tensor:
         """Return U of a layer's inputs, float32 [K, K]."""
@@ -310,14 +308,6 @@ class GptqRunner:
                 f"{few}; results may overfit. Increase calibration_samples, or add data:"
                 " {calibration: FILE}.",
             )
-
-
-def _concatenate_rows(parts: Sequence[UnpackedWeights]) -> UnpackedWeights:
-    """Return the quantized weights of all rows from `parts`."""
-    if len(parts) == 1:
-        return parts[0]
-    grid = {name: torch.cat([part.qparams[name] for part in parts]) for name in parts[0].qparams}
-    return UnpackedWeights(torch.cat([part.q_weight for part in parts]), grid)
 
 
 def _output_error(off: Tensor, statistics: InputStatistics) -> float:

@@ -6,7 +6,7 @@ forward pass and has an identity gradient in the backward pass (the straight-thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from smelt.quantization.layers import (
 )
 from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
-from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
+from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme, is_row_independent
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ def quantize_layers(
     edits: list[dict[str, Any]] = []
     for layer in layers:
         weight = layer.weight_id  # taken before the module is replaced: a freed id may be reused
-        new = quantize_planned(layer, ranges, quantizer_of(layer))
+        same = done[weight][1].matrix if weight in done else None
+        new = quantize_planned(layer, ranges, quantizer_of(layer), same)
         first_name, first = done.setdefault(weight, (layer.name, new))
         options = dict(layer.options)
         edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **options}
@@ -171,11 +172,17 @@ def require_finite_layers(layers: Collection[PlannedLayer]) -> None:
 
 
 def quantize_planned(
-    layer: PlannedLayer, ranges: Mapping[int, float], coder: WeightQuantizer | None = None
+    layer: PlannedLayer,
+    ranges: Mapping[int, float],
+    coder: WeightQuantizer | None = None,
+    matrix: QuantizedMatrix | None = None,
 ) -> Any:
-    """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`."""
+    """Return the quantized layer for `layer`; arguments and errors as in `quantize_layers`.
+
+    matrix: the quantized matrix of another layer with the same weight.
+    """
     try:
-        new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest)
+        new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest, matrix)
     except InputError as error:
         raise InputError(f"quantize: {layer.name}: {error}", code=error.code) from error
     if layer.needs_range:
@@ -252,7 +259,7 @@ class WeightQuantizer(Protocol):
     """Chooses the quantized weights of a matrix for a scheme; holds any further data itself."""
 
     def __call__(self, weight: Tensor, scheme: Scheme, options: SchemeOptions) -> UnpackedWeights:
-        """Return the quantized weights and their grid for `weight`, float32 [N, K]."""
+        """Return the quantized weights and their grid for `weight`, float [N, K]."""
 
 
 # Finds the grid of groups, float32 [N, G, g], of a matrix of K inputs.
@@ -269,20 +276,59 @@ def round_to_nearest(weight: Tensor, scheme: Scheme, options: SchemeOptions) -> 
     return round_on_grid(scheme_grid, weight, scheme, options)
 
 
+# A larger matrix is quantized in parts of its rows, so that intermediate results need little memory.
+MAX_WEIGHTS_AT_ONCE = 2**24  # by GPTQ, which goes through all columns for each part
+_ROUNDED_AT_ONCE = 2**22
+
+
+def rows_at_once(rows: int, width: int, limit: int, scheme: Scheme, options: SchemeOptions) -> int:
+    """Return how many rows of a matrix [rows, width] are quantized at once: `limit` weights, or all."""
+    return max(1, limit // width) if is_row_independent(scheme, width, options) else rows
+
+
+def concatenate_rows(rows: int, parts: Iterable[UnpackedWeights]) -> UnpackedWeights:
+    """Return the quantized weights of all `rows` from `parts`, of which one is in memory at a time."""
+    whole: UnpackedWeights | None = None
+    end = 0
+    for part in parts:
+        if len(part.q_weight) == rows:
+            return part
+        if whole is None:
+            grid = {name: _with_rows(tensor, rows) for name, tensor in part.qparams.items()}
+            whole = UnpackedWeights(_with_rows(part.q_weight, rows), grid)
+        begin, end = end, end + len(part.q_weight)
+        whole.q_weight[begin:end] = part.q_weight
+        for name, tensor in part.qparams.items():
+            whole.qparams[name][begin:end] = tensor
+    assert whole is not None
+    return whole
+
+
+def _with_rows(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.new_empty(rows, *tensor.shape[1:])
+
+
 def round_on_grid(
     find_grid: GridFinder, weight: Tensor, scheme: Scheme, options: SchemeOptions
 ) -> UnpackedWeights:
-    """Return `weight` rounded to nearest on the grid from `find_grid`."""
-    groups = split_into_groups(weight, scheme.group_size(weight.shape[1], options))
-    grid = find_grid(groups, weight.shape[1], scheme, options)
-    return UnpackedWeights(scheme.quantize(groups, grid, options), grid)
+    """Return `weight`, float [N, K], rounded to nearest on the grid from `find_grid`."""
+    rows, width = weight.shape
+    size = scheme.group_size(width, options)
+
+    def quantized() -> Iterator[UnpackedWeights]:
+        for part in weight.split(rows_at_once(rows, width, _ROUNDED_AT_ONCE, scheme, options)):
+            groups = split_into_groups(part.float(), size)
+            grid = find_grid(groups, width, scheme, options)
+            yield UnpackedWeights(scheme.quantize(groups, grid, options), grid)
+
+    return concatenate_rows(rows, quantized())
 
 
 def quantize_into(
     matrix: QuantizedMatrix, weight: Tensor, quantizer: WeightQuantizer = round_to_nearest
 ) -> None:
     """Quantize `weight`, float [N, K], and store the result in `matrix`."""
-    matrix.set_weight_(quantizer(weight.detach().float(), matrix.scheme, matrix.options))
+    matrix.set_weight_(quantizer(weight.detach(), matrix.scheme, matrix.options))
 
 
 def fake_quantize(weight: Tensor, matrix: QuantizedMatrix) -> Tensor:
@@ -314,7 +360,8 @@ def require_quantizable(weight: Tensor) -> None:
     Raises:
         InputError: weights are not finite, or too large.
     """
-    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
+    # without abs(), which would copy a large embedding
+    largest = float(torch.stack(weight.detach().aminmax()).abs().max()) if weight.numel() else 0.0
     if not largest < _MAX_MAGNITUDE:
         raise InputError(
             f"the largest weight is {largest:g}, but weights must be below {_MAX_MAGNITUDE:g}. The"
@@ -328,6 +375,7 @@ def quantize_module(
     scheme: str,
     options: SchemeOptions | None = None,
     quantizer: WeightQuantizer = round_to_nearest,
+    matrix: QuantizedMatrix | None = None,
 ) -> QuantizedLayer:
     """Return the quantized layer for a Linear, a Conv2d or an Embedding.
 
@@ -336,6 +384,7 @@ def quantize_module(
         scheme: the name of the scheme.
         options: all options of the scheme; None for its defaults.
         quantizer: chooses the quantized weights.
+        matrix: the quantized weights, if they are known.
 
     Raises:
         InputError: the scheme does not support the module or the options, or weights are not finite.
@@ -343,10 +392,13 @@ def quantize_module(
     new = empty_quantized(
         module, scheme, default_options(find_scheme(scheme)) if options is None else options
     )
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    require_quantizable(weight)
-    quantize_into(new.matrix, weight.flatten(1), quantizer)
+    if matrix is None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        require_quantizable(weight)
+        quantize_into(new.matrix, weight.flatten(1), quantizer)
+    else:
+        new.matrix = matrix
     if not isinstance(new, QuantizedEmbedding) and new.bias is not None:
         assert isinstance(module.bias, Tensor)
         new.bias.data = module.bias.detach().clone()

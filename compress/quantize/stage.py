@@ -125,7 +125,7 @@ class Quantize:
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""
-        from smelt.compress.quantize.calibrate_layers import open_large_model, quantize_blocks
+        from smelt.compress.quantize.block_by_block import open_large_model, quantize_blocks
         from smelt.compress.quantize.plan_layers import (
             cp_convolutions,
             is_convolutional,

@@ -40,6 +40,7 @@ QUANTIZED_OPS = frozenset(quantized_operators())
 QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _WITHOUT_BIAS = frozenset({"MatMul", "MatMulBnb4"})
 _TEST_ROWS = 8
+_WEIGHTS_AT_ONCE = 2**28
 # of an output's largest value. Kernels of some processors keep scales in 16 bits; the scales of the file
 # itself are compared bit for bit (`check_constants`)
 _TOLERANCE = 5e-3
@@ -91,16 +92,18 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     found = [_match_layer(graph, model, module, node) for node in _quantized_nodes(model)]
     if not found:
         return 0
-    names = _test_inputs(found)
     file = path.with_name(f".{path.stem}-operators.onnx")
     try:
-        _write_operator_graph(model, found, file)
-        session: Any = open_onnx_session(file, threads)
-        for sign in (1, -1):
-            inputs = {test_input: sign * _binary_rows(*test_input) for test_input in names}
-            results = session.run(None, {name: inputs[test_input] for test_input, name in names.items()})
-            for operator, got in zip(found, results, strict=True):
-                _compare(graph, operator, inputs[operator.test_input], got)
+        for part in _parts(found):
+            names = _test_inputs(part)
+            _write_operator_graph(model, part, file)
+            session: Any = open_onnx_session(file, threads)
+            for sign in (1, -1):
+                inputs = {test_input: sign * _binary_rows(*test_input) for test_input in names}
+                results = session.run(None, {name: inputs[test_input] for test_input, name in names.items()})
+                for operator, got in zip(part, results, strict=True):
+                    _compare(graph, operator, inputs[operator.test_input], got)
+            del session  # it holds the weights
     except ParityError:
         raise
     except Exception as error:  # ONNX Runtime's errors share no other base class
@@ -112,6 +115,20 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     finally:
         file.unlink(missing_ok=True)
     return len(found)
+
+
+def _parts(found: Iterable[_QuantizedNode]) -> Iterator[list[_QuantizedNode]]:
+    """Yield the operators in parts of about `_WEIGHTS_AT_ONCE` weights, which one session holds."""
+    part: list[_QuantizedNode] = []
+    size = 0
+    for operator in found:
+        count = operator.layer.in_features * operator.layer.out_features
+        if part and size + count > _WEIGHTS_AT_ONCE:
+            yield part
+            part, size = [], 0
+        part.append(operator)
+        size += count
+    yield part
 
 
 def _quantized_nodes(model: Any) -> Iterator[Any]:
@@ -302,7 +319,7 @@ def _compare(graph: str, operator: _QuantizedNode, x: NDArray[np.float32], got: 
         weight = layer.matrix.dequantize()
         expected = F.linear(given, weight, operator.bias).numpy()
         # a sum of canceling terms is only as exact as its terms
-        terms = _ROUNDING_TOLERANCE * F.linear(given.abs(), weight.abs()).numpy()
+        terms = _ROUNDING_TOLERANCE * F.linear(given.abs(), weight.abs_()).numpy()
     node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
     if expected.shape != got.shape:
         raise ParityError(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -48,6 +49,8 @@ from smelt.training.training_state import torch_threads
 
 # Output of a block: hidden states, or a tuple of these and further outputs (T5's bias; None).
 BlockOutput: TypeAlias = Tensor | tuple[Any, ...]
+# Called with the hidden states before a block, float [B, S, D], and its output.
+StatesCallback: TypeAlias = Callable[[Tensor, BlockOutput], None]
 
 
 class BlockStateCache:
@@ -148,9 +151,9 @@ class SequentialRunner:
                 stack.enter_context(self._replay_states(number, None))
             yield
 
-    def run_block(self, block: Block) -> None:
-        """Run `block` and store its outputs instead of its inputs."""
-        self._run_to(block.index + 1)
+    def run_block(self, block: Block, see: StatesCallback | None = None) -> None:
+        """Run `block` and store its outputs instead of its inputs; call `see` with both."""
+        self._run_to(block.index + 1, see)
 
     def observe(self, block: Block, layers: LayersByKey, see: InputCallback) -> None:
         """Run `block` and later blocks that use some of `layers`; call `see` with the inputs of these."""
@@ -175,23 +178,25 @@ class SequentialRunner:
                 with self._replay_states(number, None):
                     self.model(**self._inputs(number))
 
-    def _run_to(self, end: int) -> None:
-        """Run the positions before `end` that have not run yet."""
+    def _run_to(self, end: int, see: StatesCallback | None = None) -> None:
+        """Run the positions before `end` that have not run yet; `see` gets the states around the last."""
         if end > self._done:
             with torch.inference_mode():
                 for number in range(len(self.batches)):
-                    self.states.put(number, self._run(number, end - 1))
+                    self.states.put(number, self._run(number, end - 1, see))
             self._done = end
 
     def _stack_modules(self, stack: Stack) -> list[nn.Module]:
         return list(self.model.get_submodule(stack.module_path))
 
-    def _run(self, number: int, last: int) -> BlockOutput:
+    def _run(self, number: int, last: int, see: StatesCallback | None = None) -> BlockOutput:
         """Return the output of position `last` for a batch, from the stored states."""
         try:
             with self._replay_states(number, last):
                 self.model(**self._inputs(number))
         except _StopForward as reached:
+            if see is not None:
+                see(reached.states, reached.result)
             return reached.result
         raise RuntimeError(
             f"the model never called block {last} of {len(self._stack_modules(self._current_stack))}"
@@ -235,7 +240,7 @@ class SequentialRunner:
                     return kept
                 result = forward(*args, **kwargs)
                 if at == last:
-                    raise _StopForward(result)
+                    raise _StopForward(args[0], result)
                 return result
 
             return call
@@ -249,9 +254,9 @@ class SequentialRunner:
 
 
 class _StopForward(Exception):  # noqa: N818 - no error: it ends a forward pass after the requested block
-    def __init__(self, result: BlockOutput) -> None:
+    def __init__(self, states: Tensor, result: BlockOutput) -> None:
         super().__init__()
-        self.result = result
+        self.states, self.result = states, result
 
 
 def _contains_any(module: nn.Module, wanted: set[nn.Module]) -> bool:
@@ -290,6 +295,7 @@ def run_blocks(
     enter: BlockCallback = ignore_block,
     leave: BlockCallback = ignore_block,
     after_blocks: Callable[[ObserveInputs], None] | None = None,
+    see_states: Callable[[Block, Tensor, BlockOutput], None] | None = None,
     limit_bytes: int = STATES_MEMORY_BYTES,
 ) -> Iterator[RunningBlock]:
     """Yield each block of `model` once, in order, to be observed and changed in place.
@@ -306,6 +312,8 @@ def run_blocks(
         leave: called with a block after its last run; only for models whose blocks share no layer.
         after_blocks: called after the last block with a function that observes the layers after the blocks,
             such as the output layer; no block runs for that.
+        see_states: called for each block and batch with the hidden states before the changed block, float
+            [B, S, D], and its output.
         limit_bytes: memory for the states between two blocks; beyond it they are stored on disk.
 
     Raises:
@@ -329,7 +337,7 @@ def run_blocks(
             walk.run_before(block)
             enter(block)
             yield RunningBlock(block, walk)
-            walk.run_block(block)
+            walk.run_block(block, None if see_states is None else partial(see_states, block))
             leave(block)
             ctx.progress(done, len(blocks), block.module_path)
         if after_blocks is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import GenerationConfig
 
 from smelt.core.artifact import is_artifact_file
@@ -26,6 +28,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
+from smelt.core.system import require_memory
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.models.edits import Edit, add_mask_edits, write_edits
 from smelt.models.empty_model import (
@@ -56,8 +59,11 @@ from smelt.models.weight_files import (
     WEIGHTS_FILE,
     WEIGHTS_INDEX_FILE,
     find_weights,
+    has_weights,
     is_unused_tensor,
     oversized_setting,
+    value_count,
+    weight_tensors,
 )
 from smelt.quantization.layers import quantized_dtypes
 
@@ -262,26 +268,67 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_model(folder: Path) -> tuple[Any, list[Edit]]:
+def load_model(folder: Path, widen: bool = True) -> tuple[Any, list[Edit]]:
     """Build the model on the meta device, apply its edits, then read its tensors.
 
     Returns the model (float32, CPU, eval mode) and the edits, to which a stage appends its own.
 
+    Args:
+        folder: of the model.
+        widen: False leaves 16-bit matrices of linear layers and embeddings in their file, which is mapped
+            into memory, and widens them at each use. The outputs are the same; for inference only.
+
     Raises:
         InputError: weights are missing, damaged, or do not match the config and the edits.
+        RunError: there is not enough memory for the widened weights.
     """
     if (wrong := oversized_setting(folder, read_json_object(folder / "config.json"))) is not None:
         raise InputError(wrong, code="config-exceeds-weights")
+    if widen:
+        require_memory(
+            widened_bytes(folder),
+            f"Loading {folder} in float32",
+            "Make the model smaller first by stages that process it block by block"
+            " (docs/measurements/large-models.md), or use a machine with more memory.",
+        )
     model, edits = empty_model(folder)
-    load_weights(
-        model, transpose_conv1d_tensors(model, add_model_prefix(model, read_tensors(folder))), folder
-    )
+    tensors = read_tensors(folder, widen)
+    load_weights(model, transpose_conv1d_tensors(model, add_model_prefix(model, tensors)), folder)
+    if not widen:
+        _widen_on_use(model)
     model.eval()
     return model, edits
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of the model in `folder`; floating ones as float32.
+def widened_bytes(folder: Path) -> int:
+    """Return the bytes of the 16-bit tensors of the model in `folder` as float32."""
+    return sum(
+        4 * value_count(entry)
+        for _, _, entry in (weight_tensors(folder) if has_weights(folder) else ())
+        if entry["dtype"] in ("BF16", "F16")
+    )
+
+
+def _widen_on_use(model: Any) -> None:
+    """Make layers with 16-bit weights compute in float32; all but matrices are widened at once."""
+    for module in model.modules():
+        half = [p for p in module.parameters(recurse=False) if p.dtype in (torch.bfloat16, torch.float16)]
+        if half and type(module) is nn.Linear:
+            module.forward = partial(_widened_linear, module)  # type: ignore[method-assign]
+        elif half and type(module) is nn.Embedding:
+            module.register_forward_hook(lambda embedding, given, rows: rows.float())
+        else:
+            for parameter in half:
+                parameter.data = parameter.data.float()
+
+
+def _widened_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.float()
+    return functional.linear(x, layer.weight.float(), bias)
+
+
+def read_tensors(folder: Path, widen: bool = True) -> dict[str, Tensor]:
+    """Return all tensors of the model in `folder`; floating ones as float32 unless `widen` is False.
 
     Raises:
         InputError: there are none, or a file of them is missing, damaged or incomplete.
@@ -297,7 +344,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             ) from error
         weights.require_complete(path, found)
         tensors.update({name: tensor for name, tensor in found.items() if weights.holds(path, name)})
-    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    return {name: t.float() if widen and t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def save_model(

@@ -267,6 +267,8 @@ def cast_to_stored(
     out, beyond = {}, []
     for name, tensor in tensors.items():
         out[name] = tensor.to(types.get(name, tensor.dtype))
+        if out[name] is tensor:  # its type was not changed
+            continue
         if not bool(torch.isfinite(out[name]).all()) and bool(torch.isfinite(tensor).all()):
             beyond.append(f"{name} (up to {float(tensor.abs().max()):,.6g})")
             out[name] = tensor

@@ -2,16 +2,18 @@
 
 For stages that process a model block by block. The weights of a loaded block are float32. The output is a
 checkpoint in shards, one per block and one of all other tensors, in the types of the source
-(or another requested one). The layers before the first block and between the stacks also stay in memory;
-an output layer that is not the embedding does not.
+(or another requested one). The layers before the first block and between the stacks also stay in memory,
+16-bit embeddings of a decoder-only model as a mapped file; an output layer that is not the embedding does
+not.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,19 +37,23 @@ from smelt.quantization.layers import is_quantized, quantized_dtypes
 class StreamedModel:
     """A model that is read from `src` and written to `out` block by block.
 
-    model: its blocks are on the meta device except the loaded one. edits: its structure.
+    model: its blocks are on the meta device except the loaded one. edits: its structure. changed: modules
+    outside of blocks whose own weights are written in their current state, not copied.
     """
 
     def __init__(
         self, model: Any, edits: list[Edit], places: dict[str, Path], src: Path, out: Path, dtype: StoredDtype
     ) -> None:
         self.model, self.edits = model, edits
+        self.changed: set[nn.Module] = set()
         self._notes: list[Message] = []
         self._places, self._src, self._out = places, src, out
         self._types = stored_dtypes(src, dtype)
         self._files: dict[str, str] = {}
         self._bytes = 0
         self._blocks = blocks_of(model)
+        self._inside = tuple(f"{block.module_path}." for block in self._blocks)
+        self._modules = dict(model.named_modules(remove_duplicate=False))
 
     def load_block(self, block: Block) -> None:
         """Read the weights of `block`, float32."""
@@ -58,10 +64,28 @@ class StreamedModel:
         """Write the current block, and free its weights."""
         number = self._blocks.index(block)
         self._write(number, {f"{block.module_path}.{n}": t for n, t in block.module.state_dict().items()})
+        self.free_block(block)
+
+    def free_block(self, block: Block) -> None:
+        """Free the weights of `block`."""
         for module in block.module.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
         _trim_memory()
+
+    def copy_blocks(self) -> None:
+        """Write the blocks of a model that has lost some blocks or parts of them; weights are copied."""
+        self._blocks = blocks_of(self.model)
+        current = {module: name for name, module in self.model.named_modules()}
+        sources: dict[str, str] = {}
+        for old in self._places:
+            owner, _, last = old.rpartition(".")
+            new = current.get(self._modules.get(owner, self.model), "")
+            if old.startswith(self._inside) and new:
+                sources[f"{new}.{last}"] = old
+        for number, block in enumerate(self._blocks):
+            here = {n: old for n, old in sources.items() if n.startswith(f"{block.module_path}.")}
+            self._write(number, {n: _read(self._places, old) for n, old in here.items()}, here)
 
     def load_head(self) -> None:
         """Read the weights of the output layer, float32, unless it is the embedding."""
@@ -73,7 +97,8 @@ class StreamedModel:
     def finish(self, edits: list[Edit]) -> list[Message]:
         """Write the tensors outside of blocks and the other files; every block must be written before.
 
-        Layers that were quantized are written in their current state, all others unchanged.
+        Layers that were quantized or are in `changed` are written in their current state, all others
+        unchanged.
 
         Args:
             edits: the current structure of the model.
@@ -81,16 +106,24 @@ class StreamedModel:
         Returns:
             Warnings: weights that do not fit into 16 bits.
         """
-        inside = tuple(f"{block.module_path}." for block in self._blocks)
+        inside = self._inside
         named = self.model.named_modules(remove_duplicate=False)
-        coded = {n: m for n, m in named if is_quantized(m) and not n.startswith(inside)}
-        outside = [n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))]
-        tensors = {name: _read(self._places, name) for name in outside}
-        written: set[int] = set()  # one that several layers have is written once, under its first name
+        coded = {
+            n: m for n, m in named if (is_quantized(m) or m in self.changed) and not n.startswith(inside)
+        }
+        copied = {n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))}
+        tensors = {name: _read(self._places, name) for name in self._places if name in copied}
+        parameters = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if not p.is_meta}
+        # one that several layers have is written once, under its first name
+        written = {id(tensor) for name, tensor in parameters.items() if name in copied}
         for name, module in coded.items():
             held = {f"{name}.{n}": t for n, t in module.named_parameters() if id(t) not in written}
             written |= {id(tensor) for tensor in held.values()}
             tensors |= held
+        for name, tensor in parameters.items():  # an output layer whose embedding was quantized
+            if id(tensor) not in written and not name.startswith(inside):
+                written.add(id(tensor))
+                tensors[name] = tensor
         self._write(len(self._blocks), tensors)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._files.items()))}
         write_json(self._out / WEIGHTS_INDEX_FILE, index)
@@ -98,11 +131,16 @@ class StreamedModel:
         save_config_files(self.model, add_mask_edits(self.model, edits), self._out, self._src, dtype)
         return self._notes
 
-    def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
+    def _write(
+        self, number: int, tensors: dict[str, Tensor], sources: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Write shard `number`; sources: names in the source of renamed tensors."""
         file = f"model-{number + 1:05}-of-{len(self._blocks) + 1:05}.safetensors"
         coded = quantized_dtypes(self.model)
         wanted = {
-            n: coded.get(n) or self._types.dtype_for([n]) for n, t in tensors.items() if t.is_floating_point()
+            n: coded.get(n) or self._types.dtype_for([sources.get(n, n)])
+            for n, t in tensors.items()
+            if t.is_floating_point()
         }
         stored, notes = cast_to_stored({n: t.detach().contiguous() for n, t in tensors.items()}, wanted)
         self._notes.extend(notes)
@@ -161,8 +199,31 @@ def _load_outside_blocks(model: Any, blocks: Iterable[Block], places: dict[str, 
         return False
     read = set(names.values())  # an output layer that is the embedding stays tied, as in a whole model
     names |= {n: tied[n] for n in wanted - outside if n not in places and tied.get(n) in read}
-    _assign(model, names, places)
+    family = family_of(model)  # others may read their dtype from the first parameter
+    half = _map_embeddings(model, names, places) if family and family.architecture == "decoder" else set()
+    _assign(model, {n: stored for n, stored in names.items() if n not in half}, places)
     return True
+
+
+def _map_embeddings(model: Any, names: dict[str, str], places: dict[str, Path]) -> set[str]:
+    """Map the 16-bit embeddings among `names` into memory; return the names of all parameters with them.
+
+    Only the rows that are looked up are read. They are widened afterwards, which is exact.
+    """
+    mapped: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        stored = names.get(f"{path}.weight")
+        if type(module) is not nn.Embedding or stored is None:
+            continue
+        tensor = _read(places, stored)
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            mapped[stored] = nn.Parameter(tensor, requires_grad=False)
+            module.register_forward_hook(lambda module, given, rows: rows.float())
+    found = {name for name, stored in names.items() if stored in mapped}
+    for name in found:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, mapped[names[name]])
+    return found
 
 
 @torch.no_grad()

@@ -29,11 +29,14 @@ from smelt.quantization import emit as emit_static
 from smelt.quantization.scheme import (
     CONV_UNSUPPORTED_TARGETS,
     MatrixUse,
+    PackedMatrix,
     Scheme,
     SchemeOptions,
     UnpackedWeights,
 )
 from smelt.quantization.schemes.registry import is_row_independent, validate_scheme_options
+
+_WEIGHTS_AT_ONCE = 2**22  # packed or dequantized: several copies of them are in memory
 
 
 class QuantizedMatrix(nn.Module):
@@ -59,7 +62,7 @@ class QuantizedMatrix(nn.Module):
         for package, oldest in scheme.packages.items():
             require_package(package, oldest, f"scheme {scheme.name}")
         self.scheme, self.width, self.options = scheme, width, dict(options)
-        self.variant = ""
+        self.variant, self.caches_values = "", True
         for name, stored in scheme.stored_tensors(rows, width, options).items():
             kind: torch.dtype = getattr(torch, stored.dtype)
             make = torch.ones if kind.is_floating_point else torch.zeros
@@ -69,7 +72,21 @@ class QuantizedMatrix(nn.Module):
 
     def set_weight_(self, decided: UnpackedWeights) -> None:
         """Store the weights computed by a quantization method; calibrated tensors are kept."""
-        self._assign_tensors(self.scheme.pack(decided, self.options))
+        count = len(decided.q_weight)
+        step = max(1, _WEIGHTS_AT_ONCE // self.width) if self.is_row_independent() else count
+        if step >= count:
+            self._assign_tensors(self.scheme.pack(decided, self.options))
+            return
+        found: dict[str, Tensor] = {}
+        for begin in range(0, count, step):
+            grid = {name: tensor[begin : begin + step] for name, tensor in decided.qparams.items()}
+            rows = UnpackedWeights(decided.q_weight[begin : begin + step], grid)
+            for name, tensor in self.scheme.pack(rows, self.options).items():
+                if name not in found:
+                    self.get_parameter(name).data = tensor.new_empty(0)  # frees the previous values
+                    found[name] = tensor.new_empty(count, *tensor.shape[1:])
+                found[name][begin : begin + step] = tensor
+        self._assign_tensors(found)
 
     def set_activation_range_(self, largest: float) -> None:
         """Set the activation range to `largest` on both sides, where the scheme needs it."""
@@ -92,12 +109,19 @@ class QuantizedMatrix(nn.Module):
 
     def dequantize(self) -> Tensor:
         """Return the values, float32 [N, K]."""
-        codes, grid = self.unpack()
-        return self.scheme.dequantize(codes, grid, self.options).flatten(1)[:, : self.width]
+        count = len(self.codes)
+        step = max(1, _WEIGHTS_AT_ONCE // self.width) if self.is_row_independent() else count
+        if step >= count:
+            return _values(self.scheme, self, self.width)
+        found = torch.empty(count, self.width, device=self.codes.device)
+        for begin in range(0, count, step):
+            rows = _MatrixRows(self, begin, begin + step)
+            found[begin : begin + step] = _values(self.scheme, rows, self.width)
+        return found
 
     def dequantized(self) -> Tensor:
-        """Return `dequantize()`, computed once for the same memory."""
-        return self.cached("values", self.dequantize)
+        """Return `dequantize()`, computed once for the same memory unless `caches_values` is False."""
+        return self.cached("values", self.dequantize) if self.caches_values else self.dequantize()
 
     def dequantized_uncached(self) -> Tensor:
         """Return `dequantized()` where layers of the scheme cache it, else `dequantize()` without caching."""
@@ -140,6 +164,49 @@ class QuantizedMatrix(nn.Module):
         """Return the scheme and its options, for the representation of a layer."""
         options = dict(self.options)
         return ", ".join([self.scheme.name, *([str(options)] if options else [])])
+
+
+class _MatrixRows:
+    """The rows from `begin` to `end` of a matrix whose rows are independent, as a scheme accesses them."""
+
+    def __init__(self, matrix: QuantizedMatrix, begin: int, end: int) -> None:
+        self._matrix, self._rows = matrix, slice(begin, end)
+        self.options, self.width, self.variant = matrix.options, matrix.width, matrix.variant
+        stored = matrix.scheme.stored_tensors(len(matrix.codes), matrix.width, matrix.options)
+        self._per_row = {name for name, tensor in stored.items() if tensor.per_row}
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor `name`."""
+        return self._matrix.has(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the rows of a tensor, or the whole one if it has no rows."""
+        found = self._matrix.tensor(name)
+        return found[self._rows] if name in self._per_row else found
+
+    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `make`."""
+        return make()
+
+    def dequantized(self) -> Tensor:
+        """Return the values of the rows, float32."""
+        return _values(self._matrix.scheme, self, self.width)
+
+
+def _values(scheme: Scheme, matrix: PackedMatrix, width: int) -> Tensor:
+    codes, grid = scheme.unpack(matrix)
+    return scheme.dequantize(codes, grid, matrix.options).flatten(1)[:, :width]
+
+
+def limit_weight_cache(model: nn.Module, limit_bytes: int) -> None:
+    """Stop caching float32 values of quantized matrices if all of them need more than `limit_bytes`.
+
+    A matrix is then dequantized at each use. The results are the same.
+    """
+    matrices = {module for module in model.modules() if isinstance(module, QuantizedMatrix)}
+    needed = sum(4 * len(matrix.codes) * matrix.width for matrix in matrices)
+    for matrix in matrices:
+        matrix.caches_values = needed <= limit_bytes
 
 
 _INPUT_RANGES = {True: (-128, 127), False: (0, 255)}

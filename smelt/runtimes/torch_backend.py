@@ -19,9 +19,11 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.errors import InputError
+from smelt.core.system import available_bytes
 from smelt.data.batch import Logits, Tokens
-from smelt.models.checkpoint import load_model
+from smelt.models.checkpoint import load_model, widened_bytes
 from smelt.models.sentence_model import encoder_result
+from smelt.quantization.matrix import limit_weight_cache
 from smelt.runtimes.backend import Feeds, ModelGraphs, NoGenerationGraphs
 from smelt.runtimes.device import TorchThreads, torch_device
 from smelt.runtimes.predict_texts import uses_token_types
@@ -39,7 +41,8 @@ class TorchDecodeState:
 class TorchBackend(NoGenerationGraphs):
     """A `Backend` over a model in float32, on the CPU or a CUDA device.
 
-    Quantized layers compute as the CPU's runtime does, so a model with any runs on the CPU.
+    Quantized layers compute as the CPU's runtime does, so a model with any runs on the CPU. A causal model in
+    16 bits whose float32 weights do not fit into memory stays in its file (`load_model`).
     """
 
     name = "torch"
@@ -58,10 +61,14 @@ class TorchBackend(NoGenerationGraphs):
         dtype: str | None = None,
     ) -> None:
         self._folder, self._graphs = folder, graphs
-        self.model, edits = load_model(folder)
+        causal = graphs.encoder is None and graphs.uses_cache
+        fits = torch_device(device) != "cpu" or widened_bytes(folder) <= available_bytes()
+        self.model, edits = load_model(folder, widen=fits or not causal)
         self._types = uses_token_types(self.model.config.to_dict())
         quantized = any(edit["op"] == "quantize" for edit in edits)
         self.device = "cpu" if quantized else torch_device(device)
+        if quantized:  # half: other models may run in this process too
+            limit_weight_cache(self.model, available_bytes() // 2)
         self.model.to(self.device)
         if self.device == "cuda":  # as ONNX Runtime computes: float32 is float32, also in convolutions
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -14,7 +14,8 @@ from matrix import matrix_cells
 from smelt.core.messages import Message
 from smelt.export import graph_files, simplify_graph
 from smelt.export.parity.parity_samples import EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS
-from smelt.export.simplify_graph import simplify_file
+from smelt.export.simplify_graph import run_onnxsim, simplify_file
+from smelt.runtimes.third_party.graph_files import external_locations
 
 TOKENS = np.arange(2, 40)
 
@@ -196,24 +197,27 @@ def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_
 def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tmp_path, monkeypatch):
     from smelt.core import system
 
-    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     path = graph_of("bert", "model", tmp_path)
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     graph_files.write_graph(onnx.load(path), path)
     monkeypatch.setattr(system, "available_bytes", lambda: 1000)
-    assert code_of(simplify_file(path, TOKENS)) == "out-of-memory"
+    assert code_of(run_onnxsim(path, tmp_path)) == "out-of-memory"
     monkeypatch.setattr(onnxsim, "simplify", lambda model, skipped_optimizers=None: pytest.fail("called"))
-    assert code_of(simplify_file(path, TOKENS)) == "outdated-package"
+    assert code_of(run_onnxsim(path, tmp_path)) == "outdated-package"
     assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
 
 
 def test_onnxsim_itself_simplifies_a_graph_whose_weights_lie_outside(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
     path = graph_of("bert", "model", tmp_path)
+    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(simplify_graph, "_LARGE_WEIGHT_BYTES", 2000)  # not read
     model = onnx.load(path)
     first = model.graph.node[0].input[0]
     insert_after_value(model, first, -1, "Identity")
     graph_files.write_graph(model, path)
-    nodes = len(model.graph.node)
+    nodes, weights = len(model.graph.node), external_locations(onnx.load(path, load_external_data=False))
     assert simplify_file(path, TOKENS) is None
-    assert len(onnx.load(path, load_external_data=False).graph.node) < nodes
+    after = onnx.load(path, load_external_data=False)
+    assert len(after.graph.node) < nodes
+    assert external_locations(after) == weights == {"model.onnx_data"}
     assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}

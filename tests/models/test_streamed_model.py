@@ -5,10 +5,14 @@ from pathlib import Path
 
 import every_family
 import harness
+import numpy as np
 import pytest
 import torch
+from expected_errors import raises_code
 from safetensors.torch import load_file
 
+from smelt.compress.drop_layers.settings import DropLayersSettings
+from smelt.compress.drop_layers.stage import DropLayers
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.stage import Prune, PruneSettings
@@ -16,11 +20,16 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.core import system
+from smelt.core.errors import RunError
+from smelt.generation.runners import token_nll
 from smelt.models import streamed_model
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import read_edits
 from smelt.models.families.model_blocks import blocks_of
 from smelt.models.streamed_model import open_streamed
+from smelt.runtimes import torch_backend
+from smelt.runtimes.registry import open_folder
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +67,24 @@ def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path):
     assert torch.equal(harness.logits(load_model(tmp_path)[0]), harness.logits(load_model(llama)[0]))
 
 
+def test_weights_that_do_not_fit_stay_in_their_file(llama, monkeypatch):
+    """The float32 model does not fit: 16-bit matrices are widened at each use, which is exact."""
+    ids = np.arange(5, 14, dtype=np.int64)[None]
+    with open_folder(llama, "torch", threads=1, device="cpu") as runner:
+        expected = token_nll(runner, ids)
+    needed = 4 * sum(p.numel() for p in load_model(llama)[0].parameters())
+    monkeypatch.setattr(torch_backend, "available_bytes", lambda: needed - 1)
+    with open_folder(llama, "torch", threads=1, device="cpu") as runner:
+        kinds = {
+            n.rpartition(".")[2]: p.dtype for n, p in runner.backend.model.named_parameters() if p.dim() > 1
+        }
+        assert set(kinds.values()) == {torch.bfloat16}
+        assert np.array_equal(token_nll(runner, ids), expected)
+    monkeypatch.setattr(system, "available_bytes", lambda: needed - 1)
+    with raises_code("out-of-memory", RunError):
+        load_model(llama)
+
+
 def _resident_bytes():
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
@@ -87,6 +114,11 @@ def test_memory_between_pieces_that_stay_is_given_back():
             FactorizeSettings(method="asvd", keep_ratio=0.5, optimize_for="size", calibration_samples=6),
         ),
         (Prune(), PruneSettings(importance="magnitude")),
+        (DropLayers(), DropLayersSettings(keep_ratio=0.67, importance="block-influence", dtype="fp32")),
+        (
+            DropLayers(),
+            DropLayersSettings(targets=["attention", "ffn"], layers=4, importance="block-influence"),
+        ),
         (Quantize(), QuantizeSettings(scheme="int2", group_size=32, method="hqq", embedding_scheme="int4")),
         (Quantize(), QuantizeSettings(scheme="int8-dynamic", exclude=["*.down_proj"], output_layer=False)),
         (
@@ -113,14 +145,16 @@ def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("family", ["t5", "gemma"])
-def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, tmp_path, monkeypatch):
-    stage = (
-        Prune(),
-        PruneSettings(importance="magnitude"),
-        every_family.model_with_layers(family, 2),
-        family,
-    )
+@pytest.mark.parametrize(
+    ("family", "stage", "settings"),
+    [
+        ("t5", Prune(), PruneSettings(importance="magnitude")),
+        ("gemma", Prune(), PruneSettings(importance="magnitude")),
+        ("t5", DropLayers(), DropLayersSettings(keep_ratio=0.5, importance="last")),
+    ],
+)
+def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, stage, settings, tmp_path, monkeypatch):
+    stage = (stage, settings, every_family.model_with_layers(family, 2), family)
     whole = every_family.run_stage(*stage, tmp_path / "whole")
     monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
     parts = every_family.run_stage(*stage, tmp_path / "parts")

@@ -10,8 +10,8 @@ import torch
 from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.quantize import calibrate_layers
-from smelt.compress.quantize.calibrate_layers import open_large_model
+from smelt.compress.quantize import block_by_block
+from smelt.compress.quantize.block_by_block import open_large_model
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
@@ -23,6 +23,7 @@ from smelt.quantization.layers import is_quantized
 
 GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_samples": 6}
 RTN = {"scheme": "int4", "group_size": 16}
+AWQ = RTN | {"method": "awq", "clip": "awq", "calibration_samples": 6}
 
 
 def quantize(family, folder, **settings):
@@ -39,7 +40,15 @@ def large(monkeypatch):
 # head and embedding are two matrices, or one; an encoder is read before the decoder
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("llama", GPTQ), ("qwen2", RTN), ("gemma", RTN), ("t5", RTN), ("bart", GPTQ)],
+    [
+        ("llama", GPTQ),
+        ("qwen2", RTN),
+        ("gemma", RTN),
+        ("t5", RTN),
+        ("bart", GPTQ),
+        ("llama", AWQ),
+        ("opt", AWQ | {"output_layer": False}),  # inputs without a producer get factors
+    ],
     ids=str,
 )
 def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypatch):
@@ -90,8 +99,8 @@ def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("llama", {"scheme": "int4", "group_size": 16, "method": "awq"}),
-        ("llama", {"scheme": "int4", "group_size": 16, "method": "awq-gptq"}),
+        ("t5", AWQ),  # the encoder's last norm takes scales of layers in all blocks of the decoder
+        ("llama", RTN | {"method": "awq-gptq"}),
         ("llama", {"scheme": "int8-static"}),
         ("llama", {"scheme": "int8-dynamic", "exclude": ["auto"]}),
         ("llama", {"scheme": "int4", "group_size": 16, "low_rank_correction": {"rank": 2}}),
@@ -108,7 +117,7 @@ def test_what_compares_layers_takes_the_model_whole(family, settings, tmp_path, 
         asked.append(open_large_model(*args))
         raise InterruptedError  # what follows is as ever
 
-    monkeypatch.setattr(calibrate_layers, "open_large_model", open_it)
+    monkeypatch.setattr(block_by_block, "open_large_model", open_it)
     with pytest.raises(InterruptedError):
         every_family.run_stage(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
     assert asked == [None]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from smelt.calibration.samples import load_calibration_samples
 from smelt.calibration.statistics import collect_statistics
 from smelt.compress.quantize import gptq as module
+from smelt.compress.quantize import plan_layers
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import round_to_nearest, scheme_grid
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
@@ -116,7 +117,7 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
         return invert(found)
 
     whole = run("whole")
-    monkeypatch.setattr(module, "_MAX_WEIGHTS_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
+    monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
     monkeypatch.setattr(module, "gptq_quantize", seen)
     monkeypatch.setattr(module, "inverse_cholesky", once)
     parts = run("parts")
@@ -129,7 +130,7 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
 
 
 def test_rows_that_share_a_scale_are_decided_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_MAX_WEIGHTS_AT_ONCE", 7 * 64)
+    monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)
     made = QuantizeSettings(granularity="tensor", method="gptq", calibration_samples=8)
     ctx = every_family.run_stage(
         Quantize(), made, every_family.model_with_layers("llama", 2), "llama", tmp_path / "out"
@@ -242,7 +243,7 @@ def test_a_layer_with_a_pair_is_decided_at_once(tmp_path, monkeypatch):
         )
 
     whole = run("whole")
-    monkeypatch.setattr(module, "_MAX_WEIGHTS_AT_ONCE", 7 * 64)
+    monkeypatch.setattr(plan_layers, "MAX_WEIGHTS_AT_ONCE", 7 * 64)
     parts = run("parts")
     assert parts.details["gptq_error"] == pytest.approx(whole.details["gptq_error"], rel=1e-2)
     assert parts.details["low_rank_correction"] == whole.details["low_rank_correction"]

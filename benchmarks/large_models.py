@@ -182,7 +182,7 @@ def run_stage(source: Path, stage: str, out: Path, threads: int) -> dict[str, An
     from smelt.models import streamed_model
     from smelt.pipeline.recipe.stages import load_stage
 
-    streamed_model.LARGE_BYTES = 0
+    vars(streamed_model)["LARGE_BYTES"] = 0
     torch.set_num_threads(threads)
     text = out.with_suffix(".txt")
     text.write_text("\n".join(_page_lines()[:600]), encoding="utf-8")

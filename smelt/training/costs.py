@@ -45,7 +45,8 @@ def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
         return size.parameters
     rows = 0
     for stack in size.stacks:
-        parts = {"ffn": stack.matrices[: stack.feed_forward], "attention": stack.matrices[stack.feed_forward :]}
+        feed, attention = stack.matrices[: stack.feed_forward], stack.matrices[stack.feed_forward :]
+        parts = {"ffn": feed, "attention": attention}
         rows += stack.layers * sum(n + m for name in settings.lora.targets for n, m in parts[name])
     return settings.lora.rank * rows
 

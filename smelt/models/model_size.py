@@ -226,7 +226,7 @@ def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None
 
 def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: int) -> StackSize | None:
     layers, units = stack.num_layers(config), config.get(stack.feed_forward.intermediate_size_key)
-    if _number(layers) is None:
+    if layers is None or layers < 1:
         return None
     if not isinstance(units, int):
         units = 4 * width  # GPT-2's `n_inner` and others: absent

@@ -39,13 +39,22 @@ def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that this machine's processes can ever have: memory and swap, within the container."""
     import psutil
 
-    whole = int(psutil.virtual_memory().total) + int(psutil.swap_memory().total)
+    swap = int(psutil.swap_memory().total)
+    whole = int(psutil.virtual_memory().total) + swap
     for name, _ in _CGROUP_FILES:
         try:
-            return min(whole, int((cgroup / name).read_text(encoding="ascii")))
+            limit = int((cgroup / name).read_text(encoding="ascii"))
         except (OSError, ValueError):  # no such group, or "max": no limit
             continue
+        return min(whole, limit + _container_swap_bytes(cgroup, swap))
     return whole
+
+
+def _container_swap_bytes(cgroup: Path, swap: int) -> int:
+    """Return the part of the machine's swap that the container may use in addition to its memory."""
+    with contextlib.suppress(OSError, ValueError):
+        return min(swap, int((cgroup / "memory.swap.max").read_text(encoding="ascii")))
+    return swap  # no limit of its own
 
 
 def peak_memory_bytes() -> int:

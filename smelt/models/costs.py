@@ -144,8 +144,8 @@ class CostInputs:
 
     source, result: sizes of its input model, and of its output as far as the config shows it. named: of the
     steps that its settings name, by setting. samples: by split. limit: tokens that the model can read.
-    is_gpu: whether the step trains on a GPU. processes: that train together on this machine; sharded: whether
-    they divide the weights.
+    is_gpu: whether the step trains on a GPU. processes: that train together, on `machines`; sharded: whether
+    they divide the weights; offloaded: whether these stay in the CPU's memory.
     """
 
     source: ModelSize
@@ -156,6 +156,8 @@ class CostInputs:
     is_gpu: bool = False
     processes: int = 1
     sharded: bool = False
+    offloaded: bool = False
+    machines: int = 1
 
     @property
     def calibration(self) -> SampleLengths | None:

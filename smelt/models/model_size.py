@@ -20,6 +20,7 @@ FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
 # A model whose file is larger than this is processed block by block.
 LARGE_BYTES = 2**30
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_TABLE_WIDTH_KEYS = ("embedding_size", "word_embed_proj_dim")  # ELECTRA, OPT: projected to the model's width
 # The side of a patch of an image model without that config key.
 _PATCH = 16
 
@@ -173,7 +174,8 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     if not stacks:
         return None
     images = family.input_kind == "images"
-    vocabulary = 0 if images else int(config.get("vocab_size") or 0)
+    vocabulary = 0 if images else _number(config.get("vocab_size")) or 0
+    table_width = next((n for key in _TABLE_WIDTH_KEYS if (n := _number(config.get(key)))), width)
     generates = family.architecture != "encoder"
     tied = bool(config.get("tie_word_embeddings", True))
     separate = _has_separate_tables(config)
@@ -182,8 +184,8 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
         width=width,
         vocabulary=vocabulary,
         stacks=tuple(stacks),
-        table_weights=vocabulary * width * (2 if separate else 1),
-        head_weights=0 if not generates or tied else vocabulary * width,
+        table_weights=vocabulary * table_width * (2 if separate else 1),
+        head_weights=0 if not generates or tied else vocabulary * table_width,
         output_width=vocabulary if generates else 0,
         generates=generates,
         image_tokens=_image_tokens(config) if images else 0,
@@ -206,13 +208,17 @@ def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None
         return size
     size = size or sum_of_weights(str(config.get("model_type")), 0)
     count = stored = 0
+    is_float = True
     for _, _, entry in weight_tensors(folder):
+        is_float = is_float and entry["dtype"] in _STORED_BYTES
         count += value_count(entry)
         stored += value_count(entry) * _STORED_BYTES.get(entry["dtype"], 1)
     each = stored / max(1, count)
     size = size.stored_as(each, each)
     more = count - size.parameters
-    if more < 0:  # quantized weights, several in a number; or a part that the description counts twice
+    if more < 0 and is_float and size.block_weights > -more:  # low-rank, pruned or shared layers
+        return size.scaled_blocks(1 + more / size.block_weights)
+    if more < 0:  # quantized weights, several in a number
         whole = size.stored_bytes
         return size.stored_as(each * stored / max(1, whole), each * stored / max(1, whole))
     return replace(size, other_weights=more)
@@ -220,7 +226,7 @@ def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None
 
 def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: int) -> StackSize | None:
     layers, units = stack.num_layers(config), config.get(stack.feed_forward.intermediate_size_key)
-    if layers is None:
+    if layers is None or layers < 1:
         return None
     if not isinstance(units, int):
         units = 4 * width  # GPT-2's `n_inner` and others: absent

@@ -43,7 +43,11 @@ def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
     """Return the number of weights that have gradients: all, or those of the adapters."""
     if settings.lora is None:
         return size.parameters
-    rows = sum(stack.layers * (n + m) for stack in size.stacks for n, m in stack.matrices)
+    rows = 0
+    for stack in size.stacks:
+        feed, attention = stack.matrices[: stack.feed_forward], stack.matrices[stack.feed_forward :]
+        parts = {"ffn": feed, "attention": attention}
+        rows += stack.layers * sum(n + m for name in settings.lora.targets for n, m in parts[name])
     return settings.lora.rank * rows
 
 
@@ -94,14 +98,18 @@ def training_cost(
     least, on_device, least_on_device = certain // shared, 0, 0
     if inputs.is_gpu:  # the CPU keeps the copies of the weights, and the model before and after
         on_device = memory - bool(settings.num_evals) * FLOAT_BYTES * trained
-        states = trained * (_GRADIENT_BYTES + OPTIMIZERS[settings.optimizer])
-        least_on_device = (size.float_bytes + states) // shared
+        # paged states move to the CPU when the GPU is full
+        states = 0 if settings.optimizer.startswith("paged_") else OPTIMIZERS[settings.optimizer]
+        least_on_device = (size.float_bytes + trained * (_GRADIENT_BYTES + states)) // shared
+        if inputs.offloaded:
+            on_device, least_on_device = active + FLOAT_BYTES * 2 * size.largest_block, 0
         memory, least = 2 * size.float_bytes + sum(t.float_bytes for t in teachers), size.float_bytes
-    interpreters = INTERPRETER_BYTES * inputs.processes * (inputs.processes > 1)
+    here = math.ceil(inputs.processes / inputs.machines)
+    interpreters = INTERPRETER_BYTES * here * (here > 1)
     return StepCost(
         work=work,
-        memory_bytes=memory * inputs.processes + interpreters,
-        least_bytes=least * inputs.processes,
+        memory_bytes=memory * here + interpreters,
+        least_bytes=least * (inputs.processes // inputs.machines),
         result=size,
         disk_bytes=size.stored_bytes,
         temporary_bytes=held - _GRADIENT_BYTES * trained,

@@ -71,6 +71,22 @@ def require_gpus(launch: LaunchSettings, device: str) -> None:
         )
 
 
+def external_processes() -> int:
+    """Return the number of processes if torchrun or srun started this one with others, else 0."""
+    count = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 0)
+    started = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "SLURM_PROCID" in os.environ)
+    return count if started and count > 1 else 0
+
+
+def external_machines() -> int:
+    """Return the number of machines over which torchrun or srun started the processes; 1 if none did."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if (count := external_processes()) and here.isdigit() and int(here):
+        return max(1, count // int(here))
+    nodes = os.environ.get("SLURM_NNODES", "")
+    return max(1, int(nodes)) if count and "WORLD_SIZE" not in os.environ and nodes.isdigit() else 1
+
+
 def join_processes(device: str) -> None:
     """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 

@@ -54,11 +54,15 @@ def test_the_garbage_collector_is_left_as_the_caller_had_it(on):
         gc.enable()
 
 
-def test_the_limit_is_the_containers_or_the_machines(tmp_path):
+def test_the_limit_is_the_containers_or_the_machines(tmp_path, monkeypatch):
     whole = memory_limit_bytes(tmp_path)
     assert whole == psutil.virtual_memory().total + psutil.swap_memory().total
     (tmp_path / "memory.max").write_text("1000000\n")
-    assert memory_limit_bytes(tmp_path) == 1_000_000
+    swap = psutil.swap_memory()._replace(total=5000)  # in addition to the container's memory
+    monkeypatch.setattr(psutil, "swap_memory", lambda: swap)
+    assert memory_limit_bytes(tmp_path) == 1_005_000
+    (tmp_path / "memory.swap.max").write_text("2000\n")
+    assert memory_limit_bytes(tmp_path) == 1_002_000
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets the peak")

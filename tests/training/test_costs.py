@@ -10,7 +10,7 @@ from transformers.optimization import Adafactor
 
 from smelt.models.costs import CostInputs, SampleLengths
 from smelt.models.model_size import ModelSize, size_from_config
-from smelt.training.costs import lighter_trainings, training_cost, weight_state_bytes
+from smelt.training.costs import lighter_trainings, trained_weights, training_cost, weight_state_bytes
 from smelt.training.settings import TrainingSettings
 
 SIZE = size_from_config(
@@ -72,3 +72,20 @@ def test_processes_hold_the_weights_each_unless_they_divide_them():
     assert (two.least_bytes, divided.least_bytes) == (2 * one.least_bytes, one.least_bytes)
     assert two.memory_bytes - divided.memory_bytes == weight_state_bytes(TrainingSettings(), SIZE)
     assert two.work.amounts["training", 64] == one.work.amounts["training", 64] / 2
+
+
+def test_lower_bounds_leave_out_what_lies_elsewhere():
+    """On other machines, on the CPU, or in layers without adapters."""
+    one, two = training_cost(TrainingSettings(), _inputs()), {"processes": 2, "machines": 2}
+    apart = training_cost(TrainingSettings(), _inputs(**two))
+    divided = training_cost(TrainingSettings(), _inputs(**two, sharded=True))
+    assert (apart.least_bytes, divided.least_bytes) == (one.least_bytes, one.least_bytes // 2)
+    on_gpu = partial(_inputs, is_gpu=True)
+    paged = training_cost(TrainingSettings(optimizer="paged_adamw_32bit"), on_gpu())
+    assert paged.least_device_bytes == 8 * SIZE.parameters
+    offloaded = training_cost(TrainingSettings(), on_gpu(processes=2, sharded=True, offloaded=True))
+    assert offloaded.least_device_bytes == 0 < offloaded.device_bytes
+    [stack] = SIZE.stacks
+    sides = sum(n + m for n, m in stack.matrices[stack.feed_forward :])  # query, key, value, output
+    lora = TrainingSettings(lora={"rank": 4, "targets": ["attention"]})
+    assert trained_weights(lora, SIZE) == 4 * stack.layers * sides == 4 * 2 * 4 * 128

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError, SmeltError
+from smelt.core.locks import current_owner
 from smelt.core.messages import Message
 from smelt.core.process_group import ShardEnd, in_shard
 from smelt.core.store import Store
@@ -154,7 +155,7 @@ class _Task:
         with self.store.lock(f"{artifact.key}-score", self._report_wait):
             if self.nodes is None or not self.job.plan.recipe.launch.scoring:
                 return compute()
-            shard = (self.name, artifact.key, split, limit, reference)
+            shard = (self.name, artifact.key, split, limit, reference, current_owner().kernel)
             return cast(dict[str, Any], self.nodes.score(compute, _score_shard, *shard))
 
     def compute_score(
@@ -179,6 +180,7 @@ def _run_task(
     work: Callable[[_Task, TaskOutcome], Any],
     measures: bool = False,
     nodes: ReservedNodes | None = None,
+    part_of: str | None = None,
 ) -> tuple[TaskOutcome, Any]:
     """Run the work of a task; return its outcome, in which errors are explained, and the work's result.
 
@@ -189,6 +191,8 @@ def _run_task(
         work: gets the task and the outcome to complete.
         measures: whether the work measures latency, so that other tasks of this machine must wait.
         nodes: of a step in several processes.
+        part_of: the machine (`current_owner().kernel`) whose task waits for this one. There it takes no turn:
+            a measurement may keep it from starting, and waits for that task.
     """
     from smelt.core.errors import rust_panics_as_errors
     from smelt.training.training_state import denormals_as_zero
@@ -202,7 +206,8 @@ def _run_task(
                 stack.enter_context(denormals_as_zero())
             task = _Task(job, data, name, nodes)
             report = partial(task.display.print_line, brief=True)
-            stack.enter_context(task.turns.measurement(report) if measures else task.turns.step(report))
+            if part_of is None or part_of != current_owner().kernel:
+                stack.enter_context(task.turns.measurement(report) if measures else task.turns.step(report))
             started = time.monotonic()
             result = work(task, outcome)
     except Exception as error:
@@ -312,9 +317,13 @@ def _score_shard(
     split: str,
     limit: int | None,
     reference: str | None,
+    machine: str,
     *shard: Any,
 ) -> tuple[list[Any] | None, SmeltError | None]:
-    """Return the parts of a shard of a score (arguments of `in_shard`), or its error."""
+    """Return the parts of a shard of a score (arguments of `in_shard`), or its error.
+
+    machine: of the task that waits for the shard.
+    """
 
     def work(task: _Task, outcome: TaskOutcome) -> list[Any] | None:
         artifact = require_artifact(task.store, key)
@@ -325,7 +334,7 @@ def _score_shard(
             return end.parts
         return None
 
-    outcome, parts = _run_task(job, data, name, work)
+    outcome, parts = _run_task(job, data, name, work, part_of=machine)
     return parts, outcome.error
 
 

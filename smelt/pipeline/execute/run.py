@@ -45,13 +45,13 @@ from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.trackers import RunTrackers
-from smelt.pipeline.execute.training_processes import TrainingLaunch, external_processes, external_run
+from smelt.pipeline.execute.training_processes import TrainingLaunch, external_run
 from smelt.pipeline.inspect.machine import unscored_reason
 from smelt.pipeline.plan.untrained_checks import UNTRAINED_NOT_SCORED
 from smelt.pipeline.plan.warnings import data_warnings, few_windows_warnings
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 from smelt.pipeline.recipe.stages import MODEL_STEP
-from smelt.training.processes import require_gpus
+from smelt.training.processes import external_processes, require_gpus
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings

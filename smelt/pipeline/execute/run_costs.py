@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from smelt.core.artifact import MANIFEST, Artifact, StepRecord
-from smelt.core.errors import SmeltError
+from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import load_json
-from smelt.core.messages import Message
+from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.core.system import available_bytes, memory_limit_bytes
 from smelt.data.splits import Split
@@ -142,7 +142,7 @@ def plan_costs(
 
     Raises:
         InputError: a weight file is missing or damaged.
-        RunError: the speeds could not be measured.
+        RunError: `measure` is set, and the speeds could not be measured.
     """
     folder = (out or Path("runs") / plan.path.stem).resolve()
     root = store or default_store(folder)[0]
@@ -154,9 +154,15 @@ def plan_costs(
             stored = stored_steps(plan, data, Store(root))
     estimates, limits = estimate_steps(plan, data), machine_limits(root)
     place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
-    speed = machine_speed(plan.recipe.threads, place, measure)
+    try:
+        speed, failures = machine_speed(plan.recipe.threads, place, measure), list[Message]()
+    except RunError as error:
+        if measure:
+            raise
+        speed, failures = None, [warning("speed-not-measured", str(error))]
     records = step_records(root, plan.recipe.threads)
-    return predict_costs(plan, estimates, limits, speed, stored=stored, records=records, unread=unread)
+    found = predict_costs(plan, estimates, limits, speed, stored=stored, records=records, unread=unread)
+    return replace(found, messages=(*found.messages, *failures))
 
 
 def estimate_run(

@@ -45,6 +45,7 @@ from smelt.pipeline.execute.training_worker import (
     RESULT_FILE,
     UNEXPECTED,
 )
+from smelt.training.processes import external_processes
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display
@@ -163,13 +164,6 @@ class TrainingLaunch:
                 log_line(f"{name}:\n{tail}")
             raise _first_error(space, str(job.get("step", "score")))
         return read_json_object(space / RESULT_FILE)
-
-
-def external_processes() -> int:
-    """Return the number of processes if torchrun or srun started this one with others, else 0."""
-    count = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 0)
-    started = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "SLURM_PROCID" in os.environ)
-    return count if started and count > 1 else 0
 
 
 def external_rank() -> int:

@@ -16,6 +16,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -91,8 +92,7 @@ def machine_speed(threads: int | None, folder: Path, again: bool = False) -> Mac
     """
     count = threads or physical_cores()
     names = {"machine": machine_id(), "threads": count, "version": _VERSION, "disk": folder.stat().st_dev}
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    file = base / "smelt" / "speeds" / f"{json_hash(names)[:32]}.json"
+    file = _cache_folder() / "smelt" / "speeds" / f"{json_hash(names)[:32]}.json"
     if not again and seconds_since_written(file) < _KEPT_SECONDS:
         try:
             return MachineSpeed(**load_json(file))
@@ -105,6 +105,13 @@ def machine_speed(threads: int | None, folder: Path, again: bool = False) -> Mac
     except OSError:
         pass  # a home that cannot be written to: measured every time
     return found
+
+
+def _cache_folder() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir())
 
 
 def _measure_in_process(threads: int, folder: Path) -> MachineSpeed:
@@ -203,8 +210,15 @@ def _block_speeds(width: int, clock: Callable[[], float]) -> tuple[float, float,
 
 
 def _disk_speeds(folder: Path) -> tuple[float, float]:
-    """Return the bytes a second that are written to a file in `folder` and flushed, and read again."""
-    trials = [_disk_trial(folder / f".speed-{os.getpid()}") for _ in range(2)]
+    """Return the bytes a second that are written to a file in `folder` and flushed, and read again.
+
+    Where nothing can be written to it, the folder of temporary files is measured.
+    """
+    name = f".speed-{os.getpid()}"
+    try:
+        trials = [_disk_trial(folder / name) for _ in range(2)]
+    except OSError:
+        trials = [_disk_trial(Path(tempfile.gettempdir()) / name) for _ in range(2)]
     written, read = (min(times) for times in zip(*trials, strict=True))
     return _FILE_BYTES / max(written, 1e-9), _FILE_BYTES / max(read, 1e-9)
 

@@ -44,6 +44,7 @@ from smelt.pipeline.plan.sample_lengths import measure_lengths
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.training.processes import external_machines, external_processes
 
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan, PlanStep
@@ -174,7 +175,8 @@ def _cost_inputs(
                 kept_ratio=1.0 if step.settings.replaces_model else _kept_ratio(source, before),
             )
     launch = plan.recipe.launch
-    trains = step.trains and launch.num_processes > 1
+    processes, machines = external_processes() or launch.num_processes, external_machines()
+    trains = step.trains and processes > 1
     named = {
         setting: size
         for setting, name in step.settings.step_references().items()
@@ -187,8 +189,10 @@ def _cost_inputs(
         samples=lengths,
         named=named,
         is_gpu=bool(step.needs & {"train", "unlabelled"}) and training_device(plan.recipe.device) == "cuda",
-        processes=launch.num_processes if trains else 1,
+        processes=processes if trains else 1,
         sharded=trains and launch.strategy == "fsdp",
+        offloaded=trains and launch.cpu_offload,
+        machines=machines if trains else 1,
     )
 
 
@@ -298,7 +302,7 @@ def check_costs(
                 )
                 found.append(warning("may-need-more-memory", text, step=step.name, **at))
     return sorted(
-        [*found, *_disk_messages(estimates, limits, stored, file)], key=lambda m: m.severity != "error"
+        [*found, *_disk_messages(plan, estimates, limits, stored, file)], key=lambda m: m.severity != "error"
     )
 
 
@@ -306,15 +310,21 @@ _OTHER_MACHINE = "Make the model smaller first, or use a machine with more memor
 
 
 def _disk_messages(
-    estimates: Mapping[str, StepEstimate], limits: MachineLimits, stored: Collection[str], file: str | None
+    plan: Plan,
+    estimates: Mapping[str, StepEstimate],
+    limits: MachineLimits,
+    stored: Collection[str],
+    file: str | None,
 ) -> Iterator[Message]:
-    costs = [e.cost for name, e in estimates.items() if e.cost is not None and name not in stored]
-    artifacts = sum(cost.disk_bytes for cost in costs)
+    made = {n: e.cost for n, e in estimates.items() if e.cost is not None and n not in stored}
+    optional = {step.name for step in plan.steps if step.optional}
+    costs, artifacts = [*made.values()], sum(cost.disk_bytes for cost in made.values())
+    least = _CERTAIN_DISK * sum(cost.disk_bytes for name, cost in made.items() if name not in optional)
     whole = artifacts + max((cost.temporary_bytes for cost in costs), default=0)
     advice = "Remove unused artifacts with `smelt store clean`, or use a store on another disk (--store)."
-    if _CERTAIN_DISK * artifacts > limits.disk_bytes:
+    if least > limits.disk_bytes:
         text = (
-            f"The artifacts of this run need at least {_gb(_CERTAIN_DISK * artifacts)} of disk, and"
+            f"The artifacts of this run need at least {_gb(least)} of disk, and"
             f" {_gb(limits.disk_bytes)} are free in the store's folder. {advice}"
         )
         yield error_message("needs-more-disk", text, file=file)

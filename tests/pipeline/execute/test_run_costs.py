@@ -10,7 +10,7 @@ import tiny
 from expected_errors import raises_code
 
 from smelt.core.artifact import read_artifact
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.store import Store
 from smelt.pipeline.execute import run_costs
 from smelt.pipeline.execute.run import RunOptions, run_plan
@@ -87,3 +87,16 @@ def test_a_run_refuses_what_cannot_fit_before_it_writes(home, monkeypatch):
     assert not (home / "runs" / "other").exists()
     stored = load_plan(home / "recipe.yaml", until="prune")
     assert run_plan(stored, RunOptions(home / "runs" / "r", quiet=True)).exit_code == 0
+
+
+def test_a_machine_that_cannot_be_measured_has_a_plan_without_times(home, monkeypatch):
+    def fail(*given):
+        raise RunError("no torch", code="speed-not-measured")
+
+    monkeypatch.setattr(run_costs, "machine_speed", fail)
+    plan = load_plan(home / "recipe.yaml")
+    costs = plan_costs(plan, home / "runs" / "r")
+    assert "speed-not-measured" in {message.code for message in costs.messages}
+    assert (costs.seconds, costs.errors) == (None, [])
+    with raises_code("speed-not-measured", RunError):
+        plan_costs(plan, home / "runs" / "r", measure=True)

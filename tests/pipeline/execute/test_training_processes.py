@@ -20,9 +20,10 @@ from smelt.core.errors import RunError
 from smelt.core.store import Store
 from smelt.pipeline.execute import training_processes, training_worker
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
-from smelt.pipeline.execute.training_processes import external_processes, external_rank
+from smelt.pipeline.execute.training_processes import external_rank
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.training import processes
+from smelt.training.processes import external_machines, external_processes
 
 RECIPE = """
 model: model
@@ -167,7 +168,10 @@ def test_other_ranks_are_known_by_the_environment_and_python_runs_are_refused(ho
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert external_processes() == 0  # srun without an address: independent runs
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert (external_processes(), external_rank()) == (4, 3)
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    assert (external_processes(), external_machines(), external_rank()) == (4, 2, 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert external_machines() == 4
     with raises_code("started-by-launcher"):
         smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True)
     monkeypatch.setattr(training_processes, "_CONNECT_SECONDS", 0.5)

@@ -49,6 +49,7 @@ def test_a_measurement_gives_finite_speeds_and_a_failed_one_an_error(tmp_path, m
     values = [found.matrix, found.solver, found.moved, found.read, found.written, found.calls]
     assert all(math.isfinite(v) and v > 1000 for v in [*values, *found.training.values()])
     assert list(tmp_path.iterdir()) == []
+    assert min(module._disk_speeds(tmp_path / "no-folder")) > 1000  # those of temporary files
     monkeypatch.setattr(module, "python_command", lambda *words: ["false"])
     with raises_code("speed-not-measured", RunError):
         machine_speed(1, tmp_path, again=True)

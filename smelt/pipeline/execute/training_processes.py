@@ -167,14 +167,33 @@ class TrainingLaunch:
 
 def external_processes() -> int:
     """Return the number of processes if torchrun or srun started this one with others, else 0."""
-    count = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 0)
+    count = _number("WORLD_SIZE", "SLURM_NTASKS")
     started = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "SLURM_PROCID" in os.environ)
     return count if started and count > 1 else 0
 
 
 def external_rank() -> int:
     """Return the number of this process among those of torchrun or srun; 0 without others."""
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) if external_processes() else 0
+    return _number("RANK", "SLURM_PROCID") if external_processes() else 0
+
+
+def _number(*names: str) -> int:
+    """Return the first environment variable of these that is set; 0 if none is.
+
+    Raises:
+        InputError: `no-connection`: it is no whole number.
+    """
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        return 0
+    try:
+        return int(os.environ[name])
+    except ValueError as error:
+        raise InputError(
+            f"{name}={os.environ[name]}: expected a whole number, as torchrun or srun sets it. Correct or"
+            " unset it.",
+            code="no-connection",
+        ) from error
 
 
 def use_all_cores() -> None:
@@ -317,12 +336,12 @@ def _key_value_store() -> Any:
     """
     import torch
 
-    host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT") or 29500)
+    host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT") or "29500"
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return torch.distributed.TCPStore(
             host,
-            port,
+            int(port),
             is_master=external_rank() == 0 and not hosted,
             wait_for_workers=False,
             timeout=timedelta(seconds=_CONNECT_SECONDS),

@@ -73,9 +73,28 @@ def require_gpus(launch: LaunchSettings, device: str) -> None:
 
 def external_processes() -> int:
     """Return the number of processes if torchrun or srun started this one with others, else 0."""
-    count = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 0)
+    count = launcher_number("WORLD_SIZE", "SLURM_NTASKS")
     started = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "SLURM_PROCID" in os.environ)
     return count if started and count > 1 else 0
+
+
+def launcher_number(*names: str) -> int:
+    """Return the first environment variable of these that is set; 0 if none is.
+
+    Raises:
+        InputError: `no-connection`: it is no whole number.
+    """
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        return 0
+    try:
+        return int(os.environ[name])
+    except ValueError as error:
+        raise InputError(
+            f"{name}={os.environ[name]}: expected a whole number, as torchrun or srun sets it. Correct or"
+            " unset it.",
+            code="no-connection",
+        ) from error
 
 
 def external_machines() -> int:

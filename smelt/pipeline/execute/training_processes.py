@@ -45,7 +45,7 @@ from smelt.pipeline.execute.training_worker import (
     RESULT_FILE,
     UNEXPECTED,
 )
-from smelt.training.processes import external_processes
+from smelt.training.processes import external_processes, launcher_number
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display
@@ -168,7 +168,7 @@ class TrainingLaunch:
 
 def external_rank() -> int:
     """Return the number of this process among those of torchrun or srun; 0 without others."""
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) if external_processes() else 0
+    return launcher_number("RANK", "SLURM_PROCID") if external_processes() else 0
 
 
 def use_all_cores() -> None:
@@ -311,12 +311,12 @@ def _key_value_store() -> Any:
     """
     import torch
 
-    host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT") or 29500)
+    host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT") or "29500"
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return torch.distributed.TCPStore(
             host,
-            port,
+            int(port),
             is_master=external_rank() == 0 and not hosted,
             wait_for_workers=False,
             timeout=timedelta(seconds=_CONNECT_SECONDS),

@@ -274,3 +274,15 @@ def test_checkpoints_survive_failures_of_machines(home, alone, tmp_path, code, k
     with raises_code(code):
         runner.run_step(step, {"model": model}, fresh=False)
     assert checkpoint.exists() == kept
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "MASTER_PORT"])
+def test_launcher_variables_that_are_no_numbers_are_refused(monkeypatch, name):
+    found = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1", name: "two"}
+    for variable, value in found.items():
+        monkeypatch.setenv(variable, value)
+    with raises_code("no-connection"):
+        if name == "MASTER_PORT":
+            training_processes._key_value_store()
+        external_rank()

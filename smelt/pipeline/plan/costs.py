@@ -288,25 +288,22 @@ def check_costs(
             if most is None or free is None:
                 continue
             if least > most and not step.optional:
-                advice = _advice(plan, step, estimates, most) if what == "memory" else ""
+                fitting = fitting_settings(plan, step, estimates, most) if what == "memory" else {}
                 text = (
                     f"'{step.name}' needs at least {_gb(least)} of {what}, for its weights alone, and this"
-                    f" machine has {_gb(most)}. {advice or _OTHER_MACHINE}"
+                    f" machine has {_gb(most)}. {_advice(fitting)}"
                 )
                 found.append(error_message("needs-more-memory", text, **at))
             elif likely > free:
-                advice = _advice(plan, step, estimates, free, likely=True) if what == "memory" else ""
+                fitting = fitting_settings(plan, step, estimates, free, True) if what == "memory" else {}
                 text = (
                     f"'{step.name}' needs about {_gb(likely)} of {what}, and {_gb(free)} are free."
-                    f" {advice or _OTHER_MACHINE}"
+                    f" {_advice(fitting)}"
                 )
                 found.append(warning("may-need-more-memory", text, step=step.name, **at))
     return sorted(
         [*found, *_disk_messages(plan, estimates, limits, stored, file)], key=lambda m: m.severity != "error"
     )
-
-
-_OTHER_MACHINE = "Make the model smaller first, or use a machine with more memory."
 
 
 def _disk_messages(
@@ -336,28 +333,35 @@ def _disk_messages(
         yield warning("may-need-more-disk", text)
 
 
-def _advice(
+def fitting_settings(
     plan: Plan, step: PlanStep, estimates: Mapping[str, StepEstimate], most: int, likely: bool = False
-) -> str:
-    """Return a sentence with the settings of a step that fit into `most` bytes by the same estimate.
+) -> dict[str, int]:
+    """Return changes of a step's settings with which it fits into `most` bytes, and the bytes it then needs.
 
-    likely: the whole estimate has to fit; otherwise its lower bound.
+    By the same estimate; of changes of one setting the first that fits. likely: the whole estimate has to
+    fit; otherwise its lower bound.
     """
-    lighter, inputs = getattr(step.stage_class, "lighter_settings", None), estimates[step.name]
-    if lighter is None or inputs.cost is None:
-        return ""
+    lighter, given = getattr(step.stage_class, "lighter_settings", None), estimates[step.name].cost
     sizes = {name: None if e.cost is None else e.cost.result for name, e in estimates.items()}
     lengths = measure_lengths(plan.splits, plan.recipe.task, plan.local_model, _start_config(plan) or {})
-    found = list[str]()
-    for text, settings in lighter(step.settings):
-        source = _cost_inputs(plan, step, sizes, None, None, lengths)
-        if source is None:
-            return ""
-        cost = _estimate(step, settings, replace(source, result=inputs.cost.result))
+    source = _cost_inputs(plan, step, sizes, None, None, lengths)
+    if lighter is None or given is None or source is None:
+        return {}
+    found: dict[str, int] = {}
+    for change, settings in lighter(step.settings):
+        cost = _estimate(step, settings, replace(source, result=given.result))
         needed = cost.memory_bytes + INTERPRETER_BYTES if likely else cost.least_bytes
-        if needed <= most and not any(text.split(":")[0] == other.split(":")[0] for other in found):
-            found.append(f"{text} ({_gb(needed)})")
-    return f"By the same estimate this fits: {'; or '.join(found)}." if found else ""
+        if needed <= most and not any(change.split(":")[0] == other.split(":")[0] for other in found):
+            found[change] = needed
+    return found
+
+
+def _advice(fitting: Mapping[str, int]) -> str:
+    """Return a sentence with the settings that fit, or what else helps."""
+    if not fitting:
+        return "Make the model smaller first, or use a machine with more memory."
+    texts = [f"{change} ({_gb(needed)})" for change, needed in fitting.items()]
+    return f"By the same estimate this fits: {'; or '.join(texts)}."
 
 
 def require_fitting(messages: Sequence[Message]) -> None:

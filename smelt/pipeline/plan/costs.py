@@ -290,14 +290,14 @@ def check_costs(
             if least > most and not step.optional:
                 fitting = fitting_settings(plan, step, estimates, most) if what == "memory" else {}
                 text = (
-                    f"'{step.name}' needs at least {_gb(least)} of {what}, for its weights alone, and this"
-                    f" machine has {_gb(most)}. {_advice(fitting)}"
+                    f"'{step.name}' needs at least {format_bytes(least)} of {what}, for its weights alone, and this"
+                    f" machine has {format_bytes(most)}. {_advice(fitting)}"
                 )
                 found.append(error_message("needs-more-memory", text, **at))
             elif likely > free:
                 fitting = fitting_settings(plan, step, estimates, free, True) if what == "memory" else {}
                 text = (
-                    f"'{step.name}' needs about {_gb(likely)} of {what}, and {_gb(free)} are free."
+                    f"'{step.name}' needs about {format_bytes(likely)} of {what}, and {format_bytes(free)} are free."
                     f" {_advice(fitting)}"
                 )
                 found.append(warning("may-need-more-memory", text, step=step.name, **at))
@@ -321,14 +321,14 @@ def _disk_messages(
     advice = "Remove unused artifacts with `smelt store clean`, or use a store on another disk (--store)."
     if least > limits.disk_bytes:
         text = (
-            f"The artifacts of this run need at least {_gb(least)} of disk, and"
-            f" {_gb(limits.disk_bytes)} are free in the store's folder. {advice}"
+            f"The artifacts of this run need at least {format_bytes(least)} of disk, and"
+            f" {format_bytes(limits.disk_bytes)} are free in the store's folder. {advice}"
         )
         yield error_message("needs-more-disk", text, file=file)
     elif whole > limits.disk_bytes:
         text = (
-            f"This run needs about {_gb(whole)} of disk, with checkpoints and temporary files, and"
-            f" {_gb(limits.disk_bytes)} are free in the store's folder. {advice}"
+            f"This run needs about {format_bytes(whole)} of disk, with checkpoints and temporary files, and"
+            f" {format_bytes(limits.disk_bytes)} are free in the store's folder. {advice}"
         )
         yield warning("may-need-more-disk", text)
 
@@ -360,7 +360,7 @@ def _advice(fitting: Mapping[str, int]) -> str:
     """Return a sentence with the settings that fit, or what else helps."""
     if not fitting:
         return "Make the model smaller first, or use a machine with more memory."
-    texts = [f"{change} ({_gb(needed)})" for change, needed in fitting.items()]
+    texts = [f"{change} ({format_bytes(needed)})" for change, needed in fitting.items()]
     return f"By the same estimate this fits: {'; or '.join(texts)}."
 
 
@@ -374,5 +374,6 @@ def require_fitting(messages: Sequence[Message]) -> None:
         raise combined_error(wrong)
 
 
-def _gb(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
+def format_bytes(count: float) -> str:
+    """Return a number of bytes as text, from 100 MB on in GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -16,7 +16,7 @@ from smelt.core.artifact import StepRecord
 from smelt.core.messages import Message, messages_to_json
 from smelt.models.costs import INTERPRETER_BYTES, Work
 from smelt.pipeline.inspect.machine_speed import MachineSpeed
-from smelt.pipeline.plan.costs import MachineLimits, StepEstimate, check_costs
+from smelt.pipeline.plan.costs import MachineLimits, StepEstimate, check_costs, format_bytes
 from smelt.pipeline.plan.plan import Plan
 
 # Files of an artifact besides the weights: tokenizer, config, manifest.
@@ -248,6 +248,4 @@ def _time(seconds: float | None) -> str:
 
 
 def _size(count: int | None) -> str:
-    if count is None:
-        return "?"
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return "?" if count is None else format_bytes(count)

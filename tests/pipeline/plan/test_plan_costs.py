@@ -22,6 +22,7 @@ from smelt.pipeline.plan.costs import (
     check_costs,
     estimate_steps,
     fitting_settings,
+    format_bytes,
     require_fitting,
 )
 from smelt.pipeline.plan.load_plan import load_plan
@@ -202,3 +203,8 @@ def test_unknown_parts_are_marked_as_unknown(home):
     assert costs.seconds is None
     assert {s.name: s.seconds for s in costs.steps}["finetune"] is None
     assert any("train" in line for line in cost_lines(costs)[-2:])
+
+
+@pytest.mark.parametrize(("count", "text"), [(3_100_000, "3.1 MB"), (99e6, "99.0 MB"), (2.4e10, "24.0 GB")])
+def test_small_sizes_are_not_rounded_to_zero(count, text):
+    assert format_bytes(count) == text

@@ -290,15 +290,15 @@ def check_costs(
             if least > most and not step.optional:
                 fitting = fitting_settings(plan, step, estimates, most) if what == "memory" else {}
                 text = (
-                    f"'{step.name}' needs at least {format_bytes(least)} of {what}, for its weights alone, and this"
-                    f" machine has {format_bytes(most)}. {_advice(fitting)}"
+                    f"'{step.name}' needs at least {format_bytes(least)} of {what}, for its weights alone,"
+                    f" and this machine has {format_bytes(most)}. {_advice(fitting)}"
                 )
                 found.append(error_message("needs-more-memory", text, **at))
             elif likely > free:
                 fitting = fitting_settings(plan, step, estimates, free, True) if what == "memory" else {}
                 text = (
-                    f"'{step.name}' needs about {format_bytes(likely)} of {what}, and {format_bytes(free)} are free."
-                    f" {_advice(fitting)}"
+                    f"'{step.name}' needs about {format_bytes(likely)} of {what}, and"
+                    f" {format_bytes(free)} are free. {_advice(fitting)}"
                 )
                 found.append(warning("may-need-more-memory", text, step=step.name, **at))
     return sorted(

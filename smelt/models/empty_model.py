@@ -14,6 +14,7 @@ step keeps the type of a checkpoint, and a pruned model is not larger than the o
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 import warnings
@@ -124,15 +125,29 @@ def _skip_weight_init() -> Iterator[None]:
     """Skip the initialization of weights on the meta device: it has no effect and takes half of the time."""
     from transformers import initialization
 
+    model_class, initialize = _initialization_of_models()
     ways: dict[str, Any] = getattr(initialization, "TORCH_INIT_FUNCTIONS", {})  # what transformers' own call
     ours = {name: _unless_meta(draw) for name, draw in _INIT_FUNCTIONS.items()}
     vars(nn.init).update(ours)
     ways.update({name: ours[name] for name in ways.keys() & ours})
+    # some models compute tables there: Marian's of positions takes 0.6 s for 512 positions of 512 values
+    model_class.initialize_weights = lambda model: _has_weights(model) and initialize(model)
     try:
         yield
-    finally:  # torch's own, not the replaced ones: another thread may be in here too
+    finally:  # the original ones, not the replaced ones: another thread may be in here too
+        model_class.initialize_weights = initialize
         vars(nn.init).update(_INIT_FUNCTIONS)
         ways.update({name: _INIT_FUNCTIONS[name] for name in ways.keys() & _INIT_FUNCTIONS})
+
+
+@functools.cache
+def _initialization_of_models() -> tuple[Any, Any]:
+    """Return transformers' class of all models, and its method that initializes their weights."""
+    return transformers.PreTrainedModel, transformers.PreTrainedModel.initialize_weights
+
+
+def _has_weights(model: Any) -> bool:
+    return any(not weight.is_meta for weight in model.parameters())
 
 
 def _unless_meta(draw: Any) -> Any:

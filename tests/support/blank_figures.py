@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-DRAWN = ("tests/evaluate/report/", "tests/pipeline/search/", "tests/cli/test_cli.py")
+DRAWN = ("tests/evaluate/report/test_chart.py", "tests/evaluate/report/test_waterfall.py")
 """The tests that look."""
 
 

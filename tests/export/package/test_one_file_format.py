@@ -122,9 +122,7 @@ def test_the_program_beside_the_file_answers(tmp_path: Path, monkeypatch: pytest
     with smelt.load(source) as model:
         expected = model.generate(PROMPTS, max_new_tokens=7)
     assert program(tmp_path / "p", *PROMPTS).splitlines() == expected
-    assert "the following arguments are required: text" in program(tmp_path / "p", code=2)
     assert "invalid" in program(tmp_path / "p", b"a \xff man", code=2)
-    assert program(tmp_path / "p", "--help").startswith("usage: answer.py [-h] text")
 
 
 def test_without_extensions_there_are_numbers_and_how_to_install_them(

@@ -13,7 +13,7 @@ from onnxruntime import quantization  # noqa: F401  the processes that are forke
 
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx
 
-DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "6"))
+DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "4"))
 
 
 @pytest.mark.slow

@@ -157,27 +157,6 @@ def alone(home, tmp_path_factory):
     return run(home, tmp_path_factory.mktemp("alone") / "run", tmp_path_factory.mktemp("alone-store"))
 
 
-def test_steps_on_nodes_have_the_results_of_one_machine(home, nodes, alone, tmp_path):
-    bucket = f"file://{tmp_path}/bucket"
-    report = run(home, tmp_path / "one" / "run", bucket, "--executor", nodes.address)
-    for name in ("quality", "size_bytes", "agreement", "parent", "parameters"):
-        assert [step[name] for step in report["steps"]] == [step[name] for step in alone["steps"]], name
-    assert list(statuses(report).values()) == ["done"] * 4
-    driver = Store(tmp_path / "one" / ".store")
-    made = {
-        step["name"]: read_artifact(tmp_path / "one" / "run" / step["artifact"]) for step in report["steps"]
-    }
-    assert {path.name for path in (driver.root / "artifacts").iterdir()} == {
-        each.key for each in made.values()
-    }
-    # each step was built in the store of a node
-    kept = {path.name for path in nodes.folder.glob("node[23]/artifacts/*")}
-    assert kept == {each.key for each in made.values()}
-    assert "learning rate" in (tmp_path / "one" / "run" / "log.txt").read_text()
-    again = run(home, tmp_path / "two" / "run", bucket, "--executor", nodes.address)
-    assert list(statuses(again).values()) == ["cached"] * 4
-
-
 @pytest.fixture
 def hold(home, nodes):
     """Hold the next task that scores the samples of a split; returns its process."""
@@ -203,48 +182,52 @@ def hold(home, nodes):
         (home / name).unlink(missing_ok=True)
 
 
-def test_a_node_that_dies_loses_only_its_running_task(home, nodes, alone, tmp_path, hold):
-    """One dies in a training, which scores validation samples, and one while a step is scored on test."""
-    start, process = hold
-    arguments = (home, tmp_path / "run", f"file://{tmp_path}/bucket", "--executor", nodes.address)
-    start("validation")
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run, *arguments)
-        nodes.kill_node_of(process())
-        (home / "held").unlink()
-        nodes.add(num_cpus=1)
-        start("test")
-        nodes.kill_node_of(process())
-        (home / "held").unlink()
-        nodes.add(num_cpus=1)
-        report = running.result()
-    # the second task had built its artifact already
-    assert sorted(statuses(report).values()) == ["cached"] + ["done"] * 3
-    assert [step["quality"] for step in report["steps"]] == [step["quality"] for step in alone["steps"]]
-
-
-def test_a_driver_that_dies_goes_on(home, nodes, tmp_path, hold):
+def test_a_node_and_a_driver_that_die_lose_only_the_running_tasks(home, nodes, alone, tmp_path, hold):
+    """The node dies in a training, which scores validation samples; the driver while its model is scored."""
     start, process = hold
     start("validation")
-    bucket = f"file://{tmp_path}/bucket"
-    command = ["run", home / "recipe.yaml", "--out", tmp_path / "run", "--store", bucket]
+    bucket, scores = f"file://{tmp_path}/bucket", tmp_path / "bucket" / "scores"
+    command = ["run", home / "recipe.yaml", "--out", tmp_path / "one" / "run", "--store", bucket]
     with (tmp_path / "driver.log").open("w") as log:
         driver = subprocess.Popen(
             [sys.executable, "-P", "-m", "smelt", *map(str, command), "--executor", nodes.address],
             stdout=log, stderr=log,
         )  # fmt: skip
-    task = process(lambda: driver.poll() is None or pytest.fail((tmp_path / "driver.log").read_text()))
-    scores = tmp_path / "bucket" / "scores"
+
+    def runs():
+        return driver.poll() is None or pytest.fail((tmp_path / "driver.log").read_text())
+
+    task = process(runs)
     until = time.monotonic() + 300
     while len(list(scores.glob("*.json"))) < 2:  # of the model, and of the branch beside the training
+        assert runs()
         assert time.monotonic() < until
         time.sleep(0.05)
+    start("test")
+    nodes.kill_node_of(task)
+    nodes.add(num_cpus=1)
+    task = process(runs)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     psutil.wait_procs([psutil.Process(task)] if psutil.pid_exists(task) else [], timeout=60)
     assert not psutil.pid_exists(task)  # Ray ends the tasks of a dead driver
-    report = run(home, tmp_path / "run", bucket, "--executor", nodes.address)
-    assert statuses(report) == {"model": "cached", "finetune": "done", "quantize": "cached", "prune": "done"}
+    (home / "held").unlink(missing_ok=True)
+
+    report = run(home, tmp_path / "one" / "run", bucket, "--executor", nodes.address)
+    assert statuses(report) == {
+        "model": "cached", "finetune": "cached", "quantize": "cached", "prune": "done"
+    }  # fmt: skip
+    for name in ("quality", "size_bytes", "agreement", "parent", "parameters"):
+        assert [step[name] for step in report["steps"]] == [step[name] for step in alone["steps"]], name
+    made = {
+        step["name"]: read_artifact(tmp_path / "one" / "run" / step["artifact"]) for step in report["steps"]
+    }
+    keys = {each.key for each in made.values()}
+    assert {path.name for path in (tmp_path / "one" / ".store" / "artifacts").iterdir()} == keys
+    # each step was built in the store of a node
+    assert {path.name for path in nodes.folder.glob("node*/artifacts/*")} >= keys
+    again = run(home, tmp_path / "two" / "run", bucket, "--executor", nodes.address)
+    assert list(statuses(again).values()) == ["cached"] * 4
 
 
 def test_trials_of_a_search_run_at_once(home, nodes, tmp_path):
@@ -310,7 +293,8 @@ def test_a_training_on_two_nodes_resumes_on_others_when_one_dies(home, nodes, tm
     one, two = (each["steps"][-1]["details"]["training"] for each in (alone, report))
     assert two["processes"] == 2
     assert two["curve"]["train_loss"] == pytest.approx(one["curve"]["train_loss"], abs=1e-5, rel=2e-5)
-    assert "resuming from step" in (tmp_path / "two" / "log.txt").read_text()
+    log = (tmp_path / "two" / "log.txt").read_text()
+    assert ("learning rate" in log, "resuming from step" in log) == (True, True)
     assert [step["quality"] for step in report["steps"]] == [step["quality"] for step in alone["steps"]]
 
 

@@ -7,7 +7,7 @@ import fuzz
 import pytest
 from fork_server import shared_server
 
-DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "16"))
+DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "8"))
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)

@@ -28,11 +28,12 @@ with pathlib.Path({marks!r}).open("a") as stream:
 """
 TEXTS = """
 model: m
-task: text-classification
+task: translation
 data: {test: data.jsonl}
 stages: [onnx: {target: ort-cpu}]
-score: {latency: false}
+score: {latency: false, generation: {max_new_tokens: 4}}
 """
+WARNINGS = ("UserWarning", "FutureWarning", "DeprecationWarning", "TracerWarning", "nn_module_stack")
 ARRAYS = "model: g.onnx\ntask: custom\ndata: {test: rows.npz}\nstages: [quantize-onnx: {}]\n"
 ONNX = "run/artifacts/onnx"
 COMMANDS = [
@@ -82,9 +83,10 @@ def python(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 def test_no_command_runs_a_python_file_of_the_current_folder(tmp_path: Path) -> None:
+    """Nor does one print warnings of torch: pytest catches those of its own process."""
     home = tmp_path / "download"
-    tiny.write_bert(home / "m")
-    tiny.write_labelled(home / "data.jsonl", 4)
+    tiny.write_marian(home / "m")
+    tiny.write_pairs(home / "data.jsonl", 4)
     graphs.save_model(graphs.two_layer_classifier(), home / "g.onnx")
     graphs.write_rows(home / "rows.npz")
     (home / "recipe.yaml").write_text(TEXTS)
@@ -96,6 +98,7 @@ def test_no_command_runs_a_python_file_of_the_current_folder(tmp_path: Path) -> 
     codes = json.loads(done.stdout.splitlines()[-1])
     assert {command: code for command, code in codes.items() if code} == {}, done.stdout + done.stderr
     assert not marks.exists(), marks.read_text()
+    assert [word for word in WARNINGS if word in done.stdout + done.stderr] == []
 
 
 def test_python_m_smelt_imports_nothing_else_of_the_current_folder(tmp_path: Path) -> None:

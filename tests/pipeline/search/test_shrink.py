@@ -123,9 +123,9 @@ def shrunk(tmp_path_factory):
     out = tmp_path_factory.mktemp("shrink") / "out"
     given = [QUICKSTART / "model", "--data", QUICKSTART / "data", "--budget", "4s", "--out", out]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "smelt.pipeline.search.shrink._LATENCY", False
-        )  # half of the time, and tested elsewhere
+        # half of the time, and tested elsewhere
+        patch.setattr("smelt.pipeline.search.shrink._LATENCY", False)
+        patch.setattr("smelt.pipeline.search.shrink._TIMED_UPDATES", (1, 2, 3))
         result = harness.smelt("shrink", *given, "--target", "1.1x smaller", code=0)
     return out, given, result
 
@@ -154,8 +154,9 @@ def test_the_same_arguments_go_on_with_the_search(shrunk):
     assert len(search.open_study().get_trials()) == len(search.finished_trials())
 
 
-def test_other_arguments_do_not_go_on_with_the_search(shrunk):
+def test_other_arguments_do_not_go_on_with_the_search(shrunk, monkeypatch):
     _, given, _ = shrunk
+    monkeypatch.setattr(_Shrink, "_measure", lambda *_: Measured(1_000_000, "bleu", 300, 0.1))
     error = command_error(harness.smelt("shrink", *given, "--target", "9x smaller", code=2))
     assert error.code == "other-study"
 

@@ -147,12 +147,11 @@ STAGES["chain-qlora"] = [*STAGES["bnb-nf4"], *STAGES["lora"]]
 # without graphs, is in test_pairs.py
 FAST = {
     ("mistral", "chain"), ("distilbert", "chain"), ("modernbert-embedder", "chain-binary"),
-    ("mpnet", "chain-shared"), ("bart", "chain-sparse"), ("qwen3", "chain-inside"),
+    ("mpnet", "chain-shared"), ("qwen3", "chain-inside"), ("bert", "chain-divided"),
     ("m2m_100", "chain-listed"), ("t5", "chain-static"), ("gemma", "chain-smooth"),
-    ("mbart", "chain-learned"), ("gpt2", "chain-qlora"), ("electra", "chain-narrow"),
+    ("gpt2", "chain-qlora"), ("electra", "chain-narrow"), ("qwen2", "mixed"),
     ("roberta", "chain-deep"), ("pegasus", "chain-words"), ("llama", "chain-awq"),
-    ("t5-gated", "chain-parts"), ("gpt2", "kmeans4"), ("bert", "pow2"), ("phi3", "mxfp4"),
-    ("qwen2", "mixed"), ("bert", "chain-divided"), ("vit", "chain-smooth"), ("resnet", "chain-convolutions"),
+    ("t5-gated", "chain-parts"), ("resnet", "chain-convolutions"),
 }  # fmt: skip
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}

@@ -1,6 +1,6 @@
-"""Trainings that one process, or several together, compute; as a program this is one of them.
+"""Trainings that one process, or several together, compute; as a program this is all of them.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for each; process 0 writes what it trained.
+Process 0 imports what all need and forks the others; it writes what it trained.
 """
 
 from __future__ import annotations
@@ -143,17 +143,10 @@ def run_processes(folder: Path, work: Path, *names: str, count: int = 2) -> None
               "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
     command = [sys.executable, __file__, str(folder), str(work), *names]
-    running = [
-        subprocess.Popen(
-            command,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    outputs = [process.communicate(timeout=500)[1] for process in running]
-    assert [process.returncode for process in running] == [0] * count, "\n".join(outputs)
+    done = subprocess.run(
+        command, env=os.environ | shared, stderr=subprocess.PIPE, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def details_file(work: Path, name: str) -> Path:
@@ -164,6 +157,7 @@ def details_file(work: Path, name: str) -> Path:
 def main() -> None:
     """Train the cases of the command line together with the other processes."""
     folder, work, *names = sys.argv[1:]
+    children = fork_ranks(int(os.environ["WORLD_SIZE"]))
     join_processes("cpu")
     for name in names:
         case, strategy, what = (*name.split("/"), "", "")[:3]
@@ -180,6 +174,20 @@ def main() -> None:
         if what == "stopped" and process_rank() == 0:
             shutil.copytree(Path(work) / "unfinished", Path(work) / "stopped")
     leave_processes()
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
+
+
+def fork_ranks(count: int) -> list[int]:
+    """Continue in `count` processes, with RANK set in each; return the others' ids in the first one."""
+    children = []
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    for rank in range(1, count):
+        if child := os.fork():
+            children.append(child)
+        else:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            return []
+    return children
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from smelt.export.tensorrt import value_rules
 from smelt.export.tensorrt import value_rules as type_rules
-from smelt.export.tensorrt.checked_graph import (
+from smelt.export.tensorrt.value_rules import (
     CheckedGraph,
     ProblemSeverity,
     RuleFinding,

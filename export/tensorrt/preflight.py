@@ -162,7 +162,7 @@ def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
 def _structural_problems(model: Any, path: Path) -> Iterator[Message]:
     """Yield the tensors that are not stored as the file declares, and broken connections."""
     from smelt.runtimes.third_party.graph_files import tensor_problems
-    from smelt.runtimes.third_party.graph_structure import structure_problems
+    from smelt.runtimes.third_party.validate_graph import structure_problems
 
     yield from tensor_problems(model, path)
     yield from structure_problems(model)

@@ -387,7 +387,7 @@ def float_matrices_message(models: Sequence[Any]) -> str | None:
         models: onnx.ModelProto, with or without the values of their weights.
     """
     from smelt.runtimes.third_party.graph_files import iter_model_tensors
-    from smelt.runtimes.third_party.graph_structure import node_label
+    from smelt.runtimes.third_party.validate_graph import node_label
 
     readers: dict[str, str] = {}
     sizes: dict[str, int] = {}

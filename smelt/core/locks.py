@@ -7,6 +7,8 @@ repeatedly. A dead owner on this machine is detected at once; one on another mac
 `LEASE_S` without a touch. It may still be alive, so the same work may then be done twice, and the first to
 finish wins (see `Store.commit`).
 
+Workers of a search on one machine take turns: latency is measured while no other worker runs a step.
+
 A heartbeat shows that a process is active. It is a marker file with its owner's record, locked by the kernel
 if the file system supports locks, and touched every `HEARTBEAT_S` seconds. Other processes judge it by the
 lock and, on the same machine, by the process. A process of another machine, or of a container without working

@@ -423,7 +423,7 @@ class _PlanRunner:
     def _cross_validate(self, count: int) -> None:
         """Run the recipe once for each fold of the training samples, scored on what the fold leaves out."""
         from smelt.data.split_division import divide_folds
-        from smelt.pipeline.execute.cross_validation import summarize_folds
+        from smelt.evaluate.significance import summarize_folds
 
         recipe = self.plan.recipe.model_copy(update={"trackers": ()})
         plan = replace(self.plan, judged_on="test", recipe=recipe)

@@ -28,10 +28,10 @@ from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.runtimes.images import ImageBatch
 
 if TYPE_CHECKING:
-    from smelt.data.batch import Batch, Tokens
     from smelt.export.graphs.attention import GraphSpec
     from smelt.export.parity.torch_reference import TorchReference
     from smelt.quantization.scheme import Scheme
+    from smelt.runtimes.backend import Batch, Tokens
 
 
 def require_runtime(settings: OnnxSettings, ctx: Context) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.data.batch import Batch
 from smelt.generation.config import GenerationConfig
 from smelt.generation.logits_processors import LogitsProcessors
 from smelt.generation.search import generate_resolved
-from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
+from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch
 from smelt.runtimes.runner import Runner
 
 _MAX_CACHED_FEEDS = 64

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smelt.data.batch import Batch, Logits, Tokens
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
 from smelt.generation.logits_processors import BoolArray, LogitsProcessors, filter_logits, sample_tokens
 from smelt.generation.runners import prefill
+from smelt.runtimes.backend import Batch, Logits, Tokens
 from smelt.runtimes.runner import Runner
 
 _EXCLUDED_SCORE = np.float32(-1e9)

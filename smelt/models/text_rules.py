@@ -38,11 +38,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json, write_json
 from smelt.core.messages import with_count
-from smelt.data.batch import Tokens
 from smelt.data.splits import Split, Windows
 from smelt.models.families.family import PositionEncoding
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import PromptTemplate, open_prompt_template
+from smelt.runtimes.backend import Tokens
 
 TEXT_RULES_FILE = "text.json"
 

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
-from smelt.data.batch import Batch, Logits, Tokens
 from smelt.data.labels import MULTI_LABEL, REGRESSION, class_names, problem_type
 from smelt.generation.config import GenerationConfig
 from smelt.models.text_rules import NO_LIMIT, lower_position_limit
 from smelt.models.tokenizer import TextTools
-from smelt.runtimes.backend import Backend, Feeds, GraphInterface, ModelGraphs
+from smelt.runtimes.backend import Backend, Batch, Feeds, GraphInterface, Logits, ModelGraphs, Tokens
 
 
 @dataclass(frozen=True)

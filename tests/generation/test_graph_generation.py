@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.data.batch import Batch
 from smelt.generation import graph_generation
 from smelt.generation.config import GenerationConfig
 from smelt.generation.graph_generation import generate_in_graph, generation_feeds, graph_supports, trim_at_eos
 from smelt.generation.logits_processors import LogitsProcessors
+from smelt.runtimes.backend import Batch
 
 WISHES = {
     "start": 3, "eos": [1, 2], "pad": 0, "max_new_tokens": 9, "bad_words_ids": [[7], [1]], "min_length": 4,

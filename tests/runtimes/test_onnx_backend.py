@@ -18,10 +18,10 @@ from counting_graphs import (
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.data.batch import Batch
 from smelt.generation import graph_generation
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.runtimes import onnx_backend
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder
 
 

@@ -130,7 +130,7 @@ class DropLayers:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""
         from smelt.compress.drop_layers.layer_selection import keep_layers
         from smelt.models.checkpoint import load_model, save_model
-        from smelt.models.count_parameters import count_parameters
+        from smelt.models.model_size import count_parameters
         from smelt.training.training_state import torch_threads
 
         with torch_threads(ctx.threads):

@@ -258,7 +258,7 @@ class StepRunner:
         ctx.details.update(self.windows_details)
         ctx.details.setdefault("parameters", parent.manifest.details.get("parameters"))
         if step.stage_class.produces == "torch":
-            from smelt.models.count_parameters import count_parameters
+            from smelt.models.model_size import count_parameters
 
             ctx.details["parameters"] = count_parameters(out)
         return Manifest(

@@ -23,8 +23,7 @@ from smelt.runtimes.backend import BackendFactory
 from smelt.runtimes.device import DeviceType, onnx_device, torch_device
 from smelt.runtimes.images import ImageClassifierRunner
 from smelt.runtimes.ort_tensorrt_provider import provider_device
-from smelt.runtimes.runner import ClassifierRunner, EmbedderRunner, Runner, read_model_files
-from smelt.runtimes.third_party.graph_runner import GraphRunner
+from smelt.runtimes.runner import ClassifierRunner, EmbedderRunner, GraphRunner, Runner, read_model_files
 from smelt.runtimes.third_party.signature import SIGNATURE_FILE as SIGNATURE
 
 

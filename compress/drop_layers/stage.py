@@ -131,7 +131,7 @@ class DropLayers:
         from smelt.compress.drop_layers.layer_selection import keep_layers
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.model_size import count_parameters
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
             streamed = _open_large_model(src, settings, ctx)

@@ -149,7 +149,7 @@ class Factorize:
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
             (self._factorize_convolutions if settings.for_convolutions else self._factorize)(

@@ -185,7 +185,7 @@ class Prune:
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score and prune the units of `src`, and write the smaller model to `ctx.out`."""
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
             if "width" in settings.targets:

@@ -362,15 +362,13 @@ def convert_graphs_to_half(
         graphs: of the model, as they were exported.
         homes: by graph the modules of its nodes (`module_of_nodes`).
         target: of the export.
-        dtype: fp16 or bf16; with fp32 nothing is done.
+        dtype: fp16 or bf16.
         references: of `overflow_samples`, for fp16.
         ctx: gets details, and a warning about overflow.
 
     Returns:
         By graph the modules that remain float32.
     """
-    if dtype == "fp32":
-        return {}
     ranges = _collect_ranges(ctx.out, graphs, references, ctx.threads) if dtype == "fp16" else {}
     chosen: dict[str, Fp32Selection] = {}
     for graph in graphs:

@@ -114,6 +114,8 @@ def read_prompt_template(folder: Path) -> PromptTemplate | None:
         InputError: a file is damaged, or the chat template is missing (`no-chat-template`).
     """
     rules = read_text_rules(folder)
+    if rules.prompt_template is None:
+        return None
     return open_prompt_template(folder, rules.prompt_template, rules.special_tokens)
 
 

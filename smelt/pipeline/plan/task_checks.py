@@ -103,8 +103,8 @@ def check_prompts(
     if not home.is_dir():  # a tokenizer of the hub
         return []
     recorded = recipe.data.prompt_template or read_text_rules(folder).prompt_template
+    assert rules.prompt_template is not None
     template = open_prompt_template(home, rules.prompt_template, {})
-    assert template is not None
     found = []
     for name, split in splits.items():
         try:

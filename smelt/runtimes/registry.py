@@ -14,9 +14,8 @@ from typing import Any
 from smelt.core.artifact import Artifact, Format, default_threads
 from smelt.core.errors import InputError
 from smelt.data.labels import CLASSIFIER_SUFFIXES
-from smelt.generation.graph_generation import generate_in_graph
 from smelt.generation.runners import DecoderOnlyRunner, EncoderDecoderRunner, is_causal
-from smelt.generation.search import generate_resolved
+from smelt.generation.search import generate_in_graph, generate_resolved
 from smelt.models.families.registry import reads_images
 from smelt.models.text_rules import MODULES_FILE
 from smelt.runtimes.backend import BackendFactory

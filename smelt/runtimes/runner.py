@@ -54,7 +54,7 @@ class TokenGenerator(Protocol):
     """Generates texts for a batch of encoded ones, wherever the loop over their tokens runs.
 
     `generate_resolved` (`smelt/generation/search.py`) calls `runner` step by step;
-    `generate_in_graph` (`smelt/generation/graph_generation.py`) calls a graph with the generation loop once.
+    `generate_in_graph` (`smelt/generation/search.py`) calls a graph with the generation loop once.
     """
 
     def __call__(
@@ -143,7 +143,7 @@ class Runner(Protocol):
         Args:
             graph: one of the backend's `generation_graphs`.
             batch: the prompts or source texts.
-            feeds: search settings, see `smelt/generation/graph_generation.py`.
+            feeds: search settings, see `smelt/generation/search.py`.
         """
         source = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         found: Tokens = self.backend.call(graph, {**source, **feeds})["sequences"]

@@ -360,7 +360,7 @@ def _generation_settings(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the complete generation settings, and notes about them."""
     from smelt.generation.config import GenerationSettings, resolve_generation
-    from smelt.generation.graph_generation import graph_supports
+    from smelt.generation.search import graph_supports
     from smelt.runtimes.runner import read_model_files
 
     notes = []
@@ -380,7 +380,7 @@ def _generation_settings(
 
 def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, Any]:
     """Return the search settings: rules that infer.py builds, and inputs that it passes to the graph."""
-    from smelt.generation.graph_generation import generation_feeds
+    from smelt.generation.search import generation_feeds
     from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
 
     feeds = generation_feeds(decoding, 1, vocabulary)

@@ -103,8 +103,8 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
 
 def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
     """Yield warnings for gates that failed or are undecided, and for scores on few samples."""
-    from smelt.evaluate.report.notes import gate_text, gate_value_text, gate_verdict
     from smelt.evaluate.report.verdict import trial_text
+    from smelt.evaluate.report.view import gate_text, gate_value_text, gate_verdict
 
     found = next(found for found in report.steps if found.name == step)
     for gate in found.gates:

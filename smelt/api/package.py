@@ -23,7 +23,7 @@ from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.one_file_format import OneFileFormat
 from smelt.export.package.optimum import OptimumFormat
 from smelt.export.package.package_format import PackageFormat
-from smelt.export.package.standalone.standalone_format import StandaloneFormat
+from smelt.export.package.standalone_format import StandaloneFormat
 from smelt.export.package.transformers_js import TransformersJsFormat
 from smelt.export.package.triton_format import TritonFormat
 from smelt.runtimes.third_party.trial_run import require_safe_artifact

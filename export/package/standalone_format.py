@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 INFER_FILE, SERVE_FILE, INFER_SETTINGS_FILE = "infer.py", "serve.py", "infer.json"
 _GENERATES = (*TEXT_TO_TEXT_TASKS, "language-modeling")
-# the file in `parts` for a task, its class, and a program that uses the class
+# the file in standalone/ for a task, its class, and a program that uses the class
 TASK_SCRIPTS = {
     "translation": ("translation", "Translator", 'print(Translator()(["TEXT", "ANOTHER"]))'),
     "language-modeling": ("language_modeling", "Writer", 'print(Writer()(["TEXT", "ANOTHER"]))'),
@@ -128,8 +128,8 @@ class StandaloneFormat:
         )
 
 
-PARTS_FOLDER = Path(__file__).parent / "parts"
-_PREFIX = "smelt.export.package.standalone.parts."
+PARTS_FOLDER = Path(__file__).parent / "standalone"
+_PREFIX = "smelt.export.package.standalone."
 # `python infer.py` puts the folder of infer.py first on sys.path, which may contain any file
 _SAFE_PATH = """\
 import os
@@ -143,7 +143,7 @@ def assemble_script(main: str, replacements: Mapping[str, str]) -> str:
     """Return the text of infer.py.
 
     Args:
-        main: the file in `parts` that is placed last, and whose docstring is used.
+        main: the file in standalone/ that is placed last, and whose docstring is used.
         replacements: part -> the part that replaces it.
     """
     imports: dict[str, set[str]] = {}

@@ -219,7 +219,7 @@ def _code_and_advice(message: str, float_type: str | None) -> tuple[str, str]:
 
 
 def _external_file_names(model: Any) -> list[str]:
-    from smelt.runtimes.third_party.graph_files import external_data_fields, is_external, iter_model_tensors
+    from smelt.runtimes.graph_walk import external_data_fields, is_external, iter_model_tensors
 
     return sorted(
         {

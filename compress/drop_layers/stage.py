@@ -18,7 +18,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task
+from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -29,7 +29,6 @@ from smelt.models.costs import (
 )
 from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
-from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from smelt.models.families.family import Stack

@@ -12,7 +12,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task
+from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -25,7 +25,6 @@ from smelt.models.costs import (
     one_shot_cost,
     total,
 )
-from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from torch import nn

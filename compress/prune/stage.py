@@ -19,7 +19,7 @@ from smelt.compress.prune.settings import (
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
-from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task
+from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task, missing_scores_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -34,7 +34,6 @@ from smelt.models.costs import (
 )
 from smelt.models.model_size import FLOAT_BYTES
 from smelt.quantization.schemes.registry import STATIC_SCHEME
-from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from smelt.compress.drop_layers.settings import (
 )
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, error_message, warning
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context, Need
 from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
 from smelt.models.costs import (
@@ -92,20 +92,10 @@ class DropLayers:
     @classmethod
     def check_rows(cls, settings: DropLayersSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return the mistakes for these samples: the loss of a sentence embedder needs scores."""
-        found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
-        looks = settings.importance == "loss"
-        return (
-            [
-                error_message(
-                    mistake.code,
-                    f"{mistake.message} Or set importance: block-influence.",
-                    setting="importance",
-                )
-                for mistake in found
-            ]
-            if looks
-            else []
-        )
+        if settings.importance != "loss":
+            return []
+        names = ("calibration",) if "calibration" in data else ("train",)
+        return missing_scores_errors(task, data, names, instead=("importance", "block-influence"))
 
     @classmethod
     def check_model(

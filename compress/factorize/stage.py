@@ -96,11 +96,8 @@ class Factorize:
         """Return the mistakes for these samples: fwsvd of a sentence embedder needs scores for its loss."""
         if settings.method != "fwsvd":
             return []
-        found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
-        return [
-            error_message(mistake.code, f"{mistake.message} Or set method: whitened-svd.", setting="method")
-            for mistake in found
-        ]
+        names = ("calibration",) if "calibration" in data else ("train",)
+        return missing_scores_errors(task, data, names, instead=("method", "whitened-svd"))
 
     @classmethod
     def check_model(

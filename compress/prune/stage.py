@@ -125,18 +125,10 @@ class Prune:
         """Return errors about the data: the loss of a sentence embedder needs similarity scores."""
         if "width" in settings.targets and task == SENTENCE_SIMILARITY:
             return [error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="targets")]
-        looks = IMPORTANCES[settings.importance].needs == "labels"
-        found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
-        return (
-            [
-                error_message(
-                    mistake.code, f"{mistake.message} Or set importance: magnitude.", setting="importance"
-                )
-                for mistake in found
-            ]
-            if looks
-            else []
-        )
+        if IMPORTANCES[settings.importance].needs != "labels":
+            return []
+        names = ("calibration",) if "calibration" in data else ("train",)
+        return missing_scores_errors(task, data, names, instead=("importance", "magnitude"))
 
     @classmethod
     def check_model(

@@ -17,11 +17,10 @@ from smelt.compress.training_techniques import (
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task
+from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
 from smelt.models.costs import CostInputs, StepCost
 from smelt.training.costs import lighter_trainings
 from smelt.training.settings import TrainingSettings, needed_by_training
-from smelt.training.train import missing_scores_errors
 
 
 class FinetuneSettings(TechniqueTrainingSettings):

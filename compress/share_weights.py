@@ -148,7 +148,7 @@ class ShareWeights:
     def __call__(self, src: Artifact, settings: ShareWeightsSettings, ctx: Context) -> None:
         """Share weights among the layers of `src` and write the model to `ctx.out`."""
         from smelt.models.checkpoint import save_model
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
             model, edits = load_float_model(src, self.name)

@@ -271,8 +271,8 @@ def shortlist_coverage(
     covered: fraction of reference tokens on the list of their sample. whole: fraction of samples with all
     reference tokens on the list. words: mean number of allowed tokens per sample.
     """
-    from smelt.data.batch import Batch
     from smelt.generation.shortlist import vocabulary_sizes
+    from smelt.runtimes.backend import Batch
 
     _, targets = vocabulary_sizes(config)
     hits = words = whole = listed = 0

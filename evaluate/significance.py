@@ -5,13 +5,18 @@ an interval, or a test between two steps, only sums again: nothing is decoded tw
 
 Shapes: n = examples, K = summands per example (labels, for label metrics), R = resamples; weights [R, n]
 count how often each example was drawn.
+
+In k-fold cross-validation, a fold is a run of the whole recipe without one of the k parts of the training
+samples (`smelt.data.split_division.divide_folds`), and is scored on that part, so that every training sample
+is scored once, by models that have not seen it.
 """
 
 from __future__ import annotations
 
 import math
+import statistics as numbers
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, TypedDict
@@ -20,6 +25,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
+from smelt.core.files import json_hash
 from smelt.evaluate.metrics import (
     AGREEMENT_METRIC,
     WINDOW_METRICS,
@@ -390,3 +396,49 @@ def _draw_weights(n: int) -> Iterator[Array]:
         count = min(block_size, RESAMPLES - start)
         drawn = generator.integers(0, n, size=(count, n)) + np.arange(count)[:, None] * n
         yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n).astype(np.float64)
+
+
+def summarize_folds(
+    folds: Sequence[Mapping[str, Mapping[str, Any]]], baseline: str
+) -> dict[str, dict[str, Any]]:
+    """Return the scores of all folds by step and metric, for report.json.
+
+    Each has `values`, one for each fold, their `mean` and `std` (of the sample, with n - 1), and
+    `against_baseline`: the paired difference on all held-out samples together, as `compare_steps` returns it;
+    None for the baseline. A step that has not been scored in every fold is left out.
+
+    Args:
+        folds: `Statistics` as plain values, by step and metric, of each fold.
+        baseline: the step that others are compared with.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for step in folds[0]:
+        if not all(step in fold for fold in folds):
+            continue
+        found[step] = {}
+        for metric in folds[0][step]:
+            parts = [_fold_statistics(fold[step], metric) for fold in folds]
+            values = [metric_value(part) for part in parts]
+            compared = None
+            if step != baseline and all(baseline in fold for fold in folds):
+                others = [_fold_statistics(fold[baseline], metric) for fold in folds]
+                compared = compare_steps(_join_folds(parts), _join_folds(others))
+            found[step][metric] = {
+                "values": values,
+                "mean": numbers.fmean(values),
+                "std": numbers.stdev(values),
+                "against_baseline": compared,
+            }
+    return found
+
+
+def _fold_statistics(scores: Mapping[str, Any], metric: str) -> Statistics:
+    return Statistics.model_validate(scores[metric])
+
+
+def _join_folds(parts: Sequence[Statistics]) -> Statistics:
+    """Return the statistics of all folds together."""
+    rows = [row for part in parts for row in part.rows]
+    return parts[0].model_copy(
+        update={"rows": rows, "examples": json_hash([part.examples for part in parts])}
+    )

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from smelt.data.batch import Batch, Logits, Tokens
 from smelt.evaluate.layer_sqnr import NotComparableError
 from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.generation.search import forced_logits
 from smelt.generation.shortlist import vocabulary_sizes
+from smelt.runtimes.backend import Batch, Logits, Tokens
 from smelt.runtimes.predict_texts import generation_batches
 from smelt.runtimes.runner import Runner
 

@@ -30,13 +30,13 @@ import torch
 from torch import nn
 
 from smelt.core.stage import Context
-from smelt.data.batch import Batch
 from smelt.export.graphs.attention import GraphSpec, PackedLinear, pack_projections
 from smelt.export.onnx_settings import AutotuneSettings
 from smelt.export.parity.torch_reference import TorchReference, rerun_reference
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.matrix import QuantizedMatrix
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, default_options, find_scheme
+from smelt.runtimes.backend import Batch
 
 # Another operator than the first is chosen only if it is faster by more than this fraction
 OPERATOR_MARGIN = 0.05

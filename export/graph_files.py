@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.runtimes.graph_walk import iter_initializers
-from smelt.runtimes.third_party.graph_files import external_locations
+from smelt.runtimes.graph_walk import external_locations, iter_initializers
 
 # of weights, in one file with the graph; above it they are external
 MAX_INLINE_BYTES = 1_500_000_000

@@ -28,10 +28,10 @@ from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.runtimes.images import ImageBatch
 
 if TYPE_CHECKING:
-    from smelt.data.batch import Batch, Tokens
     from smelt.export.graphs.attention import GraphSpec
     from smelt.export.parity.torch_reference import TorchReference
     from smelt.quantization.scheme import Scheme
+    from smelt.runtimes.backend import Batch, Tokens
 
 
 def require_runtime(settings: OnnxSettings, ctx: Context) -> None:
@@ -261,18 +261,20 @@ def _write_graph(
         settings: of the stage.
         tokens: int64 [n], real tokens to compare the simplified graph on; None for a graph of images.
         ctx: its `out` is the folder of the graph.
-        homes: filled with the modules of each graph's nodes.
+        homes: filled with the modules of each graph's nodes if the files will have another precision.
     """
     from smelt.export.graph_files import set_input_defaults, write_graph
     from smelt.export.graphs.export_graph import export_graph
-    from smelt.export.precision.half_graphs import module_of_nodes
     from smelt.export.simplify_graph import expand_placeholders_in_file, fuse_biases_in_file, simplify_file
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
     model = export_graph(graph, settings.graph_target, ctx.details["opset"])
     exported = time.perf_counter()
-    homes[graph.name] = module_of_nodes(model, graph.module)
+    if file_dtype(settings) != "fp32":
+        from smelt.export.precision.half_graphs import module_of_nodes
+
+        homes[graph.name] = module_of_nodes(model, graph.module)
     write_graph(model, path)
     del model  # simplifying holds two graphs
     if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
@@ -460,7 +462,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         ctx.warnings.append(warning)
     require_export_memory(model, settings)
     details, homes = write_graphs(graphs, settings, reference, ctx)
-    kept = convert_graphs_to_half(graphs, homes, settings.target, filed, looked_at, ctx)
+    kept = convert_graphs_to_half(graphs, homes, settings.target, filed, looked_at, ctx) if homes else {}
     warn_about_tensorrt(settings.graph_target, details, ctx)
     ctx.details["graphs"] = {
         n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **values} for n, values in details.items()

@@ -33,13 +33,13 @@ from smelt.compress.drop_layers.settings import DropLayersSettings, check_parts,
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
+from smelt.data.splits import missing_scores_errors
 from smelt.models.edits import Edit
 from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.model_blocks import Block, blocks_of, skipped_parts
-from smelt.models.skip_sublayer import skip_sublayer, sublayer_name
+from smelt.models.layers import skip_sublayer, sublayer_name
 from smelt.models.streamed_model import StreamedModel
 from smelt.training.samples import TensorBatch
-from smelt.training.train import missing_scores_errors
 
 
 @dataclass(frozen=True)

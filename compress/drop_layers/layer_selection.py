@@ -12,7 +12,7 @@ from smelt.models.edits import Edit
 from smelt.models.families.family import Stack
 from smelt.models.families.model_blocks import skipped_parts
 from smelt.models.families.registry import family_of
-from smelt.models.skip_sublayer import renumber_caches, sublayer_name
+from smelt.models.layers import renumber_caches, sublayer_name
 
 # Keyed by the number of layers, then by the student's: LAYERS_TO_COPY of make_student.py, from the examples
 # of Shleifer & Rush 2020, arXiv:2010.13002 (github.com/huggingface/transformers,

@@ -27,6 +27,7 @@ from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
+from smelt.data.splits import missing_scores_errors
 from smelt.models.families.family import Stack
 from smelt.models.families.model_blocks import Block, skipped_parts
 from smelt.models.families.registry import family_of
@@ -34,7 +35,6 @@ from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device
 from smelt.training.extension import label_objective, mean_loss
 from smelt.training.samples import TensorBatch
-from smelt.training.train import missing_scores_errors
 
 # A layer: the name of its stack and its index there.
 UnitId = tuple[str, int]

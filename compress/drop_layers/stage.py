@@ -16,9 +16,9 @@ from smelt.compress.drop_layers.settings import (
 )
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, error_message, warning
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task
+from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -29,7 +29,6 @@ from smelt.models.costs import (
 )
 from smelt.models.families.family import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
-from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from smelt.models.families.family import Stack
@@ -93,20 +92,10 @@ class DropLayers:
     @classmethod
     def check_rows(cls, settings: DropLayersSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return the mistakes for these samples: the loss of a sentence embedder needs scores."""
-        found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
-        looks = settings.importance == "loss"
-        return (
-            [
-                error_message(
-                    mistake.code,
-                    f"{mistake.message} Or set importance: block-influence.",
-                    setting="importance",
-                )
-                for mistake in found
-            ]
-            if looks
-            else []
-        )
+        if settings.importance != "loss":
+            return []
+        names = ("calibration",) if "calibration" in data else ("train",)
+        return missing_scores_errors(task, data, names, instead=("importance", "block-influence"))
 
     @classmethod
     def check_model(
@@ -130,8 +119,8 @@ class DropLayers:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""
         from smelt.compress.drop_layers.layer_selection import keep_layers
         from smelt.models.checkpoint import load_model, save_model
-        from smelt.models.count_parameters import count_parameters
-        from smelt.training.training_state import torch_threads
+        from smelt.models.model_size import count_parameters
+        from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
             streamed = _open_large_model(src, settings, ctx)

@@ -12,7 +12,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task
+from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -25,7 +25,6 @@ from smelt.models.costs import (
     one_shot_cost,
     total,
 )
-from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,11 +96,8 @@ class Factorize:
         """Return the mistakes for these samples: fwsvd of a sentence embedder needs scores for its loss."""
         if settings.method != "fwsvd":
             return []
-        found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
-        return [
-            error_message(mistake.code, f"{mistake.message} Or set method: whitened-svd.", setting="method")
-            for mistake in found
-        ]
+        names = ("calibration",) if "calibration" in data else ("train",)
+        return missing_scores_errors(task, data, names, instead=("method", "whitened-svd"))
 
     @classmethod
     def check_model(
@@ -149,7 +145,7 @@ class Factorize:
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
             (self._factorize_convolutions if settings.for_convolutions else self._factorize)(

@@ -28,13 +28,13 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
-from smelt.models.count_parameters import count_macs
 from smelt.models.edits import Edit, replace_layer
 from smelt.models.families.model_blocks import model_attentions, norm_consumers
 from smelt.models.families.registry import family_of
 from smelt.models.hidden_width import hidden_axes
 from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.models.layers import LowRankConv, conv_end_names, resize_conv
+from smelt.models.model_size import count_macs
 from smelt.training.extension import label_objective
 from smelt.training.samples import TensorBatch
 

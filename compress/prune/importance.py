@@ -29,11 +29,10 @@ from smelt.compress.prune.units import (
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.data.splits import SENTENCE_SIMILARITY
+from smelt.data.splits import SENTENCE_SIMILARITY, missing_scores_errors
 from smelt.runtimes.device import torch_device
 from smelt.training.extension import label_objective
 from smelt.training.samples import EncodedSample, collate, encode_split, group_by_length, load_processor
-from smelt.training.train import missing_scores_errors
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from smelt.compress.prune.units import AttentionGroup
 from smelt.core.stage import Context
 from smelt.models.families.model_blocks import Block, output_modules
 from smelt.models.layers import LowRankLinear
-from smelt.training.training_state import torch_threads
+from smelt.runtimes.device import torch_threads
 
 # Parts run in turns, each for a minimum number of runs and seconds. The fastest run of all turns counts,
 # because other load on the machine disturbs it least.

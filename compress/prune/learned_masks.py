@@ -44,7 +44,7 @@ from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.prune.units import FeedForwardGroup, linear_with_inputs, update_config
 from smelt.core.stage import Context
 from smelt.models.edits import Edit
-from smelt.models.skip_sublayer import skip_sublayer
+from smelt.models.layers import skip_sublayer
 from smelt.training.extension import (
     LossTerm,
     LossTerms,

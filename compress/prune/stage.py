@@ -19,7 +19,7 @@ from smelt.compress.prune.settings import (
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
-from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task
+from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task, missing_scores_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -34,7 +34,6 @@ from smelt.models.costs import (
 )
 from smelt.models.model_size import FLOAT_BYTES
 from smelt.quantization.schemes.registry import STATIC_SCHEME
-from smelt.training.train import missing_scores_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,18 +125,10 @@ class Prune:
         """Return errors about the data: the loss of a sentence embedder needs similarity scores."""
         if "width" in settings.targets and task == SENTENCE_SIMILARITY:
             return [error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="targets")]
-        looks = IMPORTANCES[settings.importance].needs == "labels"
-        found = missing_scores_errors(task, data, ("calibration",) if "calibration" in data else ("train",))
-        return (
-            [
-                error_message(
-                    mistake.code, f"{mistake.message} Or set importance: magnitude.", setting="importance"
-                )
-                for mistake in found
-            ]
-            if looks
-            else []
-        )
+        if IMPORTANCES[settings.importance].needs != "labels":
+            return []
+        names = ("calibration",) if "calibration" in data else ("train",)
+        return missing_scores_errors(task, data, names, instead=("importance", "magnitude"))
 
     @classmethod
     def check_model(
@@ -185,7 +176,7 @@ class Prune:
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score and prune the units of `src`, and write the smaller model to `ctx.out`."""
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
             if "width" in settings.targets:

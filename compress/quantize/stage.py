@@ -135,7 +135,7 @@ class Quantize:
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.edits import fold_batch_norms
         from smelt.models.empty_model import stored_dtypes, weight_files_size
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)

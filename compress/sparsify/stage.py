@@ -171,7 +171,7 @@ class Sparsify:
         from smelt.compress.quantize.requantize import load_dequantized
         from smelt.models.checkpoint import save_model
         from smelt.models.streamed_model import open_streamed
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         streamed = open_streamed(src.path, ctx.out, settings.dtype) if _can_stream(ctx) else None
         codes = None

@@ -84,7 +84,7 @@ class TrimVocabulary:
 
     def __call__(self, src: Artifact, settings: TrimVocabularySettings, ctx: Context) -> None:
         """Trim the vocabulary of the model in `src` and write it to `ctx.out`."""
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
             self._trim(src, settings, ctx)

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from smelt.core.system import peak_memory_bytes
-from smelt.data.batch import Batch, Logits, Tokens
 from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Example
 from smelt.evaluate.latency.summary import load_between, read_counters
+from smelt.runtimes.backend import Batch, Logits, Tokens
 from smelt.runtimes.images import ImageBatch
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 from smelt.core.messages import Message, escape_controls
 from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.evaluate.report import chart, examples, notes, sensitivity, view, waterfall
+from smelt.evaluate.report import chart, examples, sensitivity, view, waterfall
 from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
     ReportData,
@@ -56,7 +56,6 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
     text: str = _template().render(
         report=checked,
         view=view,
-        notes=notes,
         picture=picture,
         drawings=_drawings(picture, checked) if picture else [],
         losses=losses,
@@ -159,8 +158,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         parts += [title, _agreement_section(checked)]
     if shown := examples.steps_with_examples(checked):
         parts += ["## Examples", *(_examples_of_step(step, str(checked.baseline)) for step in shown)]
-    if notes.report_notes(checked):
-        lines = [tuple(map(escaped, note)) for note in notes.report_notes(checked)]
+    if view.report_notes(checked):
+        lines = [tuple(map(escaped, note)) for note in view.report_notes(checked)]
         parts += ["## Notes", "\n".join(f"- **{name}** {kind}: {text}" for name, kind, text in lines)]
     parts += ["## How it was measured", _footer_section(checked)]
     return "\n\n".join(parts) + "\n"
@@ -367,8 +366,8 @@ def _gates_section(report: ReportData) -> str:
             _step_name_cell(row),
             escaped(view.metric_label(gate.metric)),
             escaped(gate.kind if gate.confidence is None else f"{gate.kind}, confidence {gate.confidence:g}"),
-            word if (word := notes.gate_verdict(gate)) == "passed" else f"**{word}**",
-            escaped(notes.gate_value_text(gate)),
+            word if (word := view.gate_verdict(gate)) == "passed" else f"**{word}**",
+            escaped(view.gate_value_text(gate)),
             view.gate_quantity_text(gate.metric, gate.limit),
         ]
         for row in view.tree_rows(report)
@@ -534,7 +533,7 @@ def _warning_lines(report: ReportData) -> list[str]:
     for step in report.steps:
         for found in step.warnings:
             about.setdefault(found, []).append(f"'{step.name}'")
-    ordered = notes.sort_warnings(about)
+    ordered = view.sort_warnings(about)
     lines = [f"{found.severity}: {', '.join(about[found])}: {found}" for found in ordered]
     left = dict.fromkeys(name for found in ordered[_MAX_WARNINGS:] for name in about[found])
     more = len(lines) - _MAX_WARNINGS
@@ -577,16 +576,16 @@ def _legend_lines(
         parts.append(f"{view.DISTURBED_MARK} unreliable speed")
     lines = textwrap.wrap(", ".join(parts), width) if parts else []
     failed = [
-        f"gate {notes.gate_verdict(gate)} at '{step.name}': {notes.gate_text(gate)}"
-        + (f", got {notes.gate_value_text(gate)}" if gate.value is not None else "")
+        f"gate {view.gate_verdict(gate)} at '{step.name}': {view.gate_text(gate)}"
+        + (f", got {view.gate_value_text(gate)}" if gate.value is not None else "")
         + (f": {gate.reason}" if gate.reason and gate.reason not in step.failure_texts else "")
         for step in report.steps
         for gate in step.gates
         if not gate.passed or gate.undecided
     ]
     few = [(gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None]
-    failed += [f"'{step.name}': {notes.too_few_examples_text(gate, step)}" for gate, step in few]
-    failed += [notes.test_scores_text(report), *notes.failed_on_test_texts(report)]
+    failed += [f"'{step.name}': {view.too_few_examples_text(gate, step)}" for gate, step in few]
+    failed += [view.test_scores_text(report), *view.failed_on_test_texts(report)]
     failed += _unscored_lines(report)
     # a finished step can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]

@@ -16,7 +16,6 @@ from smelt.core.messages import Message, warning
 from smelt.data.splits import CUSTOM_TASK, TEXT_TO_TEXT_TASKS
 from smelt.evaluate.metrics import WINDOW_METRICS
 from smelt.evaluate.report import view
-from smelt.evaluate.report.notes import gate_text
 from smelt.evaluate.report.schema import (
     LatencyReport,
     Quality,
@@ -27,6 +26,7 @@ from smelt.evaluate.report.schema import (
     Verdict,
     is_step_at_chance,
 )
+from smelt.evaluate.report.view import gate_text
 
 # Smaller differences of processor time are not significant: other work that shares caches slows some more.
 _MIN_CPU_DIFFERENCE = 0.10

@@ -19,7 +19,6 @@ import numpy as np
 
 from smelt.core.errors import ParityError
 from smelt.core.stage import Context
-from smelt.data.batch import Batch
 from smelt.export.generation_graph.beam_search_graph import BEAM_SEARCH_INPUTS, add_beam_search
 from smelt.export.generation_graph.graph_builder import (
     GENERATION_INPUTS,
@@ -45,10 +44,9 @@ from smelt.export.graph_files import read_graph, share_weights
 from smelt.export.parity.check_parity import ExportedModel
 from smelt.export.parity.dequantized_copy import make_dequantized_copy
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
-from smelt.generation.graph_generation import generation_feeds, graph_supports, run_generation_graph
-from smelt.generation.search import generate_resolved
+from smelt.generation.search import generate_resolved, generation_feeds, graph_supports, run_generation_graph
 from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
-from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
+from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch
 from smelt.runtimes.registry import open_folder
 from smelt.runtimes.runner import read_model_files
 

@@ -20,7 +20,7 @@ from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION
 from smelt.export.graph_files import read_graph
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.config import GenerationConfig, resolve_generation
-from smelt.generation.graph_generation import generation_feeds, graph_supports
+from smelt.generation.search import generation_feeds, graph_supports
 from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
 from smelt.runtimes.graph_walk import iter_initializers
 from smelt.runtimes.runner import read_model_files

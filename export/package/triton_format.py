@@ -270,7 +270,7 @@ def _write_text(
     settings = text_model_settings(artifact.path, decoding, inputs, output.name)
     write_json(folder / "1" / "settings.json", settings)
     if (settings["prompt_template"] or {}).get("chat_template"):
-        part = Path(__file__).with_name("standalone") / "parts" / _RENDERING_FILE
+        part = Path(__file__).with_name("standalone") / _RENDERING_FILE
         shutil.copyfile(part, folder / "1" / _RENDERING_FILE)
     texts = output.name == "sequences"
     answer = TritonTensor("ANSWER", "TYPE_STRING" if texts else output.kind, (1,) if texts else output.dims)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.data.batch import Batch
 from smelt.data.splits import (
     IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
@@ -28,6 +27,7 @@ from smelt.generation.runners import is_causal
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import max_input_length
 from smelt.models.tokenizer import EncodedTexts
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
 from smelt.runtimes.predict_texts import encode_texts, pad_batch
 

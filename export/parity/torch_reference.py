@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.errors import ParityError
-from smelt.data.batch import Batch, Tokens
 from smelt.export.graphs.attention import attention_modules, split_heads
 from smelt.export.parity.parity_samples import PARITY_STEPS
 from smelt.generation.runners import is_causal, position_ids
@@ -31,6 +30,7 @@ from smelt.models.sentence_model import encoder_result
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.matrix import QuantizedActivation, QuantizedConv2d
 from smelt.quantization.schemes.registry import SCHEMES
+from smelt.runtimes.backend import Batch, Tokens
 from smelt.runtimes.images import ImageBatch
 from smelt.runtimes.predict_texts import uses_token_types
 from smelt.runtimes.runner import EMBEDDING_OUTPUT

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import RunError
-from smelt.data.batch import ENCODER_OUTPUTS
 from smelt.export.value_types import (
     is_control_flow,
     node_key,
@@ -23,6 +22,7 @@ from smelt.export.value_types import (
     output_types,
     value_types,
 )
+from smelt.runtimes.backend import ENCODER_OUTPUTS
 from smelt.runtimes.graph_walk import all_nodes, iter_graphs, opset_versions, subgraphs
 
 # names of precisions in messages

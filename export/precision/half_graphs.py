@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from smelt.data.batch import Batch
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
 from smelt.export.parity.torch_reference import TorchReference
 from smelt.export.precision.convert_to_half import convert_to_half
 from smelt.export.value_types import is_control_flow, node_key, values_of_type
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.graph_walk import iter_graphs, normalized_domain, opset_versions, subgraphs
 from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 
@@ -362,15 +362,13 @@ def convert_graphs_to_half(
         graphs: of the model, as they were exported.
         homes: by graph the modules of its nodes (`module_of_nodes`).
         target: of the export.
-        dtype: fp16 or bf16; with fp32 nothing is done.
+        dtype: fp16 or bf16.
         references: of `overflow_samples`, for fp16.
         ctx: gets details, and a warning about overflow.
 
     Returns:
         By graph the modules that remain float32.
     """
-    if dtype == "fp32":
-        return {}
     ranges = _collect_ranges(ctx.out, graphs, references, ctx.threads) if dtype == "fp16" else {}
     chosen: dict[str, Fp32Selection] = {}
     for graph in graphs:

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, ParityError, RunError
 from smelt.core.stage import Context
-from smelt.data.batch import Tokens
 from smelt.data.splits import Split
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.onnx_settings import unsupported_head_dim, unsupported_model, unsupported_task
@@ -40,7 +39,7 @@ from smelt.export.parity.check_parity import ExportedModel
 from smelt.export.parity.operator_checks import TensorsByName, open_with_outputs, run_graph_calls
 from smelt.export.parity.torch_reference import TorchReference, check_output, logits_for
 from smelt.generation.runners import NUM_LOGITS_INPUT
-from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, past_input_name
+from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, Tokens, past_input_name
 
 AnyArray = NDArray[Any]
 # a quotient near a half may round to either side if a rotation is summed in another order

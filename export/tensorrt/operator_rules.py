@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from smelt.export.tensorrt import value_rules
 from smelt.export.tensorrt import value_rules as type_rules
-from smelt.export.tensorrt.checked_graph import (
+from smelt.export.tensorrt.value_rules import (
     CheckedGraph,
     ProblemSeverity,
     RuleFinding,
@@ -26,7 +26,7 @@ from smelt.export.tensorrt.checked_graph import (
     type_name,
 )
 from smelt.runtimes.graph_walk import normalized_domain
-from smelt.runtimes.third_party.graph_structure import ONNX_DOMAINS
+from smelt.runtimes.third_party.validate_graph import ONNX_DOMAINS
 
 SUPPORTED_OPSETS = range(9, 26)
 _QDQ_HINT = "TensorRT supports int8 only as QuantizeLinear/DequantizeLinear pairs."

@@ -28,9 +28,8 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
 from smelt.core.system import child_environment, python_command
 from smelt.export.tensorrt.build_engine import DIMENSION_NAMES, ProfileShapes
-from smelt.export.tensorrt.checked_graph import TensorrtProblem, read_checked_graph
 from smelt.export.tensorrt.operator_rules import run_rules
-from smelt.export.tensorrt.value_rules import missing_external_data
+from smelt.export.tensorrt.value_rules import TensorrtProblem, missing_external_data, read_checked_graph
 from smelt.runtimes.third_party.graph_files import UNNAMED_DIMENSIONS
 from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, run_isolated
 from smelt.runtimes.third_party.validate_graph import validation_limits
@@ -163,7 +162,7 @@ def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
 def _structural_problems(model: Any, path: Path) -> Iterator[Message]:
     """Yield the tensors that are not stored as the file declares, and broken connections."""
     from smelt.runtimes.third_party.graph_files import tensor_problems
-    from smelt.runtimes.third_party.graph_structure import structure_problems
+    from smelt.runtimes.third_party.validate_graph import structure_problems
 
     yield from tensor_problems(model, path)
     yield from structure_problems(model)

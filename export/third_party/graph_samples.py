@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
-from smelt.data.batch import Batch
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
 from smelt.data.splits import CUSTOM_TASK, TEXT_TO_TEXT_TASKS
 from smelt.generation.runners import DECODER_GRAPH, ENCODER_GRAPH, position_ids
-from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, past_input_name
-from smelt.runtimes.runner import MODEL_GRAPH
-from smelt.runtimes.third_party.graph_runner import GraphRunner
+from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, Batch, past_input_name
+from smelt.runtimes.runner import MODEL_GRAPH, GraphRunner
 from smelt.runtimes.third_party.signature import TensorSpec, read_batch_axes, read_signature
 
 Feeds = dict[str, NDArray[Any]]

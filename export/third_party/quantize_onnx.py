@@ -386,8 +386,8 @@ def float_matrices_message(models: Sequence[Any]) -> str | None:
     Args:
         models: onnx.ModelProto, with or without the values of their weights.
     """
-    from smelt.runtimes.third_party.graph_files import iter_model_tensors
-    from smelt.runtimes.third_party.graph_structure import node_label
+    from smelt.runtimes.graph_walk import iter_model_tensors
+    from smelt.runtimes.third_party.validate_graph import node_label
 
     readers: dict[str, str] = {}
     sizes: dict[str, int] = {}

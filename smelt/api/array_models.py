@@ -29,7 +29,7 @@ from smelt.runtimes.third_party.signature import GraphSignature, read_signature
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from smelt.runtimes.third_party.graph_runner import GraphRunner
+    from smelt.runtimes.runner import GraphRunner
 
 
 def reads_arrays(folder: Path) -> bool:
@@ -81,7 +81,7 @@ def run_in_batches(runner: GraphRunner, arrays: SampleArrays, batch_size: int) -
         RunError: the graph fails, output sizes differ between batches, or an output of a batch of several
             samples has no batch axis (`unclear-rows`).
     """
-    from smelt.runtimes.third_party.graph_runner import output_batch_axis, run_batches
+    from smelt.runtimes.runner import output_batch_axis, run_batches
 
     parts = list(run_batches(runner, arrays, batch_size))
     if len(parts) == 1:
@@ -151,7 +151,7 @@ def _open_graph(
 ) -> Iterator[tuple[GraphRunner, SampleArrays]]:
     """Yield a runner of the artifact in `folder`, and the samples in `data`."""
     from smelt.runtimes.registry import open_runner
-    from smelt.runtimes.third_party.graph_runner import GraphRunner
+    from smelt.runtimes.runner import GraphRunner
     from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
     artifact = read_artifact(folder)
@@ -207,7 +207,7 @@ def prediction_lines(
     Raises:
         InputError: `folder` is not an artifact, or the samples do not fit it.
     """
-    from smelt.runtimes.third_party.graph_runner import outputs_by_sample
+    from smelt.runtimes.runner import outputs_by_sample
 
     with _open_graph(folder, None if texts else data, threads, device) as (runner, rows):
         found = outputs_by_sample(runner, rows, batch_size)

@@ -398,7 +398,7 @@ class Model:
             RunError: the graph failed.
         """
         from smelt.api.array_models import as_arrays, run_in_batches
-        from smelt.runtimes.third_party.graph_runner import GraphRunner
+        from smelt.runtimes.runner import GraphRunner
 
         with self._calls:
             self._require_method("run")

@@ -23,7 +23,7 @@ from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.one_file_format import OneFileFormat
 from smelt.export.package.optimum import OptimumFormat
 from smelt.export.package.package_format import PackageFormat
-from smelt.export.package.standalone.standalone_format import StandaloneFormat
+from smelt.export.package.standalone_format import StandaloneFormat
 from smelt.export.package.transformers_js import TransformersJsFormat
 from smelt.export.package.triton_format import TritonFormat
 from smelt.runtimes.third_party.trial_run import require_safe_artifact
@@ -103,8 +103,8 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
 
 def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
     """Yield warnings for gates that failed or are undecided, and for scores on few samples."""
-    from smelt.evaluate.report.notes import gate_text, gate_value_text, gate_verdict
     from smelt.evaluate.report.verdict import trial_text
+    from smelt.evaluate.report.view import gate_text, gate_value_text, gate_verdict
 
     found = next(found for found in report.steps if found.name == step)
     for gate in found.gates:

@@ -43,9 +43,8 @@ from smelt.core.stage import Context
 from smelt.models.families.family import Stack
 from smelt.models.families.model_blocks import Block, blocks_of
 from smelt.models.families.registry import FAMILIES, family_of
-from smelt.runtimes.device import torch_device
+from smelt.runtimes.device import torch_device, torch_threads
 from smelt.training.samples import TensorBatch
-from smelt.training.training_state import torch_threads
 
 # Output of a block: hidden states, or a tuple of these and further outputs (T5's bias; None).
 BlockOutput: TypeAlias = Tensor | tuple[Any, ...]

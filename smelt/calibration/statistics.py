@@ -42,10 +42,9 @@ from smelt.calibration.samples import CalibrationSamples, LayersByKey, observe_i
 from smelt.core.errors import RunError
 from smelt.core.files import json_hash
 from smelt.core.stage import Context
-from smelt.runtimes.device import torch_device
+from smelt.runtimes.device import torch_device, torch_threads
 from smelt.training.extension import Objective, total_loss
 from smelt.training.samples import TensorBatch
-from smelt.training.training_state import torch_threads
 
 # Beyond this second moments are stored on disk.
 STATISTICS_MEMORY_BYTES = 2 * 2**30

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.files import json_hash
+from smelt.core.messages import Message, error_message
 from smelt.data.images import image_hash
 from smelt.data.npz_arrays import SampleArrays
 
@@ -213,3 +214,29 @@ def input_texts(examples: Sequence[Example], task: Task) -> tuple[list[str], lis
     if task == SENTENCE_SIMILARITY:
         return texts + [e.text_pair for e in examples if e.text_pair is not None], None
     return texts, [e.text_pair for e in examples]
+
+
+def missing_scores_errors(
+    task: Task, data: Mapping[str, Split], names: Sequence[str], instead: tuple[str, str] | None = None
+) -> list[Message]:
+    """Return the mistakes if the loss of a sentence embedder would be computed on pairs without scores.
+
+    Args:
+        task: of the recipe.
+        data: splits by name.
+        names: of the splits to check, if they are in `data`.
+        instead: a setting and its value that needs no scores.
+    """
+    lack = [data[name] for name in names if name in data and not data[name].has_labels]
+    if task != SENTENCE_SIMILARITY or not lack:
+        return []
+    hint = f" Or set {instead[0]}: {instead[1]}." if instead else ""
+    return [
+        error_message(
+            "missing-scores",
+            f"the samples of {lack[0].origin} have no scores (column 'label'), which the loss needs. Use"
+            " pairs with scores, or distill with losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0},"
+            f" which needs only texts.{hint}",
+            setting=instead[0] if instead else None,
+        )
+    ]

@@ -15,12 +15,12 @@ import numpy as np
 from smelt.core.errors import InputError
 from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
 from smelt.core.stage import Progress, no_progress
-from smelt.data.batch import Batch
 from smelt.data.prompt_rows import assistant_turns
 from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.models.prompt_template import PROMPT_FIELD, PromptTemplate, ResponseParts
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import TextTokenizer, as_text_tokenizer
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import Runner
 
 OnTruncate = Callable[[int, int], None]

@@ -23,11 +23,19 @@ from numpy.typing import NDArray
 from smelt.core.errors import RunError
 from smelt.core.process_group import merge_shares, own_batches, process_count
 from smelt.core.stage import Progress, no_progress
-from smelt.data.batch import Batch, Logits, Tokens
 from smelt.generation.shortlist import Shortlist, read_shortlist, vocabulary_sizes
 from smelt.models.families.registry import find_family
 from smelt.models.text_rules import TextWindows
-from smelt.runtimes.backend import GENERATION_GRAPHS, Backend, Feeds, GraphInterface, ModelGraphs
+from smelt.runtimes.backend import (
+    GENERATION_GRAPHS,
+    Backend,
+    Batch,
+    Feeds,
+    GraphInterface,
+    Logits,
+    ModelGraphs,
+    Tokens,
+)
 from smelt.runtimes.runner import ModelFiles, Runner, TokenGenerator
 
 # The input with the number of last tokens whose logits are needed, 0 for all; transformers.js' name

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
-from smelt.data.batch import Batch, Tokens
+from smelt.runtimes.backend import Batch, Tokens
 
 SHORTLIST_FILE = "shortlist.safetensors"
 # the tensors in it

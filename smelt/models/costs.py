@@ -1,7 +1,7 @@
 """What a step costs: operations, memory and disk, without torch. Stages estimate theirs with these parts.
 
 Operations are counted (Kaplan et al. 2020, arXiv:2001.08361, table 1: two per weight and token, and those of
-attention) and become seconds by the measured speeds of a machine (smelt/pipeline/inspect/machine_speed.py).
+attention) and become seconds by the measured speeds of a machine (smelt/pipeline/inspect/machine.py).
 Bytes of activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), in float32.
 """
 

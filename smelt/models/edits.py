@@ -55,8 +55,8 @@ from smelt.models.layers import (
     conv_end_names,
     make_conv_steps,
     resize_conv,
+    skip_sublayer,
 )
-from smelt.models.skip_sublayer import skip_sublayer
 from smelt.quantization.layers import make_split_linear
 
 Edit: TypeAlias = dict[str, Any]

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import CLASSIFIER_SUFFIXES, SINGLE_LABEL, ProblemType
 from smelt.models.checkpoint import (
     load_model,
@@ -49,7 +49,7 @@ from smelt.models.checkpoint import (
 )
 from smelt.models.edits import Edit, write_edits
 from smelt.models.empty_model import empty_model, load_config, silence_transformers
-from smelt.models.families.registry import FAMILIES, reads_images
+from smelt.models.families.registry import FAMILIES, lacks_head, reads_images
 from smelt.models.quantization_config import (
     PACKED_TENSORS,
     QUANTIZATION_CONFIG_KEY,
@@ -61,7 +61,6 @@ from smelt.models.quantization_config import (
     quantized_layer_names,
     require_layer_tensors,
 )
-from smelt.models.seq2seq_head import add_tied_head, lacks_head
 from smelt.models.text_rules import (
     POOLING_FOLDER,
     PROMPTS_FILE,
@@ -456,3 +455,39 @@ def _single_line(text: str) -> str:
     """Return `text` in one line of limited length; it is untrusted."""
     short = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return short if len(short) <= _MAX_LINE_LENGTH else short[: _MAX_LINE_LENGTH - 3] + "..."
+
+
+def add_tied_head(src: Path, out: Path) -> list[Message]:
+    """Write the model of `src` into `out` with its word embedding as output layer; return a note.
+
+    Raises:
+        InputError: the config requires an untied output layer, which the checkpoint does not have, or its
+            weights and its config do not match.
+    """
+    with silence_transformers():
+        model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+            src,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # raises an error below
+        )
+    name = model.config.model_type
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise InputError(
+            f"{src}: {with_article(name)} model without an output layer, and its config does not tie"
+            " the output layer to the token embedding (tie_word_embeddings: false). Start from a"
+            " checkpoint that generates text.",
+            code="missing-output-layer",
+        )
+    require_base_weights(name, info, src)
+    notes = save_model(model, [], out, src)
+    return [
+        *notes,
+        warning(
+            "tied-output-head",
+            "The checkpoint has no output layer; the token embedding is used, as set in its config.",
+        ),
+    ]

@@ -1,4 +1,4 @@
-"""Sizes of a model, without torch and without its weights: from its config, and the headers of its files.
+"""Sizes of a model, without its weights: from its config, and the headers of its files.
 
 The weights of blocks follow from the family's description and the config's numbers. What the description
 lacks (norms, biases, tables of positions) is the difference to the headers, if there are weights.
@@ -10,11 +10,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from smelt.core.files import read_json_object
 from smelt.models.families.family import Attention, Family, Stack
 from smelt.models.families.registry import find_family
-from smelt.models.weight_files import has_weights, value_count, weight_tensors
+from smelt.models.text_rules import MODULES_FILE
+from smelt.models.weight_files import has_weights, is_unused_tensor, value_count, weight_tensors
+
+if TYPE_CHECKING:
+    from smelt.quantization.matrix import QuantizedMatrix
+
 
 FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
 # A model whose file is larger than this is processed block by block.
@@ -278,3 +284,58 @@ def _image_tokens(config: Mapping[str, Any]) -> int:
     if not isinstance(side, int) or not isinstance(patch, int) or not patch:
         return 1
     return math.ceil(side / patch) ** 2 + 1
+
+
+def count_parameters(folder: Path) -> int:
+    """Return the number of weights of the model in `folder`, without reading them.
+
+    A quantized matrix counts as outputs times inputs: scales, zero points and padding
+    of groups do not count, so that quantizing does not change the count. Unused tensors (masks and
+    positions of old checkpoints) do not count either.
+
+    Raises:
+        InputError: the model is quantized, and config and edits do not define a model.
+    """
+    matrices = _quantized_matrices(folder)
+    parts = tuple(f"{name}." for name in matrices)
+    family, embeds = (
+        str(read_json_object(folder / "config.json").get("model_type")),
+        (folder / MODULES_FILE).is_file(),
+    )
+    floats = sum(
+        value_count(entry)
+        for _, name, entry in weight_tensors(folder)
+        if not name.startswith(parts) and not is_unused_tensor(family, name, embeds=embeds)
+    )
+    distinct = {id(matrix): matrix for matrix in matrices.values()}
+    return floats + sum(len(matrix.codes) * matrix.width for matrix in distinct.values())
+
+
+def _quantized_matrices(folder: Path) -> dict[str, QuantizedMatrix]:
+    """Return the quantized matrices by all of their names; shared ones have several."""
+    from smelt.models.edits import read_edits
+    from smelt.models.empty_model import empty_model
+    from smelt.quantization.matrix import QuantizedMatrix
+
+    if not any(edit.get("op") == "quantize" for edit in read_edits(folder)):
+        return {}
+    modules = empty_model(folder)[0].named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, QuantizedMatrix)}
+
+
+def count_macs(model: Any, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of convolutions and linear layers for one image of `size` (h, w).
+
+    Half of what torch's FlopCounterMode counts; norms and activations are in neither.
+
+    Args:
+        model: in eval mode, on the CPU.
+        size: output size of its image processor.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter: Any = FlopCounterMode(display=False)
+    with counter:
+        model(pixel_values=torch.zeros(1, 3, *size))
+    return int(counter.get_total_flops()) // 2

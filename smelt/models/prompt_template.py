@@ -216,10 +216,8 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
     return found
 
 
-def open_prompt_template(
-    folder: Path, template: str | None, special_tokens: Mapping[str, str]
-) -> PromptTemplate | None:
-    """Return the prompt template of the model in `folder`; None where `template` is None.
+def open_prompt_template(folder: Path, template: str, special_tokens: Mapping[str, str]) -> PromptTemplate:
+    """Return the prompt template of the model in `folder`.
 
     Args:
         folder: of the tokenizer's files.
@@ -229,8 +227,6 @@ def open_prompt_template(
     Raises:
         InputError: `no-chat-template`: "chat", and the tokenizer has none.
     """
-    if template is None:
-        return None
     if template != CHAT:
         return PromptTemplate(template)
     chat = read_chat_template(folder)

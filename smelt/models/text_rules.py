@@ -38,11 +38,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json, write_json
 from smelt.core.messages import with_count
-from smelt.data.batch import Tokens
 from smelt.data.splits import Split, Windows
 from smelt.models.families.family import PositionEncoding
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import PromptTemplate, open_prompt_template
+from smelt.runtimes.backend import Tokens
 
 TEXT_RULES_FILE = "text.json"
 
@@ -114,6 +114,8 @@ def read_prompt_template(folder: Path) -> PromptTemplate | None:
         InputError: a file is damaged, or the chat template is missing (`no-chat-template`).
     """
     rules = read_text_rules(folder)
+    if rules.prompt_template is None:
+        return None
     return open_prompt_template(folder, rules.prompt_template, rules.special_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The weight files of a model's folder, and their tensors, used and unused; read without torch.
+"""The weight files of a model's folder, and their tensors, used and unused; listed without torch.
 
 The selection is that of transformers' `from_pretrained` (`modeling_utils._get_resolved_checkpoint_files`):
 the file of the config's `transformers_weights`, else `model.safetensors`, else the shards listed in
@@ -25,7 +25,7 @@ from typing import Any
 
 from smelt.core.artifact import MANIFEST, is_artifact_file
 from smelt.core.errors import InputError
-from smelt.core.files import load_json
+from smelt.core.files import load_json, read_json_object
 from smelt.models.families.registry import FAMILIES
 from smelt.models.text_rules import MODULES_FILE, SENTENCE_CONFIG_FILE
 
@@ -276,3 +276,57 @@ def is_unused_tensor(family: str, name: str, new_head: bool = False, embeds: boo
     )
     patterns += (_POOLER,) if embeds else ()
     return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+_STRETCH = 2**22  # numbers
+
+
+def require_finite_weights(folder: Path, new_head: bool = False, embeds: bool = False) -> None:
+    """Require that the model in `folder` has no weight that is NaN or infinite.
+
+    One tensor is in memory at a time. Unused tensors may have any value, and values added to logits may be
+    -inf, which excludes a token.
+
+    Args:
+        folder: of the model.
+        new_head: it gets another head than it was trained with, which is not read.
+        embeds: it becomes a sentence embedder, which uses no head and no pooler.
+
+    Raises:
+        InputError: a weight is not finite; file and tensor are named.
+    """
+    odd = list(_non_finite_tensors(folder, new_head, embeds))
+    if odd:
+        path, name, found = odd[0]
+        more = f", and so do {len(odd) - 1:,} others" if len(odd) > 1 else ""
+        raise InputError(
+            f"{path}: the tensor '{name}' contains {found}{more}. Copy or download the model again; if"
+            " training produced these values, use an earlier checkpoint.",
+            code="non-finite-weights",
+        )
+
+
+def _non_finite_tensors(folder: Path, new_head: bool, embeds: bool) -> Iterator[tuple[Path, str, str]]:
+    """Yield file and name of each non-finite tensor, and the number of NaN and infinite values."""
+    import torch
+    from safetensors import safe_open
+
+    family = str(read_json_object(folder / "config.json").get("model_type"))
+    added = FAMILIES[family].logits_bias if family in FAMILIES else None
+    for path, name, _ in weight_tensors(folder):
+        if is_unused_tensor(family, name, new_head, embeds):
+            continue
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_tensor(name)
+        if not tensor.is_floating_point():
+            continue
+        # in pieces, because the masks of finite numbers take more memory than the numbers
+        parts = tensor.reshape(-1).split(_STRETCH)
+        if all(bool(part.float().isfinite().all()) for part in parts):
+            continue
+        nan = sum(int(part.float().isnan().sum()) for part in parts)
+        inf = torch.isposinf if name == added else torch.isinf
+        infinite = sum(int(inf(part.float()).sum()) for part in parts)
+        counts = [f"{nan:,} NaN"] * bool(nan) + [f"{infinite:,} inf"] * bool(infinite)
+        if counts:
+            yield path, name, f"{' and '.join(counts)} among {tensor.numel():,} numbers"

@@ -65,9 +65,7 @@ def int4_expansion_table(values: Sequence[int]) -> Any:
 
 def shift_zero_points(zeros: Tensor, by: int) -> Tensor:
     """Return zero points uint8 [N, G] of small codes as those of 4-bit ones, two in a byte."""
-    from smelt.quantization.packing import pack_nibbles
-
-    return pack_nibbles(zeros + by)
+    return parts.pack_nibbles(zeros + by)
 
 
 _BITS = (2, 4, 8)
@@ -220,26 +218,24 @@ class AffineGroupwise(Scheme):
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the tensors of `stored_tensors`."""
-        from smelt.quantization.packing import pack_codes
-
         grid = decided.qparams
         found = {
-            name: pack_codes(decided.q_weight >> low & 2**bits - 1, bits)
+            name: parts.pack_codes(decided.q_weight >> low & 2**bits - 1, bits)
             for name, bits, low in _PLANES[self.bits]
         }
         found["scales"] = grid["scales"].half().float()
-        return found | ({"zeros": pack_codes(grid["zeros"], self._zero_bits)} if "zeros" in grid else {})
+        return found | (
+            {"zeros": parts.pack_codes(grid["zeros"], self._zero_bits)} if "zeros" in grid else {}
+        )
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return codes and zero points as uint8."""
-        from smelt.quantization.packing import unpack_codes
-
         (first, bits, _), *further_planes = _PLANES[self.bits]
-        codes, grid = unpack_codes(matrix.tensor(first), bits), {"scales": matrix.tensor("scales")}
+        codes, grid = parts.unpack_codes(matrix.tensor(first), bits), {"scales": matrix.tensor("scales")}
         for name, bits, low in further_planes:
-            codes = codes | unpack_codes(matrix.tensor(name), bits) << low
+            codes = codes | parts.unpack_codes(matrix.tensor(name), bits) << low
         if matrix.has("zeros"):
-            grid["zeros"] = unpack_codes(matrix.tensor("zeros"), self._zero_bits)[:, : codes.shape[1]]
+            grid["zeros"] = parts.unpack_codes(matrix.tensor("zeros"), self._zero_bits)[:, : codes.shape[1]]
         return UnpackedWeights(codes, grid)
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -278,9 +274,7 @@ class AffineGroupwise(Scheme):
                 else shift_zero_points(zeros, INT4_ZERO_POINT - self.zero_point)
             )
         if use == "product" and self._has_odd_groups(matrix):
-            from smelt.quantization.packing import pack_codes
-
-            found[_FLAT_ZEROS] = pack_codes(self.unpack(matrix).qparams["zeros"].flatten(), self.bits)
+            found[_FLAT_ZEROS] = parts.pack_codes(self.unpack(matrix).qparams["zeros"].flatten(), self.bits)
         return found
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
@@ -351,6 +345,4 @@ class AffineGroupwise(Scheme):
 
 def _unpack_as_float(packed: Tensor, bits: int) -> Tensor:
     """Return packed codes as float32, with operators that can be exported."""
-    from smelt.quantization.packing import unpack_base_n_float
-
-    return packed.float() if bits == 8 else unpack_base_n_float(packed, 2**bits, 8 // bits)
+    return packed.float() if bits == 8 else parts.unpack_base_n_float(packed, 2**bits, 8 // bits)

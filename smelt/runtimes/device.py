@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from typing import Literal, cast
 
@@ -247,3 +248,16 @@ def _release_threads(token: object) -> None:
         del _wanted[token]
         if last:
             torch.set_num_threads(next(reversed(_wanted.values()), _callers[0]))
+
+
+@contextlib.contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch use `count` threads inside the context (None: unchanged)."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Walk an ONNX graph and the graphs inside of its nodes, and read its operator sets.
+"""Walk the nodes and tensors of an ONNX graph and of the graphs inside of its nodes; read its operator sets.
 
 All functions follow both kinds of inner graphs: the attributes of one graph (the branches of If, the body of
 Loop and Scan) and those of several.
@@ -6,8 +6,10 @@ Loop and Scan) and those of several.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+_EXTERNAL_DATA_KEYS = ("location", "offset", "length")
 
 
 def subgraphs(node: Any) -> list[Any]:
@@ -62,3 +64,59 @@ def normalized_domain(name: str) -> str:
 def opset_versions(model: Any) -> dict[str, int]:
     """Return the version of each domain's operators, ONNX's own under the empty name."""
     return {normalized_domain(opset.domain): opset.version for opset in model.opset_import}
+
+
+def is_external(tensor: Any) -> bool:
+    """Return whether the values of an onnx.TensorProto are in another file."""
+    return int(tensor.data_location) == 1  # TensorProto.EXTERNAL
+
+
+def external_data_fields(tensor: Any) -> Mapping[str, str]:
+    """Return the external data fields of a tensor; of duplicate keys the last."""
+    return {entry.key: entry.value for entry in tensor.external_data if entry.key in _EXTERNAL_DATA_KEYS}
+
+
+def external_locations(model: Any) -> set[str]:
+    """Return the names of the external data files of an onnx.ModelProto, as it was read."""
+    external = (tensor for tensor in iter_model_tensors(model) if is_external(tensor))
+    return {external_data_fields(tensor).get("location", "") for tensor in external}
+
+
+def iter_graph_tensors(graph: Any) -> Iterator[Any]:
+    """Yield every tensor of an onnx.GraphProto: initializers, values of attributes, those of subgraphs."""
+    waiting = [graph]
+    while waiting:
+        graph = waiting.pop()
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+        yield from _attribute_tensors(_node_attributes(graph.node), waiting)
+
+
+def iter_model_tensors(model: Any) -> Iterator[Any]:
+    """Yield every tensor of an onnx.ModelProto, including those of its functions."""
+    yield from iter_graph_tensors(model.graph)
+    for function in model.functions:
+        waiting: list[Any] = []
+        yield from _attribute_tensors(_node_attributes(function.node), waiting)
+        yield from _attribute_tensors(function.attribute_proto, waiting)  # the defaults
+        for graph in waiting:
+            yield from iter_graph_tensors(graph)
+
+
+def _node_attributes(nodes: Any) -> Iterator[Any]:
+    for node in nodes:
+        yield from node.attribute
+
+
+def _attribute_tensors(attributes: Any, waiting: list[Any]) -> Iterator[Any]:
+    for attribute in attributes:
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        alone = [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+        for sparse in (*alone, *attribute.sparse_tensors):
+            yield from (sparse.values, sparse.indices)
+        if attribute.HasField("g"):
+            waiting.append(attribute.g)
+        waiting.extend(attribute.graphs)

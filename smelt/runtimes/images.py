@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError
 from smelt.core.process_group import merge_shares, own_batches
 from smelt.core.stage import Progress, no_progress
-from smelt.data.batch import Logits, check_finite_outputs
 from smelt.data.images import IMAGE_FORMATS, check_image, read_image_bytes
 from smelt.data.splits import Split
 from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, ImageProcessor, Pixels, read_processor
-from smelt.runtimes.backend import GraphInterface, ModelGraphs
+from smelt.runtimes.backend import GraphInterface, Logits, ModelGraphs, check_finite_outputs
 from smelt.runtimes.runner import MODEL_GRAPH, Runner
 
 if TYPE_CHECKING:

@@ -28,14 +28,15 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, RunError
-from smelt.data.batch import Logits, Tokens
 from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.backend import (
     PAST_PREFIX,
     PRESENT_PREFIX,
     Feeds,
     GraphInterface,
+    Logits,
     ModelGraphs,
+    Tokens,
     gather_rows,
     past_input_name,
 )

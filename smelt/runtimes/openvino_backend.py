@@ -24,15 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.data.batch import Logits, Tokens
 from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.backend import (
     PAST_PREFIX,
     PRESENT_PREFIX,
     Feeds,
     GraphInterface,
+    Logits,
     ModelGraphs,
     NoGenerationGraphs,
+    Tokens,
     gather_rows,
     past_input_name,
 )

@@ -34,8 +34,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import json_hash, load_json, write_atomically
-from smelt.data.batch import Logits, Tokens
-from smelt.runtimes.backend import Feeds, GraphInterface, ModelGraphs, NoGenerationGraphs
+from smelt.runtimes.backend import Feeds, GraphInterface, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.runtimes.device import list_cuda_gpus
 from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.onnx_backend import OnnxDecodeState as HeldPart

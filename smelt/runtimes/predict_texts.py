@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError
 from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
 from smelt.core.stage import Progress, no_progress
-from smelt.data.batch import Batch, check_finite_outputs
 from smelt.data.splits import Example
 from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.generation.prompt_batches import (
@@ -28,6 +27,7 @@ from smelt.generation.search import generate_n_best
 from smelt.models.families.registry import find_family, reads_images
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import EncodedTexts, TextTokenizer, TextTools, as_text_tokenizer
+from smelt.runtimes.backend import Batch, check_finite_outputs
 from smelt.runtimes.images import image_logits
 from smelt.runtimes.runner import Runner
 

@@ -14,17 +14,15 @@ from typing import Any
 from smelt.core.artifact import Artifact, Format, default_threads
 from smelt.core.errors import InputError
 from smelt.data.labels import CLASSIFIER_SUFFIXES
-from smelt.generation.graph_generation import generate_in_graph
 from smelt.generation.runners import DecoderOnlyRunner, EncoderDecoderRunner, is_causal
-from smelt.generation.search import generate_resolved
+from smelt.generation.search import generate_in_graph, generate_resolved
 from smelt.models.families.registry import reads_images
 from smelt.models.text_rules import MODULES_FILE
 from smelt.runtimes.backend import BackendFactory
 from smelt.runtimes.device import DeviceType, onnx_device, torch_device
 from smelt.runtimes.images import ImageClassifierRunner
 from smelt.runtimes.ort_tensorrt_provider import provider_device
-from smelt.runtimes.runner import ClassifierRunner, EmbedderRunner, Runner, read_model_files
-from smelt.runtimes.third_party.graph_runner import GraphRunner
+from smelt.runtimes.runner import ClassifierRunner, EmbedderRunner, GraphRunner, Runner, read_model_files
 from smelt.runtimes.third_party.signature import SIGNATURE_FILE as SIGNATURE
 
 

@@ -25,15 +25,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smelt.core.errors import InputError, RunError
-from smelt.data.batch import Logits, Tokens
 from smelt.data.npz_arrays import NO_SAMPLE_AXES
 from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.backend import (
     PAST_PREFIX,
     PRESENT_PREFIX,
     Feeds,
+    Logits,
     ModelGraphs,
     NoGenerationGraphs,
+    Tokens,
     past_input_name,
 )
 from smelt.runtimes.device import TorchThreads

@@ -17,7 +17,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import load_json, sha256_of
-from smelt.runtimes.third_party.graph_files import external_locations
+from smelt.runtimes.graph_walk import external_locations
 
 _SCHEMA = 1
 _AMPERE = 8  # major compute capability

@@ -20,11 +20,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.errors import InputError
 from smelt.core.system import available_bytes
-from smelt.data.batch import Logits, Tokens
 from smelt.models.checkpoint import load_model, widened_bytes
 from smelt.models.sentence_model import encoder_result
 from smelt.quantization.matrix import limit_weight_cache
-from smelt.runtimes.backend import Feeds, ModelGraphs, NoGenerationGraphs
+from smelt.runtimes.backend import Feeds, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.runtimes.device import TorchThreads, torch_device
 from smelt.runtimes.predict_texts import uses_token_types
 

@@ -6,16 +6,15 @@ so that the table of stages loads quickly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context
-from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Task
+from smelt.data.splits import CLASSIFICATION_TASKS, Split, missing_scores_errors
 from smelt.training.settings import LOSS_METRIC, TrainingSettings
 
 if TYPE_CHECKING:
@@ -24,28 +23,6 @@ if TYPE_CHECKING:
     from smelt.training.extension import Objective, TrainingExtension, TrainingTechnique
     from smelt.training.lora import LoraAdapters
     from smelt.training.samples import EncodedSample
-
-
-def missing_scores_errors(task: Task, data: Mapping[str, Split], names: Sequence[str]) -> list[Message]:
-    """Return the mistakes if a sentence embedder would train on pairs without scores.
-
-    names: of the splits to check, if they are in `data`.
-    """
-    lack = [data[name] for name in names if name in data and not data[name].has_labels]
-    return (
-        [error_message("missing-scores", no_scores_text(lack[0]))]
-        if task == SENTENCE_SIMILARITY and lack
-        else []
-    )
-
-
-def no_scores_text(split: Split) -> str:
-    """Return the error text for a split without scores."""
-    return (
-        f"the samples of {split.origin} have no scores (column 'label'), which the loss needs. Use"
-        " pairs with scores, or distill with losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0},"
-        " which needs only texts."
-    )
 
 
 def train(

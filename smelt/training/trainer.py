@@ -25,7 +25,7 @@ from smelt.core.errors import RunError
 from smelt.core.messages import warning
 from smelt.core.process_group import from_first, process_count, process_rank
 from smelt.core.stage import Context
-from smelt.runtimes.device import torch_device
+from smelt.runtimes.device import torch_device, torch_threads
 from smelt.training.checkpoint_selector import CheckpointSelector, log_training_curve
 from smelt.training.checkpoints import make_checkpoint_callback
 from smelt.training.extension import (
@@ -51,7 +51,6 @@ from smelt.training.training_state import (
     gradient_checkpointing,
     pick_precision,
     require_training_memory,
-    torch_threads,
     training_state,
 )
 

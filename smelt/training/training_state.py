@@ -29,17 +29,6 @@ from smelt.training.settings import OPTIMIZERS
 _MIN_SPEEDUP = 1.3  # below it bf16 is not worth its lower precision
 
 
-@contextlib.contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch use `count` threads inside the context (None: unchanged)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def pick_precision(requested: str, device: torch.device) -> str:
     """Return fp32, bf16 or fp16; `auto` is bf16 on a GPU with bf16 and on a CPU if it is 1.3 times as fast.
 

@@ -17,7 +17,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.models.families.model_blocks import blocks_of
-from smelt.models.skip_sublayer import skip_sublayer
+from smelt.models.layers import skip_sublayer
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.batch import Batch
 from smelt.data.splits import Example, Split
 from smelt.export.autotune import available_cores
 from smelt.export.onnx_settings import OnnxSettings
@@ -22,6 +21,7 @@ from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.models.edits import apply_edits, replace_module
 from smelt.models.tokenizer import RustTokenizer, open_tokenizer, read_tokenizer_info
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.graph_walk import iter_initializers
 from smelt.runtimes.registry import open_folder
 

@@ -15,7 +15,7 @@ from smelt.core.messages import Message
 from smelt.export import graph_files, simplify_graph
 from smelt.export.parity.parity_samples import EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS
 from smelt.export.simplify_graph import run_onnxsim, simplify_file
-from smelt.runtimes.third_party.graph_files import external_locations
+from smelt.runtimes.graph_walk import external_locations
 
 TOKENS = np.arange(2, 40)
 

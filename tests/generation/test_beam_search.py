@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
-from smelt.data.batch import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import _top_k, generate
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_runner
 
 KINDS = (*generation_models.SEQ2SEQ, *generation_models.CAUSAL)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smelt.core.errors import RunError
 from smelt.core.store import Store
-from smelt.data.batch import Batch
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Windows
 from smelt.generation import runners as code
@@ -26,6 +25,7 @@ from smelt.generation.prompt_batches import encode_prompts, pad_left
 from smelt.generation.runners import is_causal, nll_from_logits, position_ids, token_nll
 from smelt.models.checkpoint import load_model, save_model
 from smelt.pipeline.execute.scoring import Scorer
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
 

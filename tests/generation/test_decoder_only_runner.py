@@ -7,10 +7,10 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
-from smelt.data.batch import Batch
 from smelt.generation.config import GenerationConfig
 from smelt.generation.runners import DecoderOnlyRunner, prefill
 from smelt.generation.search import generate_resolved
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import ModelFiles
 
 VOCABULARY = 5

@@ -7,10 +7,10 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.data.batch import Batch
 from smelt.generation.runners import EncoderDecoderRunner
 from smelt.generation.search import generate_resolved
 from smelt.generation.shortlist import make_shortlist, write_shortlist
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import ModelFiles
 
 BATCH = Batch(np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]]))

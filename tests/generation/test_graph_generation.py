@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.data.batch import Batch
-from smelt.generation import graph_generation
+from smelt.generation import search
 from smelt.generation.config import GenerationConfig
-from smelt.generation.graph_generation import generate_in_graph, generation_feeds, graph_supports, trim_at_eos
 from smelt.generation.logits_processors import LogitsProcessors
+from smelt.generation.search import generate_in_graph, generation_feeds, graph_supports, trim_at_eos
+from smelt.runtimes.backend import Batch
 
 WISHES = {
     "start": 3, "eos": [1, 2], "pad": 0, "max_new_tokens": 9, "bad_words_ids": [[7], [1]], "min_length": 4,
@@ -116,7 +116,7 @@ def test_beams_and_greedy_search_have_a_graph_each():
     ],
 )
 def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, promised, more):
-    monkeypatch.setattr(graph_generation, "generate_resolved", lambda *given: ("python", given[-1]))
+    monkeypatch.setattr(search, "generate_resolved", lambda *given: ("python", given[-1]))
     runner = Noting(whole, promised)
     assert generate_in_graph(runner, BATCH, GenerationConfig(**WISHES, **more)) == (
         "python",
@@ -132,7 +132,7 @@ def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, promised
 def test_long_prompts_are_continued_step_by_step_where_that_is_faster(
     monkeypatch, length, faster, more, graph
 ):
-    monkeypatch.setattr(graph_generation, "generate_resolved", lambda *given: "python")
+    monkeypatch.setattr(search, "generate_resolved", lambda *given: "python")
     runner, ones = Noting(), np.ones((1, length), np.int64)
     runner.backend.prefers_stepwise = faster
     decoding = GenerationConfig(

@@ -8,7 +8,6 @@ from expected_errors import raises_code
 from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
-from smelt.data.batch import Batch
 from smelt.generation.shortlist import (
     ALWAYS_TENSOR,
     SHORTLIST_FILE,
@@ -18,6 +17,7 @@ from smelt.generation.shortlist import (
     vocabulary_sizes,
     write_shortlist,
 )
+from smelt.runtimes.backend import Batch
 
 pytestmark = pytest.mark.quick
 

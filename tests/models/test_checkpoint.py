@@ -15,9 +15,9 @@ from transformers import BertModel, MarianMTModel
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.count_parameters import count_parameters
 from smelt.models.edits import apply_edits
 from smelt.models.import_model import import_model
+from smelt.models.model_size import count_parameters
 
 
 def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):

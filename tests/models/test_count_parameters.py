@@ -6,7 +6,7 @@ import pytest
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.models.count_parameters import count_parameters
+from smelt.models.model_size import count_parameters
 from smelt.quantization.schemes.registry import SCHEMES
 
 

@@ -11,8 +11,7 @@ from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
-from smelt.models.count_parameters import require_finite_weights
-from smelt.models.weight_files import WEIGHTS_FILE
+from smelt.models.weight_files import WEIGHTS_FILE, require_finite_weights
 
 UP = "transformer.h.1.mlp.c_fc.weight"
 

@@ -23,8 +23,8 @@ import smelt
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
-from smelt.models.count_parameters import count_parameters
 from smelt.models.import_model import import_model
+from smelt.models.model_size import count_parameters
 from smelt.models.weight_files import source_files
 from smelt.pipeline.inspect.model_info import inspect_model
 

@@ -18,9 +18,9 @@ from smelt.core.messages import message_codes
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model
-from smelt.models.count_parameters import count_parameters
 from smelt.models.edits import read_edits
 from smelt.models.import_model import import_model
+from smelt.models.model_size import count_parameters
 from smelt.quantization.layers import is_quantized
 
 GATE = "model.layers.0.mlp.gate_proj"

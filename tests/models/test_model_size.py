@@ -11,10 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from smelt.models.count_parameters import count_parameters
 from smelt.models.empty_model import empty_model
 from smelt.models.families.model_blocks import blocks_of
-from smelt.models.model_size import read_model_size, size_from_config
+from smelt.models.model_size import count_parameters, read_model_size, size_from_config
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.count_parameters import count_parameters
+from smelt.models.model_size import count_parameters
 from smelt.models.sentence_model import is_sentence_model, pool_hidden_states
 from smelt.models.text_rules import POOLINGS, SentenceRules
 from smelt.runtimes.predict_texts import embed_texts

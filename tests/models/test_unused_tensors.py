@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
-from smelt.models.count_parameters import count_parameters
+from smelt.models.model_size import count_parameters
 from smelt.models.weight_files import is_unused_tensor
 
 FAMILIES = ["marian", "t5", "bart", "mbart", "bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "opt"]

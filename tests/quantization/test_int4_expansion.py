@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from smelt.quantization.affine_groupwise import int4_expansion_table, shift_zero_points
-from smelt.quantization.packing import pack_codes, unpack_nibbles
+from smelt.quantization.groupwise import pack_codes, unpack_nibbles
 
 
 def test_a_byte_of_four_codes_becomes_two_of_nibbles():

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from smelt.quantization.packing import (
+from smelt.quantization.groupwise import (
     pack_base_n,
     pack_bits,
     pack_codes,

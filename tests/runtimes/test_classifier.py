@@ -7,8 +7,8 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.data.batch import Batch
 from smelt.generation.search import generate_resolved
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import ClassifierRunner, ModelFiles
 
 IDS, MASK = np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]])

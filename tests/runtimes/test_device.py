@@ -11,9 +11,9 @@ import torch
 from expected_errors import raises_code
 
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
-from smelt.data.batch import Batch
 from smelt.pipeline.inspect import machine
 from smelt.runtimes import device as places
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.device import onnx_device, torch_device
 from smelt.runtimes.onnx_session import open_onnx_session
 from smelt.runtimes.registry import open_runner

@@ -5,7 +5,7 @@ import numpy as np
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.data.batch import Batch
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, runner_class_for
 from smelt.runtimes.runner import ClassifierRunner, EmbedderRunner
 

@@ -18,10 +18,10 @@ from counting_graphs import (
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
-from smelt.data.batch import Batch
-from smelt.generation import graph_generation
 from smelt.generation.config import GenerationSettings, resolve_generation
+from smelt.generation.search import run_generation_graph
 from smelt.runtimes import onnx_backend
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder
 
 
@@ -212,7 +212,7 @@ def test_a_graph_that_was_promised_stays_until_its_call_has_ended_and_no_longer(
         with runner.backend.acquire_graph("generate") as promised:
             sampled = search(runner, "sampling")
             assert list(runner.backend._sessions) == ["model"]
-            greedy = graph_generation.run_generation_graph(
+            greedy = run_generation_graph(
                 runner, PROMPT, resolve_generation(GenerationSettings(max_new_tokens=6), runner)
             )
         assert promised

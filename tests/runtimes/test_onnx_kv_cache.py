@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from shared_folders import make_once
 
-from smelt.data.batch import Batch
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.onnx_backend import grow_cache
 from smelt.runtimes.registry import open_folder
 

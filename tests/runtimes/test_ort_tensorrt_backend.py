@@ -16,7 +16,6 @@ import tiny
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
-from smelt.data.batch import Batch
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import load_graph
 from smelt.export.tensorrt.profile_ranges import export_provider_options, tensorrt_options
@@ -24,6 +23,7 @@ from smelt.export.tensorrt.settings import ProviderSettings
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.runtimes import ort_tensorrt_backend
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, write_provider_options
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement

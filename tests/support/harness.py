@@ -21,7 +21,7 @@ import tiny
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.data.splits import Split, Task
-from smelt.pipeline.inspect.machine_speed import MachineSpeed
+from smelt.pipeline.inspect.machine import MachineSpeed
 
 
 def make_context(

@@ -25,8 +25,8 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
-from smelt.models.count_parameters import count_parameters
 from smelt.models.edits import apply_edits, read_edits
+from smelt.models.model_size import count_parameters
 from smelt.quantization.layers import LowRankCorrectedLinear
 from smelt.quantization.matrix import QuantizedMatrix
 from smelt.training.lora import LoraAdapters, QuantizedLoraLinear, find_lora_layers

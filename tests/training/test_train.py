@@ -18,7 +18,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import warning
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
-from smelt.evaluate.report.notes import sort_warnings
+from smelt.evaluate.report.view import sort_warnings
 from smelt.models.checkpoint import load_model
 from smelt.training import trainer as training_loop
 from smelt.training.extension import label_objective

@@ -66,6 +66,14 @@ def reads_images(config: Config) -> bool:
     return family is not None and family.input_kind == "images"
 
 
+def lacks_head(config: Config) -> bool:
+    """Return whether `config` (config.json) is that of an encoder and a decoder without an output layer."""
+    names = [str(name) for name in config.get("architectures") or ()]
+    # MarianMTModel has an output layer despite its name
+    bare = bool(names) and names[0].endswith("Model") and not names[0].endswith("MTModel")
+    return bare and bool(config.get("is_encoder_decoder"))
+
+
 def no_blocks_reason(config: Config) -> str | None:
     """Return the error text if a model of this config has no transformer blocks, else None.
 

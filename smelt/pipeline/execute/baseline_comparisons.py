@@ -120,7 +120,7 @@ class LayerComparisons:
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the result of each step of `missing`."""
         from smelt.evaluate.layer_sqnr import LayerComparison, NotComparableError, SampleSource, not_compared
-        from smelt.training.training_state import torch_threads
+        from smelt.runtimes.device import torch_threads
 
         source = SampleSource(self.split, self.recipe.task, self.count, self.recipe.seed)
         with torch_threads(self.recipe.threads):

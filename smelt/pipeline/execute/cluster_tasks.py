@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError, SmeltError
-from smelt.core.locks import current_owner
+from smelt.core.locks import MachineTurns, current_owner
 from smelt.core.messages import Message
 from smelt.core.process_group import ShardEnd, in_shard
 from smelt.core.store import Store
@@ -26,7 +26,6 @@ from smelt.evaluate.environment import cpu_model
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback
 from smelt.pipeline.execute.latency_scores import LatencyScores
-from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.ray_cluster import TaskNeeds, open_node_store
 from smelt.pipeline.execute.reserved_nodes import (
     LOST,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError, rust_panics_as_errors
-from smelt.core.locks import file_lock
+from smelt.core.locks import MachineTurns, file_lock
 from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.data.split_division import checked_limit, limit_split
@@ -29,7 +29,6 @@ from smelt.pipeline.execute.cluster_run import ClusterRun, paths_on_nodes
 from smelt.pipeline.execute.display import Display, duration
 from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
 from smelt.pipeline.execute.latency_scores import LatencyScores
-from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.ray_cluster import open_cluster
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_costs import estimate_run
@@ -423,7 +422,7 @@ class _PlanRunner:
     def _cross_validate(self, count: int) -> None:
         """Run the recipe once for each fold of the training samples, scored on what the fold leaves out."""
         from smelt.data.split_division import divide_folds
-        from smelt.pipeline.execute.cross_validation import summarize_folds
+        from smelt.evaluate.significance import summarize_folds
 
         recipe = self.plan.recipe.model_copy(update={"trackers": ()})
         plan = replace(self.plan, judged_on="test", recipe=recipe)

@@ -24,8 +24,7 @@ from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.run_folder import default_store
 from smelt.pipeline.execute.sources import import_onnx_model, import_user_model, make_untrained_model
 from smelt.pipeline.execute.step_runner import StepRunner, recipe_scorer, recipe_step_runner, resolve_task
-from smelt.pipeline.inspect.machine import gpu_memory_bytes
-from smelt.pipeline.inspect.machine_speed import machine_speed
+from smelt.pipeline.inspect.machine import gpu_memory_bytes, machine_speed
 from smelt.pipeline.plan.costs import (
     MachineLimits,
     StepEstimate,

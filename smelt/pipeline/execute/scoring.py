@@ -358,7 +358,7 @@ class Scorer:
 
     def _score_arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
-        from smelt.runtimes.third_party.graph_runner import outputs_by_sample
+        from smelt.runtimes.runner import outputs_by_sample
 
         assert split.arrays is not None
         assert self.reference is not None  # a run scores the original first, `smelt eval` requires it
@@ -382,7 +382,7 @@ class Scorer:
     def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
         """Return the outputs of the reference graph on `split`."""
         from smelt.runtimes.registry import open_runner
-        from smelt.runtimes.third_party.graph_runner import GraphRunner, outputs_by_sample
+        from smelt.runtimes.runner import GraphRunner, outputs_by_sample
 
         assert split.arrays is not None
         with open_runner(reference, self.threads, self.device) as runner:

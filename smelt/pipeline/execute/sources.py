@@ -246,8 +246,8 @@ def import_user_model(
 
     def make(space: Path) -> Artifact:
         from smelt.models.checkpoint import write_text_rules
-        from smelt.models.count_parameters import require_finite_weights
         from smelt.models.import_model import import_model
+        from smelt.models.weight_files import require_finite_weights
 
         out = space / "out"
         out.mkdir()
@@ -272,9 +272,9 @@ def import_user_model(
 def _model_details(source: Path, out: Path, quantized: bool) -> dict[str, Any]:
     """Return details of the model in `source`, copied to `out`: parameters, bits per weight, licence."""
     from smelt.compress.quantize.plan_layers import quantized_weight_bits
-    from smelt.models.count_parameters import count_parameters
     from smelt.models.empty_model import empty_model, stored_dtypes
     from smelt.models.import_model import read_licence
+    from smelt.models.model_size import count_parameters
 
     details: dict[str, Any] = {"parameters": count_parameters(out)}
     if quantized:
@@ -292,7 +292,7 @@ def require_finite_models(plan: Plan) -> None:
     Raises:
         InputError: one has; the message gives line, step, file and tensor.
     """
-    from smelt.models.count_parameters import require_finite_weights
+    from smelt.models.weight_files import require_finite_weights
 
     task = plan.recipe.task
     for step in plan.steps:
@@ -412,7 +412,7 @@ def _commit_artifact(
     rebuild: bool,
 ) -> Artifact:
     from smelt.models.checkpoint import write_text_rules
-    from smelt.models.count_parameters import count_parameters
+    from smelt.models.model_size import count_parameters
 
     write_text_rules(out, rules)
     how = tokenizer.model_dump() if isinstance(tokenizer, NewTokenizer) else tokenizer

@@ -29,8 +29,12 @@ from smelt.models.text_rules import SentenceRules, TextRules
 from smelt.pipeline.execute.failures import explain_step_error
 from smelt.pipeline.execute.scoring import Scorer, library_versions
 from smelt.pipeline.inspect.machine import gpu_names, has_bf16_instructions, training_device
-from smelt.pipeline.plan.prompt_checks import check_prompts
-from smelt.pipeline.plan.task_checks import embedder_metrics, resolve_pooling, resolve_text_rules
+from smelt.pipeline.plan.task_checks import (
+    check_prompts,
+    embedder_metrics,
+    resolve_pooling,
+    resolve_text_rules,
+)
 from smelt.pipeline.plan.untrained_checks import config_file, resolve_labels
 from smelt.runtimes.third_party.trial_run import record_verified_graphs
 
@@ -254,7 +258,7 @@ class StepRunner:
         ctx.details.update(self.windows_details)
         ctx.details.setdefault("parameters", parent.manifest.details.get("parameters"))
         if step.stage_class.produces == "torch":
-            from smelt.models.count_parameters import count_parameters
+            from smelt.models.model_size import count_parameters
 
             ctx.details["parameters"] = count_parameters(out)
         return Manifest(

@@ -24,7 +24,7 @@ from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.labels import CLASSIFIER_SUFFIXES
 from smelt.data.splits import CLASSIFICATION_TASKS, DECODER_ONLY_TASKS, SENTENCE_SIMILARITY, Task
 from smelt.models.families.model_blocks import is_token_embedding
-from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK, find_family
+from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK, find_family, lacks_head
 from smelt.models.quantization_config import (
     QUANTIZATION_CONFIG_KEY,
     new_head_message,
@@ -32,7 +32,6 @@ from smelt.models.quantization_config import (
     require_quantized_tensors,
     undeclared_quantized_layer,
 )
-from smelt.models.seq2seq_head import lacks_head
 from smelt.models.weight_files import (
     WEIGHTS_FILE,
     WEIGHTS_INDEX_FILE,

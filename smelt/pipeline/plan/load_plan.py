@@ -45,14 +45,13 @@ from smelt.pipeline.plan.gates import (
 )
 from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
 from smelt.pipeline.plan.plan_checker import PlanChecker
-from smelt.pipeline.plan.prompt_checks import check_prompts
 from smelt.pipeline.plan.quantized_steps import (
     prequantized_mistakes,
     qat_mistakes,
     quantization_lost_warnings,
 )
 from smelt.pipeline.plan.step_draft import idle_autotune_warnings
-from smelt.pipeline.plan.task_checks import check_embedder, resolve_text_rules
+from smelt.pipeline.plan.task_checks import check_embedder, check_prompts, resolve_text_rules
 from smelt.pipeline.plan.third_party import (
     apply_graph_axes,
     apply_graph_batch_size,

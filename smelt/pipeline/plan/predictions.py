@@ -15,7 +15,7 @@ from typing import Any
 from smelt.core.artifact import StepRecord
 from smelt.core.messages import Message, messages_to_json
 from smelt.models.costs import INTERPRETER_BYTES, Work
-from smelt.pipeline.inspect.machine_speed import MachineSpeed
+from smelt.pipeline.inspect.machine import MachineSpeed
 from smelt.pipeline.plan.costs import MachineLimits, StepEstimate, check_costs, format_bytes
 from smelt.pipeline.plan.plan import Plan
 

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.files import json_hash, write_atomically
-from smelt.core.locks import file_lock
+from smelt.core.locks import MachineTurns, file_lock
 from smelt.core.messages import Message, with_count
-from smelt.pipeline.execute.machine_turns import MachineTurns
 from smelt.pipeline.execute.ray_cluster import RayCluster, open_cluster
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import StorePlace, check_store, default_store

@@ -45,14 +45,12 @@ def signed_int4_constants(matrix: PackedMatrix, use: MatrixUse) -> dict[str, Ten
 
     Codes are uint8, two per byte, the first one in the lowest bits; those of a lookup [N, G, g / 2].
     """
-    from smelt.quantization.packing import pack_nibbles, unpack_nibbles
-
     codes = matrix.tensor("codes").detach() ^ _SIGN_BITS
     if use == "lookup":
         return {_ROWS: codes}
-    columns = unpack_nibbles(codes).flatten(1).t()
+    columns = parts.unpack_nibbles(codes).flatten(1).t()
     scales = matrix.tensor("scales").detach().t().contiguous()
-    return {_COLUMNS: pack_nibbles(columns.flatten()), _COLUMN_SCALES: scales}
+    return {_COLUMNS: parts.pack_nibbles(columns.flatten()), _COLUMN_SCALES: scales}
 
 
 def emit_signed_int4_linear(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:

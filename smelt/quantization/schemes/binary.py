@@ -92,15 +92,14 @@ class Binary(Scheme):
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the packed bits."""
-        from smelt.quantization.packing import pack_bits
-
-        return {"codes": pack_bits(decided.q_weight), "scales": decided.qparams["scales"].half().float()}
+        return {
+            "codes": parts.pack_bits(decided.q_weight),
+            "scales": decided.qparams["scales"].half().float(),
+        }
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the signs as bool."""
-        from smelt.quantization.packing import unpack_bits
-
-        return UnpackedWeights(unpack_bits(matrix.tensor("codes")), {"scales": matrix.tensor("scales")})
+        return UnpackedWeights(parts.unpack_bits(matrix.tensor("codes")), {"scales": matrix.tensor("scales")})
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""

@@ -252,18 +252,14 @@ class BnbNf4(Scheme):
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the tensors of `stored_tensors`."""
-        from smelt.quantization.packing import pack_nibbles
-
         return {
-            "codes": pack_nibbles(decided.q_weight, high_first=True),
+            "codes": parts.pack_nibbles(decided.q_weight, high_first=True),
             "scales": decided.qparams["scales"].float(),
         }
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
-        from smelt.quantization.packing import unpack_nibbles
-
-        codes = unpack_nibbles(matrix.tensor("codes"), high_first=True)
+        codes = parts.unpack_nibbles(matrix.tensor("codes"), high_first=True)
         return UnpackedWeights(codes, {"scales": matrix.tensor("scales")})
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -287,8 +283,6 @@ class BnbNf4(Scheme):
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         import torch
 
-        from smelt.quantization.packing import unpack_nibbles_float
-
         count = parts.num_groups(matrix.width, NF4_BLOCK_SIZE)
         taken = ids.flatten()[:, None]
 
@@ -297,7 +291,7 @@ class BnbNf4(Scheme):
             places = taken * width + torch.arange(width, device=taken.device)
             return flat.index_select(0, places.flatten())
 
-        codes = unpack_nibbles_float(
+        codes = parts.unpack_nibbles_float(
             rows("flat", "codes", count * NF4_BLOCK_SIZE // 2), high_first=True
         ).int()
         table = matrix.tensor("table") if matrix.has("table") else _table(codes.device)

@@ -83,16 +83,14 @@ class FourBitTable(Scheme):
         """Return the tensors of `stored_tensors`."""
         import torch
 
-        from smelt.quantization.packing import pack_nibbles
-
         scales = decided.qparams["scales"].to(getattr(torch, self.scale_dtype)).float()
-        return {"codes": pack_nibbles(decided.q_weight), "scales": scales}
+        return {"codes": parts.pack_nibbles(decided.q_weight), "scales": scales}
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
-        from smelt.quantization.packing import unpack_nibbles
-
-        return UnpackedWeights(unpack_nibbles(matrix.tensor("codes")), {"scales": matrix.tensor("scales")})
+        return UnpackedWeights(
+            parts.unpack_nibbles(matrix.tensor("codes")), {"scales": matrix.tensor("scales")}
+        )
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""
@@ -102,10 +100,8 @@ class FourBitTable(Scheme):
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         import torch
 
-        from smelt.quantization.packing import unpack_nibbles_float
-
         flat = ids.flatten()
-        codes = unpack_nibbles_float(matrix.tensor("codes").index_select(0, flat)).int()
+        codes = parts.unpack_nibbles_float(matrix.tensor("codes").index_select(0, flat)).int()
         in_graph = matrix.has("table")
         table = matrix.tensor("table") if in_graph else torch.from_numpy(self.code_values()).to(ids.device)
         steps = table.index_select(0, codes.flatten()).reshape(codes.shape).float() / self.units

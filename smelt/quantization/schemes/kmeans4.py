@@ -107,20 +107,16 @@ class Kmeans4(Scheme):
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the tensors of `stored_tensors`."""
-        from smelt.quantization.packing import pack_nibbles
-
         return {
-            "codes": pack_nibbles(decided.q_weight),
+            "codes": parts.pack_nibbles(decided.q_weight),
             "codebook": decided.qparams["codebook"],
             "scales": decided.qparams["scales"].half().float(),
         }
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
-        from smelt.quantization.packing import unpack_nibbles
-
         grid = {"scales": matrix.tensor("scales"), "codebook": matrix.tensor("codebook")}
-        return UnpackedWeights(unpack_nibbles(matrix.tensor("codes")), grid)
+        return UnpackedWeights(parts.unpack_nibbles(matrix.tensor("codes")), grid)
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""
@@ -132,10 +128,8 @@ class Kmeans4(Scheme):
 
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
-        from smelt.quantization.packing import unpack_nibbles_float
-
         flat = ids.flatten()
-        places = unpack_nibbles_float(matrix.tensor("codes").index_select(0, flat)).long()
+        places = parts.unpack_nibbles_float(matrix.tensor("codes").index_select(0, flat)).long()
         books = matrix.tensor("codebook").index_select(0, flat).float() - _MIDDLE
         stored = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
         scales = stored.index_select(0, flat).float()[..., None]

@@ -111,19 +111,15 @@ class Ternary(Scheme):
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return digits of base 3, the first the lowest."""
-        from smelt.quantization.packing import pack_base_n
-
         return {
-            "codes": pack_base_n(decided.q_weight, 3, _DIGITS),
+            "codes": parts.pack_base_n(decided.q_weight, 3, _DIGITS),
             "scales": decided.qparams["scales"].half().float(),
         }
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
-        from smelt.quantization.packing import unpack_base_n_float
-
         size = self.group_size(matrix.width, matrix.options)
-        codes = unpack_base_n_float(matrix.tensor("codes"), 3, _DIGITS)[..., :size].byte()
+        codes = parts.unpack_base_n_float(matrix.tensor("codes"), 3, _DIGITS)[..., :size].byte()
         return UnpackedWeights(codes, {"scales": matrix.tensor("scales")})
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -132,10 +128,10 @@ class Ternary(Scheme):
 
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
-        from smelt.quantization.packing import unpack_base_n_float
-
         flat, size = ids.flatten(), self.group_size(matrix.width, matrix.options)
-        codes = unpack_base_n_float(matrix.tensor("codes").index_select(0, flat), 3, _DIGITS)[..., :size]
+        codes = parts.unpack_base_n_float(matrix.tensor("codes").index_select(0, flat), 3, _DIGITS)[
+            ..., :size
+        ]
         stored = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
         scales = stored.index_select(0, flat).float()[..., None]
         rows = ((codes - 1.0) * scales).flatten(1)[:, : matrix.width]

@@ -14,9 +14,12 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from smelt.core.messages import Message, error_message
+from smelt.runtimes.graph_walk import (
+    external_data_fields,
+    is_external,
+    iter_model_tensors,
+)
 from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec
-
-_KEYS = ("location", "offset", "length")
 
 
 class GraphFileError(ValueError):
@@ -38,22 +41,6 @@ class ExternalLocation(NamedTuple):
     file: Path
     offset: int
     length: int
-
-
-def is_external(tensor: Any) -> bool:
-    """Return whether the values of an onnx.TensorProto are in another file."""
-    return int(tensor.data_location) == 1  # TensorProto.EXTERNAL
-
-
-def external_data_fields(tensor: Any) -> Mapping[str, str]:
-    """Return the external data fields of a tensor; of duplicate keys the last."""
-    return {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
-
-
-def external_locations(model: Any) -> set[str]:
-    """Return the names of the external data files of an onnx.ModelProto, as it was read."""
-    external = (tensor for tensor in iter_model_tensors(model) if is_external(tensor))
-    return {external_data_fields(tensor).get("location", "") for tensor in external}
 
 
 def resolve_external_data(tensor: Any, graph: Path, expected: int) -> ExternalLocation:
@@ -135,46 +122,6 @@ BITS_BY_TYPE = {
 # Maximum number of values of a tensor; a terabyte of bytes.
 _MAX_VALUES = 1 << 40
 _TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
-
-
-def iter_graph_tensors(graph: Any) -> Iterator[Any]:
-    """Yield every tensor of an onnx.GraphProto: initializers, values of attributes, those of subgraphs."""
-    waiting = [graph]
-    while waiting:
-        graph = waiting.pop()
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-        yield from _attribute_tensors(_node_attributes(graph.node), waiting)
-
-
-def iter_model_tensors(model: Any) -> Iterator[Any]:
-    """Yield every tensor of an onnx.ModelProto, including those of its functions."""
-    yield from iter_graph_tensors(model.graph)
-    for function in model.functions:
-        waiting: list[Any] = []
-        yield from _attribute_tensors(_node_attributes(function.node), waiting)
-        yield from _attribute_tensors(function.attribute_proto, waiting)  # the defaults
-        for graph in waiting:
-            yield from iter_graph_tensors(graph)
-
-
-def _node_attributes(nodes: Any) -> Iterator[Any]:
-    for node in nodes:
-        yield from node.attribute
-
-
-def _attribute_tensors(attributes: Any, waiting: list[Any]) -> Iterator[Any]:
-    for attribute in attributes:
-        if attribute.HasField("t"):
-            yield attribute.t
-        yield from attribute.tensors
-        alone = [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
-        for sparse in (*alone, *attribute.sparse_tensors):
-            yield from (sparse.values, sparse.indices)
-        if attribute.HasField("g"):
-            waiting.append(attribute.g)
-        waiting.extend(attribute.graphs)
 
 
 def tensor_problems(model: Any, path: Path) -> Iterator[Message]:

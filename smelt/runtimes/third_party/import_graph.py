@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError
 from smelt.models.text_rules import SentenceRules
 from smelt.runtimes.backend import Feeds
-from smelt.runtimes.graph_walk import opset_versions
+from smelt.runtimes.graph_walk import is_external, iter_model_tensors, opset_versions
 from smelt.runtimes.runner import EMBEDDING_OUTPUT
 from smelt.runtimes.third_party.convert_optimum import (
     DECODER_WITH_PAST_GRAPH,
@@ -48,13 +48,7 @@ from smelt.runtimes.third_party.convert_optimum import (
     nodes_for_outputs,
     set_cache_shapes,
 )
-from smelt.runtimes.third_party.graph_files import (
-    BITS_BY_TYPE,
-    ExternalLocation,
-    is_external,
-    iter_model_tensors,
-    resolve_external_data,
-)
+from smelt.runtimes.third_party.graph_files import BITS_BY_TYPE, ExternalLocation, resolve_external_data
 from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
 from smelt.runtimes.third_party.trial_run import trial_limits
 

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 from smelt.compress.drop_layers.drop_parts import layer_parts, part_influence, without_parts
 from smelt.models.checkpoint import load_model
-from smelt.models.skip_sublayer import skip_sublayer
+from smelt.models.layers import skip_sublayer
 
 
 def _loaded(family, layers=3):

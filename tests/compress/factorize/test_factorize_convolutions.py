@@ -16,7 +16,7 @@ from smelt.core.errors import InputError
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model
-from smelt.models.count_parameters import count_macs
+from smelt.models.model_size import count_macs
 
 WIDE = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 1]}
 CONVS = {

@@ -19,7 +19,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES
-from smelt.models.skip_sublayer import skip_sublayer
+from smelt.models.layers import skip_sublayer
 
 KINDS = ("attention", "cross-attention", "ffn")
 

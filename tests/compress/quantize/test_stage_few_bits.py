@@ -8,7 +8,7 @@ import tiny
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.models.checkpoint import load_model
-from smelt.models.count_parameters import count_parameters
+from smelt.models.model_size import count_parameters
 from smelt.quantization.layers import QuantizedLinear, layer_scheme
 
 # bits a weight: codes, a float16 scale for each 64 inputs or for each row of 256, 512

@@ -3,8 +3,8 @@ import time
 import numpy as np
 import pytest
 
-from smelt.data.batch import Batch
 from smelt.evaluate.latency.worker import TimedRunner
+from smelt.runtimes.backend import Batch
 
 pytestmark = pytest.mark.quick
 

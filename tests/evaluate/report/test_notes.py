@@ -1,7 +1,7 @@
 import pytest
 from sample_report import mark_disturbed, ten_step_report
 
-from smelt.evaluate.report import notes
+from smelt.evaluate.report import view
 from smelt.evaluate.report.render import render_html, render_markdown, render_table
 from smelt.evaluate.report.schema import GateReport, validate_report
 
@@ -24,7 +24,7 @@ def test_an_n_too_small_for_a_gate_is_said_with_the_n_that_would_do(report):
     ]
     [warning] = [
         text
-        for name, kind, text in notes.report_notes(validate_report(report))
+        for name, kind, text in view.report_notes(validate_report(report))
         if (name, kind) == ("onnx-int8", "warning") and "13,000" in text
     ]
     assert all(value in warning for value in ("BLEU max_drop 0.10", "n = 1,000", "±0.35"))
@@ -37,10 +37,10 @@ def test_a_gate_with_confidence_says_what_was_judged():
     gate = GateReport(
         metric="bleu", kind="max_drop", limit=1.0, value=0.4, bound=0.75, confidence=0.95, passed=True
     )
-    assert notes.gate_text(gate) == "BLEU max_drop 1.00, confidence 0.95"
-    assert notes.gate_value_text(gate) == "0.40 (bound 0.75)"
+    assert view.gate_text(gate) == "BLEU max_drop 1.00, confidence 0.95"
+    assert view.gate_value_text(gate) == "0.40 (bound 0.75)"
     assert (
-        notes.gate_value_text(GateReport(metric="size_bytes", kind="max", limit=2e6, value=1e6, passed=True))
+        view.gate_value_text(GateReport(metric="size_bytes", kind="max", limit=2e6, value=1e6, passed=True))
         == "1.00 MB"
     )
 
@@ -52,7 +52,7 @@ def test_steps_and_batches_that_were_disturbed_share_a_note(report):
         for row in step["latency"]:
             mark_disturbed(row)
             row["rounds"] = [lost | {"lost_share": share}]
-    found = [text for name, kind, text in notes.report_notes(validate_report(report)) if kind == "disturbed"]
+    found = [text for name, kind, text in view.report_notes(validate_report(report)) if kind == "disturbed"]
     (text,) = found
     assert "onnx-int8 (batch 1, 8), onnx-fp32 (batch 1, 8)" in text
     assert "40 %" in text

@@ -15,7 +15,7 @@ import pytest
 from smelt.export.generation_graph.write import write_generation_graphs
 from smelt.export.graphs.export_graph import export_graph, model_graphs
 from smelt.export.simplify_graph import expand_placeholders
-from smelt.generation import graph_generation
+from smelt.generation import search
 from smelt.models.checkpoint import load_model
 from smelt.runtimes.registry import open_folder
 
@@ -71,9 +71,7 @@ def test_the_graph_equals_generate(runners, kind, settings, monkeypatch):
     assert ended >= 6, "hardly any text ended before the limit: the test shows nothing"
     assert differ >= 6, "every text gave the same tokens: the test shows nothing"
     # bad words of several tokens, and what replaces scores that are no numbers, are left to Python
-    expected = [
-        graph_generation.graph_supports(_decoding(w | c)) for w, c in getattr(generation_models, settings)
-    ]
+    expected = [search.graph_supports(_decoding(w | c)) for w, c in getattr(generation_models, settings)]
     assert len(asked) == 2 * sum(expected) > 10
 
 
@@ -99,7 +97,7 @@ def test_drawn_settings_give_what_generate_gives(kind, runners, tmp_path, monkey
         for name, runner in (("torch", eager), ("graph", graphs)):
             found[name], expected = generation_models.compare_tokens(runner, model, batch, wishes, config)
         with monkeypatch.context() as patch:
-            patch.setattr(graph_generation, "graph_supports", lambda decoding: False)
+            patch.setattr(search, "graph_supports", lambda decoding: False)
             found["loop"], _ = generation_models.compare_tokens(graphs, model, batch, wishes, config)
         for name, texts in found.items():
             assert texts == expected, (name, number, wishes, config)
@@ -117,9 +115,7 @@ def test_of_a_batch_without_rows_nothing_is_made(runners, kind, graph):
 def _decoding(asked):
     """Return a `Decoding` with what a graph might not do."""
     left_to_python = ("bad_words_ids", "remove_invalid_values")
-    return graph_generation.GenerationConfig(
-        **{name: asked[name] for name in left_to_python if name in asked}
-    )
+    return search.GenerationConfig(**{name: asked[name] for name in left_to_python if name in asked})
 
 
 @pytest.mark.parametrize("kind", ["marian", "llama"])
@@ -136,7 +132,7 @@ def test_the_file_alone_needs_only_texts(runners, kind):
     assert (same == found).all()
     prompt = 1 if kind == "marian" else batch.input_ids.shape[1]
     assert found.shape[1] <= prompt + 9
-    ours = [graph_generation.trim_at_eos(row, prompt, [generation_models.EOS]) for row in found]
+    ours = [search.trim_at_eos(row, prompt, [generation_models.EOS]) for row in found]
     assert ours == generation_models.transformers_tokens(
         model, batch, max_new_tokens=9, do_sample=False, num_beams=1
     )

@@ -9,10 +9,10 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import ParityError
-from smelt.data.batch import Batch
 from smelt.export.generation_graph.write import _equally_likely, verify_generation_graphs
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.generation.search import generate_resolved
+from smelt.runtimes.backend import Batch
 
 PAD, EOS, START, VOCABULARY = 0, 1, 3, 8
 BATCH = Batch(np.ones((2, 3), np.int64), np.ones((2, 3), np.int64))

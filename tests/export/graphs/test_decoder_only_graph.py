@@ -16,7 +16,6 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.batch import Batch
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.graphs.decoder_only import unfused_heads_warning
@@ -26,6 +25,7 @@ from smelt.export.precision.convert_to_half import convert_to_half
 from smelt.generation.config import GenerationSettings
 from smelt.generation.runners import token_nll
 from smelt.generation.search import generate
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, open_runner
 
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))

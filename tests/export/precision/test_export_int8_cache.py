@@ -19,16 +19,15 @@ from transformers.masking_utils import sdpa_mask
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import ParityError, RunError
-from smelt.data.batch import Batch
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.export.precision import kv_cache
 from smelt.generation.config import GenerationSettings, resolve_generation
-from smelt.generation.graph_generation import generate_in_graph
 from smelt.generation.runners import token_nll
-from smelt.generation.search import generate, generate_resolved
+from smelt.generation.search import generate, generate_in_graph, generate_resolved
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder
 
 INT8 = OnnxSettings(kv_cache="int8")

@@ -11,8 +11,8 @@ from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.models.costs import Work
-from smelt.pipeline.inspect import machine_speed as module
-from smelt.pipeline.inspect.machine_speed import MachineSpeed, machine_speed, measure_speed
+from smelt.pipeline.inspect import machine as module
+from smelt.pipeline.inspect.machine import MachineSpeed, machine_speed, measure_speed
 
 SPEED = MachineSpeed(
     forward={"128": 1e9, "512": 4e9}, training={"128": 1e9}, decode={"128": 1e9}, matrix=1e10, solver=1e9,

@@ -15,8 +15,7 @@ from paired_techniques import TECHNIQUES
 from smelt.core.artifact import StepRecord
 from smelt.core.errors import InputError
 from smelt.models.costs import CostInputs, SampleLengths, one_shot_cost
-from smelt.models.count_parameters import count_parameters
-from smelt.models.model_size import size_from_config
+from smelt.models.model_size import count_parameters, size_from_config
 from smelt.pipeline.plan.costs import (
     MachineLimits,
     check_costs,

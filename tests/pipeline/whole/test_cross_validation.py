@@ -90,7 +90,7 @@ def test_every_training_sample_is_scored_once_by_models_that_have_not_seen_it(ho
 
 def test_differences_are_paired_over_the_samples_of_all_folds():
     from smelt.evaluate.quality import score_labels
-    from smelt.pipeline.execute.cross_validation import summarize_folds
+    from smelt.evaluate.significance import summarize_folds
 
     draw = np.random.default_rng(0)
     gold, one, other = (draw.integers(0, 2, (3, 40)) for _ in range(3))

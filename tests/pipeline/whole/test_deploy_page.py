@@ -11,8 +11,8 @@ import pytest
 from services import run_service
 from standalone_packages import standalone_package
 
-from smelt.export.package.standalone.parts import serve
-from smelt.export.package.standalone.parts.http_requests import PATHS
+from smelt.export.package.standalone import serve
+from smelt.export.package.standalone.http_requests import PATHS
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "deploy.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^curl .*", PAGE, flags=re.M)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tiny
 
-from smelt.data.batch import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
+from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, open_runner
 
 # words of exports.SCHEMES -> of the registry

@@ -14,7 +14,7 @@ from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.models.edits import apply_edits
-from smelt.quantization.packing import unpack_nibbles
+from smelt.quantization.groupwise import unpack_nibbles
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
 GROUPS = {"int2": (32, 64, 128), "int3": (16, 32, 64, 128), "int4": (16, 32, 64, 128)}

@@ -12,7 +12,7 @@ from expected_errors import raises_code
 from onnx import TensorProto, helper, save
 
 from smelt.core.errors import InputError
-from smelt.data.batch import Batch
+from smelt.runtimes.backend import Batch
 
 
 def write(path: Path, nodes: Any, inputs: Any, outputs: Any) -> None:

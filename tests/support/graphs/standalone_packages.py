@@ -33,7 +33,7 @@ def standalone_package(kind: str, generation: dict[str, Any] | None = None) -> P
     """
     from smelt.core.artifact import read_artifact
     from smelt.export.package.package_format import PackageOrigin
-    from smelt.export.package.standalone.standalone_format import StandaloneFormat
+    from smelt.export.package.standalone_format import StandaloneFormat
     from smelt.export.package.write_package import write_package
 
     wishes = {"max_new_tokens": 4} if generation is None else generation

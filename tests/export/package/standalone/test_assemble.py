@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from smelt.export.package.standalone.standalone_format import PARTS_FOLDER, TASK_SCRIPTS, assemble_script
+from smelt.export.package.standalone_format import PARTS_FOLDER, TASK_SCRIPTS, assemble_script
 
 pytestmark = pytest.mark.quick
 

@@ -18,7 +18,7 @@ from shared_folders import make_once
 from standalone_packages import GENERATION_SETTINGS, TEXTS, standalone_package
 
 import smelt
-from smelt.export.package.standalone.standalone_format import INSTALL_COMMAND, TRIM_COMMAND
+from smelt.export.package.standalone_format import INSTALL_COMMAND, TRIM_COMMAND
 
 KINDS = ("translator", "t5", "gpt2", "classifier", "embedder", "vit")
 PILLOW = ("PIL", "pillow.libs", "pillow")  # for images alone

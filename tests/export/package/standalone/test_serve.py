@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from services import run_service
 
-from smelt.export.package.standalone.standalone_format import assemble_script
+from smelt.export.package.standalone_format import assemble_script
 
 JSON = {"Content-Type": "application/json"}
 # Each answer says how many texts its call had. A call with "wait" in it waits for the file `go`.

@@ -23,8 +23,8 @@ import smelt
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
 from smelt.export.package.package_format import PackageOrigin
-from smelt.export.package.standalone.parts.classes import predict_class, prediction_line
-from smelt.export.package.standalone.standalone_format import StandaloneFormat
+from smelt.export.package.standalone.classes import predict_class, prediction_line
+from smelt.export.package.standalone_format import StandaloneFormat
 from smelt.export.package.write_package import write_package
 from smelt.pipeline.execute import scoring
 from smelt.runtimes.runner import ClassPrediction

@@ -17,8 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from smelt.export.package.standalone.parts.http_requests import InferenceServer
-from smelt.export.package.standalone.parts.packaged_model import Batcher, PackagedModel
+from smelt.export.package.standalone.http_requests import InferenceServer
+from smelt.export.package.standalone.packaged_model import Batcher, PackagedModel
 
 MODEL_FOLDER = Path(__file__).parent
 

@@ -10,7 +10,7 @@ import third_party_graphs as graphs
 from smelt.core.errors import RunError
 from smelt.data.npz_arrays import read_npz
 from smelt.runtimes.registry import open_runner
-from smelt.runtimes.third_party.graph_runner import GraphRunner, outputs_by_sample
+from smelt.runtimes.runner import GraphRunner, outputs_by_sample
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
 

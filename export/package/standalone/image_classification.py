@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from smelt.export.package.standalone.parts.classes import predict_class, prediction_line
-from smelt.export.package.standalone.parts.finite_outputs import finite_outputs
-from smelt.export.package.standalone.parts.session import open_graph, run_command_line
+from smelt.export.package.standalone.classes import predict_class, prediction_line
+from smelt.export.package.standalone.finite_outputs import finite_outputs
+from smelt.export.package.standalone.session import open_graph, run_command_line
 
 IMAGE_FORMATS = (
     "JPEG",

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.package.standalone.parts.batches import length_batches
-from smelt.export.package.standalone.parts.finite_outputs import finite_outputs
-from smelt.export.package.standalone.parts.session import open_graph, run_command_line
-from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
+from smelt.export.package.standalone.batches import length_batches
+from smelt.export.package.standalone.finite_outputs import finite_outputs
+from smelt.export.package.standalone.session import open_graph, run_command_line
+from smelt.export.package.standalone.tokenizers_reader import Tokenizer
 
 
 class Embedder:

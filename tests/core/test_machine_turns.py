@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from harness import smelt
 from search_recipes import small, write
 
-from smelt.core.locks import current_owner
+from smelt.core.locks import MachineTurns, current_owner
 from smelt.pipeline.execute import cluster_tasks
 from smelt.pipeline.execute.latency_scores import LatencyScores
-from smelt.pipeline.execute.machine_turns import MachineTurns
 
 
 def test_a_measurement_waits_for_running_steps_and_holds_back_new_ones(tmp_path):

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from smelt.export.package.standalone.parts import http_requests
-from smelt.export.package.standalone.parts.http_requests import InferenceServer, RequestHandler
-from smelt.export.package.standalone.parts.packaged_model import Batcher
+from smelt.export.package.standalone import http_requests
+from smelt.export.package.standalone.http_requests import InferenceServer, RequestHandler
+from smelt.export.package.standalone.packaged_model import Batcher
 
 JSON = {"Content-Type": "application/json"}
 

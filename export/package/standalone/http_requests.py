@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
-from smelt.export.package.standalone.parts.packaged_model import (
+from smelt.export.package.standalone.packaged_model import (
     IMAGES,
     Batcher,
     PackagedModel,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from smelt.export.package.standalone.parts.session import run_command_line
-from smelt.export.package.standalone.parts.writer import Writer
+from smelt.export.package.standalone.session import run_command_line
+from smelt.export.package.standalone.writer import Writer
 
 if __name__ == "__main__":
     run_command_line(Writer, Writer.__call__, __doc__)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from smelt.export.package.standalone.parts.prompt_rendering import compile_template, render_chat
-from smelt.export.package.standalone.parts.session import run_command_line
-from smelt.export.package.standalone.parts.writer import Writer
+from smelt.export.package.standalone.prompt_rendering import compile_template, render_chat
+from smelt.export.package.standalone.session import run_command_line
+from smelt.export.package.standalone.writer import Writer
 
 
 class Answerer(Writer):

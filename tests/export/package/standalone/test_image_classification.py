@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smelt.export.package.standalone.parts import image_classification
-from smelt.export.package.standalone.parts.image_classification import preprocess_image
+from smelt.export.package.standalone import image_classification
+from smelt.export.package.standalone.image_classification import preprocess_image
 from smelt.models.image_processor import parse_processor
 from smelt.runtimes.images import load_pixels as pixels_in_smelt
 

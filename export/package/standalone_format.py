@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 INFER_FILE, SERVE_FILE, INFER_SETTINGS_FILE = "infer.py", "serve.py", "infer.json"
 _GENERATES = (*TEXT_TO_TEXT_TASKS, "language-modeling")
-# the file in `parts` for a task, its class, and a program that uses the class
+# the file in standalone/ for a task, its class, and a program that uses the class
 TASK_SCRIPTS = {
     "translation": ("translation", "Translator", 'print(Translator()(["TEXT", "ANOTHER"]))'),
     "language-modeling": ("language_modeling", "Writer", 'print(Writer()(["TEXT", "ANOTHER"]))'),
@@ -128,8 +128,8 @@ class StandaloneFormat:
         )
 
 
-PARTS_FOLDER = Path(__file__).parent / "parts"
-_PREFIX = "smelt.export.package.standalone.parts."
+PARTS_FOLDER = Path(__file__).parent / "standalone"
+_PREFIX = "smelt.export.package.standalone."
 # `python infer.py` puts the folder of infer.py first on sys.path, which may contain any file
 _SAFE_PATH = """\
 import os
@@ -143,7 +143,7 @@ def assemble_script(main: str, replacements: Mapping[str, str]) -> str:
     """Return the text of infer.py.
 
     Args:
-        main: the file in `parts` that is placed last, and whose docstring is used.
+        main: the file in standalone/ that is placed last, and whose docstring is used.
         replacements: part -> the part that replaces it.
     """
     imports: dict[str, set[str]] = {}
@@ -360,7 +360,7 @@ def _generation_settings(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the complete generation settings, and notes about them."""
     from smelt.generation.config import GenerationSettings, resolve_generation
-    from smelt.generation.graph_generation import graph_supports
+    from smelt.generation.search import graph_supports
     from smelt.runtimes.runner import read_model_files
 
     notes = []
@@ -380,7 +380,7 @@ def _generation_settings(
 
 def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, Any]:
     """Return the search settings: rules that infer.py builds, and inputs that it passes to the graph."""
-    from smelt.generation.graph_generation import generation_feeds
+    from smelt.generation.search import generation_feeds
     from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
 
     feeds = generation_feeds(decoding, 1, vocabulary)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from smelt.export.package.standalone import standalone_format
-from smelt.export.package.standalone.parts.generation_inputs import generation_inputs, new_tokens
-from smelt.export.package.standalone.parts.language_modeling import Writer
+from smelt.export.package import standalone_format
+from smelt.export.package.standalone.generation_inputs import generation_inputs, new_tokens
+from smelt.export.package.standalone.language_modeling import Writer
 from smelt.generation.config import GenerationConfig
-from smelt.generation.graph_generation import generation_feeds, trim_at_eos
+from smelt.generation.search import generation_feeds, trim_at_eos
 
 pytestmark = pytest.mark.quick
 

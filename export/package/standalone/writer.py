@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from smelt.export.package.standalone.parts.batches import length_batches
-from smelt.export.package.standalone.parts.generation_inputs import generation_inputs, new_tokens
-from smelt.export.package.standalone.parts.session import open_graph
-from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
+from smelt.export.package.standalone.batches import length_batches
+from smelt.export.package.standalone.generation_inputs import generation_inputs, new_tokens
+from smelt.export.package.standalone.session import open_graph
+from smelt.export.package.standalone.tokenizers_reader import Tokenizer
 
 
 class Writer:

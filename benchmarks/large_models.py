@@ -4,8 +4,11 @@
     python benchmarks/large_models.py 3B --stages rtn,gptq --folder build/large
     python benchmarks/large_models.py 3B/2 --stages gptq --folder build/large    # two of its blocks
 
-Models are bfloat16 in shards, one per block, with normal weights of standard deviation 0.02; shards are
-written one by one. Samples are windows of 128 tokens of this repository's pages. Each stage runs in a process
+Models are bfloat16 in shards, one per block, written one by one. Weights are normal, of a standard deviation of
+0.02; those of the embedding of 1, and of the layers that write into the hidden states of 0.02 / sqrt(2 blocks),
+as GPT-2's: each block then changes the states a little, as in trained models. (With 0.02 everywhere each
+block drowns its input, and 28 of them amplify the rounding of activations beyond what an export's
+comparison allows.) Samples are windows of 128 tokens of this repository's pages. Each stage runs in a process
 of its own, as on a large model (block by block). A figure is the largest resident memory of that process
 (VmHWM) plus that of its children, with mapped files. With N blocks, the time of the whole model is that plus
 the time of the last block for each other block. `--json FILE` collects the results; `--table` prints those of
@@ -110,18 +113,26 @@ def write_llama(name: str, folder: Path) -> None:
     size = 0
     for number, shapes in enumerate(shards.values(), start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        drawn = {
-            key: torch.ones(shape, dtype=torch.bfloat16)
-            if len(shape) == 1
-            else torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)
-            for key, shape in shapes.items()
-        }
+        drawn = {key: _drawn_weight(key, shape, config) for key, shape in shapes.items()}
         save_file(drawn, part / file, metadata={"format": "pt"})
         places |= dict.fromkeys(shapes, file)
         size += sum(tensor.nbytes for tensor in drawn.values())
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (part / "model.safetensors.index.json").write_text(json.dumps(index))
     part.rename(folder)
+
+
+def _drawn_weight(name: str, shape: tuple[int, ...], config: Any) -> Any:
+    """Return a random weight, bfloat16; logits have a standard deviation of about one."""
+    import torch
+
+    if len(shape) == 1:
+        small = name == "model.norm.weight" and config.tie_word_embeddings
+        return torch.full(shape, 0.02 if small else 1.0, dtype=torch.bfloat16)
+    deviation = 1.0 if name == "model.embed_tokens.weight" else 0.02
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        deviation /= math.sqrt(2 * config.num_hidden_layers)
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, deviation)
 
 
 def _page_lines() -> list[str]:

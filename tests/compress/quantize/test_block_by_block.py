@@ -23,6 +23,7 @@ from smelt.quantization.layers import is_quantized
 
 GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_samples": 6}
 RTN = {"scheme": "int4", "group_size": 16}
+SMOOTH = {"smoothquant_alpha": 0.5, "sensitivity_samples": 0, "calibration_samples": 6}
 AWQ = RTN | {"method": "awq", "clip": "awq", "calibration_samples": 6}
 
 
@@ -48,6 +49,10 @@ def large(monkeypatch):
         ("bart", GPTQ),
         ("llama", AWQ),
         ("opt", AWQ | {"output_layer": False}),  # inputs without a producer get factors
+        ("llama", GPTQ | {"method": "awq-gptq"}),  # the blocks are read twice
+        ("opt", GPTQ | {"method": "awq-gptq", "output_layer": False}),
+        ("llama", SMOOTH | {"scheme": "int8-dynamic"}),
+        ("gemma", SMOOTH | {"scheme": "int8-static", "calibration_method": "percentile"}),  # a tied head
     ],
     ids=str,
 )
@@ -100,7 +105,6 @@ def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
     ("family", "settings"),
     [
         ("t5", AWQ),  # the encoder's last norm takes scales of layers in all blocks of the decoder
-        ("llama", RTN | {"method": "awq-gptq"}),
         ("llama", {"scheme": "int8-static"}),
         ("llama", {"scheme": "int8-dynamic", "exclude": ["auto"]}),
         ("llama", {"scheme": "int4", "group_size": 16, "low_rank_correction": {"rank": 2}}),

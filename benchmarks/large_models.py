@@ -4,11 +4,11 @@
     python benchmarks/large_models.py 3B --stages rtn,gptq --folder build/large
     python benchmarks/large_models.py 3B/2 --stages gptq --folder build/large    # two of its blocks
 
-Models are bfloat16 in shards, one per block, written one by one. Weights are normal, of a standard deviation of
-0.02; those of the embedding of 1, and of the layers that write into the hidden states of 0.02 / sqrt(2 blocks),
-as GPT-2's: each block then changes the states a little, as in trained models. (With 0.02 everywhere each
-block drowns its input, and 28 of them amplify the rounding of activations beyond what an export's
-comparison allows.) Samples are windows of 128 tokens of this repository's pages. Each stage runs in a process
+Models are bfloat16 in shards, one per block, written one by one. Weights are normal with a standard deviation
+of 0.02; 1 for the embedding; 0.02 / sqrt(2 blocks), as in GPT-2, for the layers that write into the hidden
+states. Each block then changes the states a little, as in trained models. (With 0.02 everywhere the states
+are those of the last blocks, and 28 blocks amplify the rounding of activations beyond what the comparison of
+an export allows.) Samples are windows of 128 tokens of this repository's pages. Each stage runs in a process
 of its own, as on a large model (block by block). A figure is the largest resident memory of that process
 (VmHWM) plus that of its children, with mapped files. With N blocks, the time of the whole model is that plus
 the time of the last block for each other block. `--json FILE` collects the results; `--table` prints those of

@@ -202,7 +202,7 @@ class _BlockwiseState:
     def _find_scales(self, block: Block) -> None:
         """Find the scales of a block, and free it."""
         assert self.scaler is not None
-        self.scaler.search(self._targets_in(block), self.seen)  # type: ignore[arg-type]
+        self.scaler.search(self._targets_in(block), self.seen)
         self.streamed.free_block(block)
 
     def _find_head_scales(self, observe: ObserveInputs) -> None:
@@ -210,23 +210,23 @@ class _BlockwiseState:
         assert self.scaler is not None
         self.streamed.load_head()
         self._calibrate(self._calibrated_head, observe, None)
-        self.scaler.search(self._targets_in(None), self.seen)  # type: ignore[arg-type]
+        self.scaler.search(self._targets_in(None), self.seen)
         self.streamed.free_head()
 
     def _enter_block(self, block: Block) -> None:
         self.streamed.load_block(block)
         if self.scaler is not None and self.scales_found:
-            self.scaler.apply(self._targets_in(block))  # type: ignore[arg-type]
+            self.scaler.apply(self._targets_in(block))
 
     def _calibrate_head(self, observe: ObserveInputs) -> None:
         """Scale and calibrate the output layer."""
         self.streamed.load_head()
         targets = self._targets_in(None)
         if self.scaler is not None and self.scales_found:
-            self.scaler.apply(targets)  # type: ignore[arg-type]
+            self.scaler.apply(targets)
         self._calibrate(self._calibrated_head, observe, None)
         if self.scaler is not None and not self.scales_found:
-            self.scaler.scale(targets, self.seen)  # type: ignore[arg-type]
+            self.scaler.scale(targets, self.seen)
         self.streamed.changed |= {module for t in targets for module in t.modules(self.streamed.model)}
 
     @property
@@ -250,7 +250,7 @@ class _BlockwiseState:
             require_finite_layers(layers)
             self.small_weights |= small_weights(layers)
             if self.scaler is not None:
-                self.seen = self.scaler.observe(self._targets_in(block), observe)  # type: ignore[arg-type]
+                self.seen = self.scaler.observe(self._targets_in(block), observe)
                 if self.settings.compensates_rounding or self.settings.needs_activation_ranges:
                     return
         if self.gptq is not None:
@@ -259,7 +259,7 @@ class _BlockwiseState:
             assert self.rows is not None
             self.ranges |= calibrate_ranges(layers, self.rows, self.settings, observe)
 
-    def _targets_in(self, block: Block | None) -> list[ScaleTarget | NormGroup]:
+    def _targets_in(self, block: Block | None) -> list[Any]:
         """Return the scaler's targets in `block`, or after all blocks."""
         if self.scaler is None:
             return []
@@ -278,7 +278,7 @@ class _BlockwiseState:
     def finish_block(self, block: Block) -> None:
         """Scale and quantize the layers of a block that is not run again, and write it."""
         if self.scaler is not None and not self.scales_found:
-            self.scaler.scale(self._targets_in(block), self.seen)  # type: ignore[arg-type]
+            self.scaler.scale(self._targets_in(block), self.seen)
             self.seen = {}
         self.quantize(self.layers_in(block))
         self.streamed.save_block(block)

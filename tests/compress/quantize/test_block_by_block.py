@@ -86,19 +86,22 @@ def weights_in_memory(shape):
     return sum(p.shape == shape and p.is_floating_point() and not p.is_meta for p in held)
 
 
-def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
-    seen = []
+@pytest.mark.parametrize(("method", "times"), [("gptq", 1), ("awq-gptq", 2)])
+def test_no_more_than_one_block_is_in_memory(method, times, tmp_path, large, monkeypatch):
+    seen, tables = [], []
     real = streamed_model.StreamedModel.load_block
 
     def enter(self, block):
         real(self, block)
         seen.append(weights_in_memory(block.module.mlp.up_proj.weight.shape))
+        tables.append(weights_in_memory(self.model.lm_head.weight.shape))
 
     monkeypatch.setattr(streamed_model.StreamedModel, "load_block", enter)
     gc.collect()
     before = weights_in_memory((96, 64))
-    quantize("llama", tmp_path / "out", **GPTQ)
-    assert [count - before for count in seen] == [2, 2]  # `gate` is as large as `up`
+    quantize("llama", tmp_path / "out", **GPTQ | {"method": method})
+    assert [count - before for count in seen] == [2, 2] * times  # `gate` is as large as `up`
+    assert len(set(tables)) == 1  # the embedding; not the output layer from the first time
 
 
 @pytest.mark.parametrize(

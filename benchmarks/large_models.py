@@ -54,6 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CALIBRATED = {"calibration_samples": 8}
+SCORED_LINES = 200
 # stage, settings; `after`: the step whose result is its input instead of the model
 STAGES: dict[str, dict[str, Any]] = {
     "rtn": {"stage": "quantize", "settings": {"scheme": "int4"}},
@@ -181,8 +182,11 @@ class ChildPeaks:
         return max(self.peaks.values(), default=0)
 
 
-def run_stage(source: Path, stage: str, out: Path, threads: int) -> dict[str, Any]:
-    """Run one stage in this process and write `out`; return processor seconds and bytes."""
+def run_stage(source: Path, stage: str, out: Path, threads: int, lines: int = SCORED_LINES) -> dict[str, Any]:
+    """Run one stage in this process and write `out`; return processor seconds and bytes.
+
+    lines: of the text that are scored.
+    """
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401 - what is imported is counted apart
 
@@ -217,7 +221,8 @@ def run_stage(source: Path, stage: str, out: Path, threads: int) -> dict[str, An
         marks.append(_cpu_seconds())
 
     if spec["stage"] == "score":
-        result["perplexity"] = score(artifact, data["train"].take(200), threads, out)
+        result["lines"] = lines
+        result["perplexity"] = score(artifact, data["train"].take(lines), threads, out)
     else:
         cls: Any = load_stage(spec["stage"])
         ctx = Context(
@@ -256,7 +261,7 @@ def _cpu_seconds() -> float:
     return found.user + found.system + found.children_user + found.children_system
 
 
-def measure(name: str, stage: str, folder: Path, threads: int) -> dict[str, Any]:
+def measure(name: str, stage: str, folder: Path, threads: int, lines: int = SCORED_LINES) -> dict[str, Any]:
     """Run a stage on the model `name` in a process of its own; return its figures."""
     model, out = folder / name.replace("/", "-"), folder / f"{name.replace('/', '-')}.{stage}"
     if not model.is_dir():
@@ -266,12 +271,11 @@ def measure(name: str, stage: str, folder: Path, threads: int) -> dict[str, Any]
     if not source.is_dir():
         measure(name, str(after), folder, threads)
     command = [sys.executable, __file__, "--worker", f"{source}", f"{out}", "--stages", stage]
+    command += ["--threads", f"{threads}", "--lines", f"{lines}"]
     environment = os.environ | {"OMP_NUM_THREADS": f"{threads}"}
-    done = subprocess.run(
-        [*command, "--threads", f"{threads}"], stdout=subprocess.PIPE, text=True, env=environment, check=False
-    )
-    lines = done.stdout.splitlines()
-    found = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    printed = done.stdout.splitlines()
+    found = json.loads(printed[-1]) if done.returncode == 0 else {"failed": done.returncode}
     row = {"model": name, "stage": stage, "threads": threads, **model_sizes(model), **found}
     shape = SHAPES[name.partition("/")[0]]
     missing = shape["num_hidden_layers"] - model_shape(name)["num_hidden_layers"]
@@ -322,24 +326,25 @@ def _figure(row: dict[str, Any], which: int) -> float:
 @click.option("--stages", default=",".join(STAGES), show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), default=ROOT / "build" / "large")
 @click.option("--threads", default=1, show_default=True)
+@click.option("--lines", default=SCORED_LINES, show_default=True, help="lines of text that are scored")
 @click.option("--json", "collected", type=click.Path(path_type=Path), help="file of all results")
 @click.option("--keep", is_flag=True, help="keep the results of stages that other stages do not need")
 @click.option("--table", is_flag=True, help="print the results of --json")
 @click.option("--worker", is_flag=True, hidden=True)
 def main(
-    models: tuple[str, ...], stages: str, folder: Path, threads: int, collected: Path | None, keep: bool,
-    table: bool, worker: bool,
+    models: tuple[str, ...], stages: str, folder: Path, threads: int, lines: int, collected: Path | None,
+    keep: bool, table: bool, worker: bool,
 ) -> None:  # fmt: skip
     """Measure each of the stages on each of the models 10M, 100M, 1B, 3B (SHAPE/N: with N blocks)."""
     if worker:
         source, out = map(Path, models)
-        click.echo(json.dumps(run_stage(source, stages, out, threads)))
+        click.echo(json.dumps(run_stage(source, stages, out, threads, lines)))
         return
     folder.mkdir(parents=True, exist_ok=True)
     needed = {str(spec["after"]) for spec in STAGES.values() if "after" in spec}
     for name in models:
         for stage in stages.split(","):
-            row = measure(name, stage, folder.resolve(), threads)
+            row = measure(name, stage, folder.resolve(), threads, lines)
             click.echo(json.dumps(row))
             if collected is not None:
                 rows = json.loads(collected.read_text()) if collected.is_file() else []

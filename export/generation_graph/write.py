@@ -309,13 +309,11 @@ def run_generation_graphs(runner: Any, batch: Batch) -> None:
 def _generate_by_graph(runner: Any, batch: Batch, decoding: GenerationConfig) -> list[list[int]]:
     """Return the new tokens of each row: by the graph, unless it does not support the model's settings.
 
-    Of a large model no other graph is open meanwhile, and none afterwards: each holds a copy of the weights.
+    Of a large model no other graph is open meanwhile: each holds a copy of the weights.
     """
     search = run_generation_graph if graph_supports(decoding) else generate_resolved
     runner.backend.free_large_graphs()
-    found = search(runner, batch, decoding)
-    runner.backend.free_large_graphs()
-    return found
+    return search(runner, batch, decoding)
 
 
 def default_num_beams(model: Any) -> int:

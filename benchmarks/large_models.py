@@ -4,8 +4,11 @@
     python benchmarks/large_models.py 3B --stages rtn,gptq --folder build/large
     python benchmarks/large_models.py 3B/2 --stages gptq --folder build/large    # two of its blocks
 
-Models are bfloat16 in shards, one per block, with normal weights of standard deviation 0.02; shards are
-written one by one. Samples are windows of 128 tokens of this repository's pages. Each stage runs in a process
+Models are bfloat16 in shards, one per block, written one by one. Weights are normal with a standard deviation
+of 0.02; 1 for the embedding; 0.02 / sqrt(2 blocks), as in GPT-2, for the layers that write into the hidden
+states. Each block then changes the states a little, as in trained models. (With 0.02 everywhere the states
+are those of the last blocks, and 28 blocks amplify the rounding of activations beyond what the comparison of
+an export allows.) Samples are windows of 128 tokens of this repository's pages. Each stage runs in a process
 of its own, as on a large model (block by block). A figure is the largest resident memory of that process
 (VmHWM) plus that of its children, with mapped files. With N blocks, the time of the whole model is that plus
 the time of the last block for each other block. `--json FILE` collects the results; `--table` prints those of
@@ -51,6 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CALIBRATED = {"calibration_samples": 8}
+SCORED_LINES = 200
 # stage, settings; `after`: the step whose result is its input instead of the model
 STAGES: dict[str, dict[str, Any]] = {
     "rtn": {"stage": "quantize", "settings": {"scheme": "int4"}},
@@ -110,18 +114,26 @@ def write_llama(name: str, folder: Path) -> None:
     size = 0
     for number, shapes in enumerate(shards.values(), start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        drawn = {
-            key: torch.ones(shape, dtype=torch.bfloat16)
-            if len(shape) == 1
-            else torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)
-            for key, shape in shapes.items()
-        }
+        drawn = {key: _drawn_weight(key, shape, config) for key, shape in shapes.items()}
         save_file(drawn, part / file, metadata={"format": "pt"})
         places |= dict.fromkeys(shapes, file)
         size += sum(tensor.nbytes for tensor in drawn.values())
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (part / "model.safetensors.index.json").write_text(json.dumps(index))
     part.rename(folder)
+
+
+def _drawn_weight(name: str, shape: tuple[int, ...], config: Any) -> Any:
+    """Return a random weight, bfloat16; logits have a standard deviation of about one."""
+    import torch
+
+    if len(shape) == 1:
+        small = name == "model.norm.weight" and config.tie_word_embeddings
+        return torch.full(shape, 0.02 if small else 1.0, dtype=torch.bfloat16)
+    deviation = 1.0 if name == "model.embed_tokens.weight" else 0.02
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        deviation /= math.sqrt(2 * config.num_hidden_layers)
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, deviation)
 
 
 def _page_lines() -> list[str]:
@@ -170,8 +182,11 @@ class ChildPeaks:
         return max(self.peaks.values(), default=0)
 
 
-def run_stage(source: Path, stage: str, out: Path, threads: int) -> dict[str, Any]:
-    """Run one stage in this process and write `out`; return processor seconds and bytes."""
+def run_stage(source: Path, stage: str, out: Path, threads: int, lines: int = SCORED_LINES) -> dict[str, Any]:
+    """Run one stage in this process and write `out`; return processor seconds and bytes.
+
+    lines: of the text that are scored.
+    """
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401 - what is imported is counted apart
 
@@ -206,7 +221,8 @@ def run_stage(source: Path, stage: str, out: Path, threads: int) -> dict[str, An
         marks.append(_cpu_seconds())
 
     if spec["stage"] == "score":
-        result["perplexity"] = score(artifact, data["train"].take(200), threads, out)
+        result["lines"] = lines
+        result["perplexity"] = score(artifact, data["train"].take(lines), threads, out)
     else:
         cls: Any = load_stage(spec["stage"])
         ctx = Context(
@@ -245,7 +261,7 @@ def _cpu_seconds() -> float:
     return found.user + found.system + found.children_user + found.children_system
 
 
-def measure(name: str, stage: str, folder: Path, threads: int) -> dict[str, Any]:
+def measure(name: str, stage: str, folder: Path, threads: int, lines: int = SCORED_LINES) -> dict[str, Any]:
     """Run a stage on the model `name` in a process of its own; return its figures."""
     model, out = folder / name.replace("/", "-"), folder / f"{name.replace('/', '-')}.{stage}"
     if not model.is_dir():
@@ -255,12 +271,11 @@ def measure(name: str, stage: str, folder: Path, threads: int) -> dict[str, Any]
     if not source.is_dir():
         measure(name, str(after), folder, threads)
     command = [sys.executable, __file__, "--worker", f"{source}", f"{out}", "--stages", stage]
+    command += ["--threads", f"{threads}", "--lines", f"{lines}"]
     environment = os.environ | {"OMP_NUM_THREADS": f"{threads}"}
-    done = subprocess.run(
-        [*command, "--threads", f"{threads}"], stdout=subprocess.PIPE, text=True, env=environment, check=False
-    )
-    lines = done.stdout.splitlines()
-    found = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    printed = done.stdout.splitlines()
+    found = json.loads(printed[-1]) if done.returncode == 0 else {"failed": done.returncode}
     row = {"model": name, "stage": stage, "threads": threads, **model_sizes(model), **found}
     shape = SHAPES[name.partition("/")[0]]
     missing = shape["num_hidden_layers"] - model_shape(name)["num_hidden_layers"]
@@ -311,24 +326,25 @@ def _figure(row: dict[str, Any], which: int) -> float:
 @click.option("--stages", default=",".join(STAGES), show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), default=ROOT / "build" / "large")
 @click.option("--threads", default=1, show_default=True)
+@click.option("--lines", default=SCORED_LINES, show_default=True, help="lines of text that are scored")
 @click.option("--json", "collected", type=click.Path(path_type=Path), help="file of all results")
 @click.option("--keep", is_flag=True, help="keep the results of stages that other stages do not need")
 @click.option("--table", is_flag=True, help="print the results of --json")
 @click.option("--worker", is_flag=True, hidden=True)
 def main(
-    models: tuple[str, ...], stages: str, folder: Path, threads: int, collected: Path | None, keep: bool,
-    table: bool, worker: bool,
+    models: tuple[str, ...], stages: str, folder: Path, threads: int, lines: int, collected: Path | None,
+    keep: bool, table: bool, worker: bool,
 ) -> None:  # fmt: skip
     """Measure each of the stages on each of the models 10M, 100M, 1B, 3B (SHAPE/N: with N blocks)."""
     if worker:
         source, out = map(Path, models)
-        click.echo(json.dumps(run_stage(source, stages, out, threads)))
+        click.echo(json.dumps(run_stage(source, stages, out, threads, lines)))
         return
     folder.mkdir(parents=True, exist_ok=True)
     needed = {str(spec["after"]) for spec in STAGES.values() if "after" in spec}
     for name in models:
         for stage in stages.split(","):
-            row = measure(name, stage, folder.resolve(), threads)
+            row = measure(name, stage, folder.resolve(), threads, lines)
             click.echo(json.dumps(row))
             if collected is not None:
                 rows = json.loads(collected.read_text()) if collected.is_file() else []

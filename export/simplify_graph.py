@@ -149,6 +149,7 @@ _MAX_VALUE_FACTOR = 0.1  # same, of the largest value: many outputs are near 0 e
 # memory of onnxsim 0.8.1 for a graph of 2.4 GB
 _COPIES_OUTSIDE = 3
 _LARGE_WEIGHT_BYTES = 2**20  # norms, whose values may fold, are smaller
+_WHOLE_GRAPH_BYTES = 2**27  # onnxsim gets a smaller graph with all weights, and holds five copies of them
 
 
 def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> Message | None:
@@ -161,16 +162,14 @@ def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> Message | Non
     Returns:
         None if it was simplified, else a warning with the reason why the graph was not changed.
     """
-    from smelt.export.graph_files import external_data_path, write_graph
+    from smelt.export.graph_files import external_data_path
 
     with TemporaryDirectory(dir=path.parent, prefix=".simplify-") as folder:
-        after = _run_on_structure(path, Path(folder))
-        expand_placeholders_in_file(path)  # placeholders can be simplified around, but not run
-        if isinstance(after, Message):
-            return after
-        expand_placeholders(after)
         candidate = Path(folder, path.name)
-        write_graph(after, candidate)
+        failed = _write_simplified(path, candidate)
+        expand_placeholders_in_file(path)
+        if failed is not None:
+            return failed
         before_bytes, after_bytes = _file_size(path), _file_size(candidate)
         if after_bytes > before_bytes * 1.05:
             return warning(
@@ -187,6 +186,21 @@ def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> Message | Non
     return None
 
 
+def _write_simplified(path: Path, candidate: Path) -> Message | None:
+    """Write the simplified graph of `path` to `candidate`, without placeholders; return why it failed.
+
+    No graph stays in memory: the next one is read with its weights.
+    """
+    from smelt.export.graph_files import write_graph
+
+    after = _run_on_structure(path, candidate.parent)
+    if isinstance(after, Message):
+        return after
+    expand_placeholders(after)  # they can be simplified around, but not run
+    write_graph(after, candidate)
+    return None
+
+
 def _file_size(path: Path) -> int:
     from smelt.export.graph_files import external_data_path
 
@@ -194,22 +208,29 @@ def _file_size(path: Path) -> int:
 
 
 def _run_on_structure(path: Path, folder: Path) -> Any:
-    """Return the graph in `path` after onnxsim, or a warning; large external weights are not read.
+    """Return the graph in `path` after onnxsim, or a warning; onnxsim does not get large weights.
 
-    torch's exporter has folded what depends on weights only: they are inputs here. `folder` gets links.
+    External ones are not read. torch's exporter has folded what depends on weights only: they are inputs
+    here. `folder` gets links.
     """
     from onnx import helper
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data
     from onnx.external_data_helper import load_external_data_for_tensor as load_values
 
-    from smelt.export.graph_files import has_external_data, link_external_data, read_graph
+    from smelt.export.graph_files import (
+        has_external_data,
+        inline_weight_bytes,
+        link_external_data,
+        read_graph,
+    )
 
     model = read_graph(path, values=False)
-    if not has_external_data(model):
+    if not has_external_data(model) and inline_weight_bytes(model) < _WHOLE_GRAPH_BYTES:
         return run_onnxsim(path, folder)
     large, small = [], []
     for tensor in model.graph.initializer:
-        if uses_external_data(tensor) and (ExternalDataInfo(tensor).length or 0) >= _LARGE_WEIGHT_BYTES:
+        size = ExternalDataInfo(tensor).length if uses_external_data(tensor) else len(tensor.raw_data)
+        if (size or 0) >= _LARGE_WEIGHT_BYTES:
             large.append(tensor)
             continue
         if uses_external_data(tensor):

@@ -44,7 +44,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.calibration.samples import CalibrationSamples
-from smelt.calibration.statistics import InputStatistics, collect_statistics, few_tokens_text
+from smelt.calibration.sequential import ObserveInputs
+from smelt.calibration.statistics import (
+    InputStatistics,
+    StatisticsCollector,
+    collect_statistics,
+    few_tokens_text,
+    input_width,
+)
 from smelt.compress.quantize.hqq import pool_errors, select_per_group
 from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer, round_to_nearest
 from smelt.compress.quantize.smoothquant import DtypeOf, NormGroup, divide_norm, norm_group
@@ -379,6 +386,16 @@ class AwqRunner:
         self._found: dict[str, ScaleSearchResult] = {}
         self._token_counts: dict[str, tuple[int, int]] = {}
 
+    def observe(
+        self, targets: Sequence[ScaleTarget], observe: ObserveInputs
+    ) -> Mapping[str, InputStatistics]:
+        """Return the statistics of the inputs of `targets`, by the names of their layers."""
+        found = self.observed_layers(targets)
+        collector = StatisticsCollector({name: input_width(layers[0]) for name, layers in found.items()})
+        if found:
+            observe(found, collector.update)
+        return collector.statistics
+
     def observed_layers(self, targets: Sequence[ScaleTarget]) -> dict[str, list[nn.Module]]:
         """Return a layer that reads the input of each target, by its name."""
         return {self._names[id(target)]: [target.layers[0].module] for target in targets}
@@ -389,20 +406,10 @@ class AwqRunner:
         Raises:
             InputError: inputs of a linear layer are not finite.
         """
-        _require_finite(self._order, seen, self._samples)
-        named = [(self._names[id(target)], target) for target in targets]
-        # find all scales before applying any: applying them changes the rows of producers
-        for name, target in named:
-            if seen[name].tokens:
-                self._found[name] = _search_target(target, seen[name])
-            width = int(target.layers[0].module.in_features)
-            self._token_counts[name] = (seen[name].tokens, width)
-        scales = {
-            name: target.apply(self._model, self._found[name].scales, self._dtype_of, self.edits)
-            for name, target in named
-            if name in self._found and self._found[name].alpha > 0
-        }
-        for name, target in named:
+        self.search(targets, seen)  # all of them before any is applied, which changes the rows of producers
+        scales = self.apply(targets)
+        for target in targets:
+            name = self._names[id(target)]
             if self._clip and name in self._found:
                 cut = [
                     layer
@@ -410,6 +417,29 @@ class AwqRunner:
                     if layer.name.removesuffix(".linear") not in self._unclipped
                 ]
                 self.codes |= _clip_layers(cut, _second_moment(seen[name]), scales.get(name))
+
+    def search(self, targets: Sequence[ScaleTarget], seen: Mapping[str, InputStatistics]) -> None:
+        """Find the scales of `targets`, whose weights are loaded, by the statistics of their inputs.
+
+        Raises:
+            InputError: inputs of a linear layer are not finite.
+        """
+        _require_finite(self._order, seen, self._samples)
+        for target in targets:
+            name = self._names[id(target)]
+            if seen[name].tokens:
+                self._found[name] = _search_target(target, seen[name])
+            width = int(target.layers[0].module.in_features)
+            self._token_counts[name] = (seen[name].tokens, width)
+
+    def apply(self, targets: Sequence[ScaleTarget]) -> dict[str, Tensor]:
+        """Apply the found scales to `targets`; return those of the changed ones by name, float32 [K]."""
+        named = {self._names[id(target)]: target for target in targets}
+        return {
+            name: target.apply(self._model, self._found[name].scales, self._dtype_of, self.edits)
+            for name, target in named.items()
+            if name in self._found and self._found[name].alpha > 0
+        }
 
     def renamed(self, layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
         """Return `layers` with the names that they have after `scale`."""

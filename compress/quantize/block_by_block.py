@@ -1,24 +1,31 @@
 """Quantize a large model from file to file, one block at a time, with the result of the whole model.
 
-Methods without calibration treat each matrix alone. GPTQ processes the blocks one by one anyway. AWQ
-calibrates the float model: each block is run with its original weights, and scaled and quantized when it is
-not run any more. Memory holds one block, its inputs, the embedding, and at the end the output layer.
+Methods without calibration treat each matrix alone. GPTQ processes the blocks one by one anyway. AWQ and
+SmoothQuant calibrate the float model: each block is run with its original weights, and scaled and quantized
+when it is not run any more. If the scaled model is calibrated too (GPTQ, activation ranges), the blocks are
+read twice: first to find the scales, then to apply them. Memory holds one block, its inputs, the embedding,
+and at the end the output layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
-from smelt.calibration.samples import load_calibration_samples
-from smelt.calibration.sequential import ObserveInputs, run_blocks
-from smelt.calibration.statistics import InputStatistics, StatisticsCollector, input_width
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.sequential import BlockCallback, ObserveInputs, run_blocks
 from smelt.compress.quantize.awq import AwqRunner, ScaleTarget, find_scale_targets
-from smelt.compress.quantize.calibrate_layers import grid_finder, quantizer_factory
+from smelt.compress.quantize.calibrate_layers import (
+    divide_by_range,
+    grid_finder,
+    quantizer_factory,
+    warn_of_few_activations,
+    warn_of_missing_ranges,
+)
 from smelt.compress.quantize.gptq import GptqRunner
 from smelt.compress.quantize.plan_layers import (
     PlannedLayer,
@@ -27,8 +34,9 @@ from smelt.compress.quantize.plan_layers import (
     quantize_layers,
     require_finite_layers,
 )
-from smelt.compress.quantize.ranges import scale_underflow_warnings, small_weights
-from smelt.compress.quantize.settings import AUTO, QuantizeSettings
+from smelt.compress.quantize.ranges import calibrate_ranges, scale_underflow_warnings, small_weights
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.smoothquant import NormGroup, SmoothQuantRunner, smoothing_targets
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.models.edits import Edit
@@ -42,33 +50,28 @@ from smelt.runtimes.device import torch_device
 def open_large_model(src: Artifact, settings: QuantizeSettings, ctx: Context) -> StreamedModel | None:
     """Return a large model to be quantized block by block; None if it has to be loaded whole.
 
-    It has to be loaded whole if layers are compared, activation ranges are calibrated, or AWQ moves scales
-    between blocks (the last norm of an encoder is read by all blocks of the decoder); and for GPTQ and AWQ if
-    linear layers other than the output layer are outside of all blocks.
+    It has to be loaded whole for some settings (`QuantizeSettings.loads_whole_model`), or if scales move
+    between blocks (the last norm of an encoder is read by all blocks of the decoder); and where samples are
+    used, on a GPU, or if linear layers other than the output layer are outside of all blocks.
     """
-    whole = (
-        settings.mixed_precision
-        or settings.correction
-        or settings.smoothquant_alpha is not None
-        or AUTO in settings.exclude
-    )
-    if whole or settings.needs_activation_ranges or settings.method == "awq-gptq":
-        return None
-    if settings.method in ("gptq", "awq") and torch_device(ctx.device) != "cpu":
+    on_samples = settings.needs_calibration
+    if settings.loads_whole_model or (on_samples and torch_device(ctx.device) != "cpu"):
         return None
     streamed = open_streamed(src.path, ctx.out)
-    if streamed is None:
-        return None
+    if streamed is None or not on_samples:
+        return streamed
     model, layers = streamed.model, plan_layers(streamed.model, settings)
     inside, head = _block_modules(model), output_layer(model)
     outside = [layer for layer in layers if layer.multiplies and layer.module not in inside]
-    if settings.method in ("gptq", "awq") and any(layer.module is not head for layer in outside):
+    if any(layer.module is not head for layer in outside):
         return None
-    if settings.method == "awq":
+    targets: Sequence[ScaleTarget | NormGroup] = []
+    if settings.scales_inputs:
         targets = find_scale_targets(model, layers)[0]
-        if any(len({inside.get(m) for m in target.modules(model)}) > 1 for target in targets):
-            return None
-    return streamed
+    elif settings.smoothquant_alpha is not None:
+        targets = smoothing_targets(model, layers)[1]
+    moved = ({inside.get(module) for module in target.modules(model)} for target in targets)
+    return None if any(len(places) > 1 for places in moved) else streamed
 
 
 def _block_modules(model: Any) -> dict[nn.Module, str]:
@@ -90,7 +93,7 @@ def quantize_blocks(
         layers: its planned layers.
         src: the artifact of the model.
         settings: settings of `open_large_model`.
-        ctx: data, and the details of GPTQ and AWQ.
+        ctx: data, and the details of the methods.
 
     Returns:
         The edits of the result, in the order of those of the whole model.
@@ -100,7 +103,7 @@ def quantize_blocks(
             Hessian.
     """
     work = _BlockwiseState(streamed, layers, settings, ctx)
-    if settings.method in ("gptq", "awq"):
+    if settings.needs_calibration:
         work.run_on_samples(src)
     else:
         for done, block in enumerate(blocks := blocks_of(streamed.model), start=1):
@@ -109,6 +112,7 @@ def quantize_blocks(
             ctx.progress(done, len(blocks), block.module_path)
         streamed.load_head()
     work.quantize(work.layers_outside_blocks)
+    warn_of_missing_ranges(work.unseen, ctx)
     return work.ordered_edits()
 
 
@@ -116,8 +120,10 @@ def quantize_blocks(
 class _BlockwiseState:
     """State of a block-by-block quantization.
 
-    edits: of quantized layers. small_weights: of layers that a method may have changed since. seen:
-    statistics of the inputs of AWQ's targets in the current block.
+    scaler: AWQ or SmoothQuant. scales_found: whether the blocks are read again, to be scaled when they are
+    loaded. edits: of quantized layers. small_weights: of layers that a method may have changed since. seen:
+    statistics of the inputs of the scaler's targets in the current block. ranges: of activations, by
+    `PlannedLayer.weight_id`. unseen: layers without a range.
     """
 
     streamed: StreamedModel
@@ -125,10 +131,14 @@ class _BlockwiseState:
     settings: QuantizeSettings
     ctx: Context
     edits: list[dict[str, Any]] = field(default_factory=list)
+    rows: CalibrationSamples | None = None
     gptq: GptqRunner | None = None
-    awq: AwqRunner | None = None
+    scaler: AwqRunner | SmoothQuantRunner | None = None
+    scales_found: bool = False
     small_weights: dict[str, Tensor] = field(default_factory=dict)
-    seen: Mapping[str, InputStatistics] = field(default_factory=dict)
+    seen: Mapping[str, Any] = field(default_factory=dict)
+    ranges: dict[int, float] = field(default_factory=dict)
+    unseen: list[str] = field(default_factory=list)
 
     def layers_in(self, block: Block) -> list[PlannedLayer]:
         """Return the layers of `block`."""
@@ -141,90 +151,161 @@ class _BlockwiseState:
         return [layer for layer in self.layers if not layer.name.startswith(places)]
 
     def run_on_samples(self, src: Artifact) -> None:
-        """Run GPTQ or AWQ on the linear layers block by block, and on the head with their outputs."""
-        model, settings, ctx = self.streamed.model, self.settings, self.ctx
-        rows = load_calibration_samples(model, src, settings.calibration_samples, ctx, "quantize")
+        """Run the methods on the linear layers block by block, and on the head with the blocks' outputs."""
+        settings, ctx = self.settings, self.ctx
+        rows = load_calibration_samples(
+            self.streamed.model, src, settings.calibration_samples, ctx, "quantize"
+        )
+        self.rows = rows
         ctx.details["calibration"] = {"origin": rows.origin, "rows": rows.num_samples, "tokens": rows.tokens}
-        if settings.method == "gptq":
+        warn_of_few_activations(rows, settings, ctx)
+        self.scaler = self._make_scaler(rows, src)
+        if self.scaler is not None and (settings.compensates_rounding or settings.needs_activation_ranges):
+            self._run(self.streamed.load_block, self._find_scales, self._find_head_scales)
+            self.scales_found = True
+        if settings.compensates_rounding:
             self.gptq = GptqRunner(rows, grid_finder(settings), ctx)
-        else:
-            cut, kind = settings.clip == "awq", stored_dtypes(src.path).dtype_for
-            self.awq = AwqRunner(model, self.layers, rows, cut, kind, ctx)
+        self._run(self._enter_block, self.finish_block, self._calibrate_head)
+        for runner in (self.scaler, self.gptq):
+            if runner is not None:
+                runner.report()
+        ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # several methods warn about too few samples
+
+    def _make_scaler(self, rows: CalibrationSamples, src: Artifact) -> AwqRunner | SmoothQuantRunner | None:
+        """Return the method that moves scales, None if there is none."""
+        settings, kind = self.settings, stored_dtypes(src.path).dtype_for
+        if settings.scales_inputs:
+            cut = settings.clip == "awq"
+            return AwqRunner(self.streamed.model, self.layers, rows, cut, kind, self.ctx)
+        alpha = settings.smoothquant_alpha
+        if alpha is None:
+            return None
+        return SmoothQuantRunner(self.streamed.model, self.layers, rows, alpha, kind, self.ctx)
+
+    def _run(
+        self, enter: BlockCallback, leave: BlockCallback, after_blocks: Callable[[ObserveInputs], None]
+    ) -> None:
+        """Run the model block by block, and calibrate the layers of each block."""
+        assert self.rows is not None
         driven = run_blocks(
-            model,
-            rows,
-            ctx,
+            self.streamed.model,
+            self.rows,
+            self.ctx,
             stage="quantize",
-            enter=self.streamed.load_block,
-            leave=self.finish_block,
-            after_blocks=self._calibrate_head,
+            enter=enter,
+            leave=leave,
+            after_blocks=after_blocks,
         )
         for step in driven:
             self._calibrate(self.layers_in(step.block), step.observe, step.block)
-        if self.gptq is not None:
-            self.gptq.report()
-        if self.awq is not None:
-            self.awq.report()
+
+    def _find_scales(self, block: Block) -> None:
+        """Find the scales of a block, and free it."""
+        assert self.scaler is not None
+        self.scaler.search(self._targets_in(block), self.seen)
+        self.streamed.free_block(block)
+
+    def _find_head_scales(self, observe: ObserveInputs) -> None:
+        """Find the scales of the output layer, and free it."""
+        assert self.scaler is not None
+        self.streamed.load_head()
+        self._calibrate(self._calibrated_head, observe, None)
+        self.scaler.search(self._targets_in(None), self.seen)
+        self.streamed.free_head()
+
+    def _enter_block(self, block: Block) -> None:
+        self.streamed.load_block(block)
+        if self.scaler is not None and self.scales_found:
+            self.scaler.apply(self._targets_in(block))
 
     def _calibrate_head(self, observe: ObserveInputs) -> None:
-        """Calibrate the output layer, unless it is an embedding too."""
+        """Scale and calibrate the output layer."""
         self.streamed.load_head()
-        tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
+        targets = self._targets_in(None)
+        if self.scaler is not None and self.scales_found:
+            self.scaler.apply(targets)
+        self._calibrate(self._calibrated_head, observe, None)
+        if self.scaler is not None and not self.scales_found:
+            self.scaler.scale(targets, self.seen)
+        self.streamed.changed |= {module for t in targets for module in t.modules(self.streamed.model)}
+
+    @property
+    def _calibrated_head(self) -> list[PlannedLayer]:
+        """Return the output layer; unless it is an embedding too, except for its range."""
         outside = self.layers_outside_blocks
-        products = [layer for layer in outside if layer.multiplies and layer.weight_id not in tables]
-        self._calibrate(products, observe, None)
-        if self.awq is not None and (targets := self._targets_in(None)):
-            self.awq.scale(targets, self.seen)
-            self.streamed.changed |= {module for t in targets for module in t.modules(self.streamed.model)}
+        tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
+        return [
+            layer
+            for layer in outside
+            if layer.multiplies and (layer.needs_range or layer.weight_id not in tables)
+        ]
 
     def _calibrate(self, layers: Sequence[PlannedLayer], observe: ObserveInputs, block: Block | None) -> None:
-        """Quantize `layers` with GPTQ, or collect the statistics of AWQ's targets, in `block` or after it."""
-        require_finite_layers(layers)
-        self.small_weights |= small_weights(layers)
-        if self.gptq is not None:
-            self.gptq.calibrate(layers, observe)
-        if self.awq is not None and (targets := self._targets_in(block)):
-            observed = self.awq.observed_layers(targets)
-            collector = StatisticsCollector({name: input_width(found[0]) for name, found in observed.items()})
-            observe(observed, collector.update)
-            self.seen = collector.statistics
+        """Calibrate `layers`, in `block` or after it.
 
-    def _targets_in(self, block: Block | None) -> list[ScaleTarget]:
-        """Return AWQ's scale targets in `block`, or after all blocks."""
-        assert self.awq is not None
+        They are quantized with GPTQ, or their ranges are found; but first the scaler observes the unscaled
+        model.
+        """
+        if not self.scales_found:
+            require_finite_layers(layers)
+            self.small_weights |= small_weights(layers)
+            if self.scaler is not None:
+                self.seen = self.scaler.observe(self._targets_in(block), observe)
+                if self.settings.compensates_rounding or self.settings.needs_activation_ranges:
+                    return
+        if self.gptq is not None:
+            self.gptq.calibrate(self._renamed(layers), observe)
+        elif self.settings.needs_activation_ranges:
+            assert self.rows is not None
+            self.ranges |= calibrate_ranges(layers, self.rows, self.settings, observe)
+
+    def _targets_in(self, block: Block | None) -> list[Any]:
+        """Return the scaler's targets in `block`, or after all blocks."""
+        if self.scaler is None:
+            return []
         place, inside = None if block is None else block.module_path, self._block_of_module
-        return [target for target in self.awq.targets if inside.get(target.layers[0].module) == place]
+        model = self.streamed.model
+        return [t for t in self.scaler.targets if inside.get(t.modules(model)[0]) == place]
 
     @cached_property
     def _block_of_module(self) -> dict[nn.Module, str]:
         return _block_modules(self.streamed.model)
 
+    def _renamed(self, layers: Sequence[PlannedLayer]) -> Sequence[PlannedLayer]:
+        """Return `layers` with their names after scaling."""
+        return self.scaler.renamed(layers) if isinstance(self.scaler, AwqRunner) else layers
+
     def finish_block(self, block: Block) -> None:
         """Scale and quantize the layers of a block that is not run again, and write it."""
-        if self.awq is not None:
-            self.awq.scale(self._targets_in(block), self.seen)
+        if self.scaler is not None and not self.scales_found:
+            self.scaler.scale(self._targets_in(block), self.seen)
             self.seen = {}
         self.quantize(self.layers_in(block))
         self.streamed.save_block(block)
 
     def quantize(self, layers: Sequence[PlannedLayer]) -> None:
         """Quantize `layers`, whose weights are loaded; their calibration results are released."""
-        runner = self.gptq or self.awq
-        codes: dict[int, UnpackedWeights] = {} if runner is None else runner.codes
-        renamed = layers if self.awq is None else self.awq.renamed(layers)
+        codes: dict[int, UnpackedWeights] = {}
+        if self.gptq is not None:
+            codes = self.gptq.codes
+        elif isinstance(self.scaler, AwqRunner):
+            codes = self.scaler.codes
+        layers, unseen = divide_by_range(layers, self.ranges)
+        self.unseen += unseen
+        renamed = self._renamed(layers)
         self.ctx.warnings.extend(
             scale_underflow_warnings(renamed, small_weights(layers) | self.small_weights)
         )
         self.edits += quantize_layers(
-            self.streamed.model, renamed, {}, quantizer_factory(self.settings, codes)
+            self.streamed.model, renamed, self.ranges, quantizer_factory(self.settings, codes)
         )
         for layer in layers:  # the plan holds references to the float weights
             layer.module.to("meta")
         codes.clear()  # keys are ids of weights, which new tensors may reuse
+        self.ranges.clear()
 
     def ordered_edits(self) -> list[Edit]:
         """Return all edits in the order of those of the whole model: scales by target, then layers."""
-        layers = self.layers if self.awq is None else self.awq.renamed(self.layers)
-        order = {layer.name: number for number, layer in enumerate(layers)}
+        order = {layer.name: number for number, layer in enumerate(self._renamed(self.layers))}
         edits = sorted(self.edits, key=lambda edit: order[str(edit["module"]).removesuffix(".matrix")])
-        return edits if self.awq is None else [*self.awq.ordered_edits(), *edits]
+        return [*self.scaler.ordered_edits(), *edits] if isinstance(self.scaler, AwqRunner) else edits

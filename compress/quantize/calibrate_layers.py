@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
+from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, observe_inputs
 from smelt.compress.quantize.gptq import apply_gptq
 from smelt.compress.quantize.plan_layers import (
     GridFinder,
@@ -124,11 +124,7 @@ def _move_scales(
     ctx: Context,
 ) -> None:
     """Move channel scales between the producers of the layers' inputs and their columns."""
-    enough = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
-    if (
-        settings.needs_activation_ranges or settings.smoothquant_alpha is not None
-    ) and samples.tokens < enough:
-        ctx.warn("few-calibration-tokens", _few_tokens_text(samples, settings))
+    warn_of_few_activations(samples, settings, ctx)
     kind = stored_dtypes(src.path).dtype_for
     if settings.smoothquant_alpha is not None:
         from smelt.compress.quantize.smoothquant import apply_smoothquant
@@ -150,20 +146,31 @@ def _calibrate_activations(
 ) -> None:
     """Calibrate activation ranges; layers that no sample reaches stay float."""
     plain = [layer for layer in result.layers if not isinstance(layer.module, nn.Conv2d)]
-    ranges = calibrate_ranges(model, plain, samples, settings, ctx)
+    observe = partial(observe_inputs, model, samples, ctx=ctx)
+    ranges = calibrate_ranges(plain, samples, settings, observe)
     result.layers, result.ranges, result.rounding_ranges = calibrate_convolutions(
         model, result.layers, ranges, samples, settings, ctx
     )
-    unseen = [
-        layer.name for layer in result.layers if layer.needs_range and layer.weight_id not in result.ranges
-    ]
+    result.layers, unseen = divide_by_range(result.layers, result.ranges)
+    warn_of_missing_ranges(unseen, ctx)
+
+
+def divide_by_range(
+    layers: Sequence[PlannedLayer], ranges: Mapping[int, float]
+) -> tuple[list[PlannedLayer], list[str]]:
+    """Return the layers that have the range that they need, or need none, and the names of the others."""
+    unseen = [layer.name for layer in layers if layer.needs_range and layer.weight_id not in ranges]
+    return [layer for layer in layers if layer.name not in unseen], unseen
+
+
+def warn_of_missing_ranges(unseen: Sequence[str], ctx: Context) -> None:
+    """Warn about layers that no sample reaches, by their names; they stay float."""
     if unseen:
         ctx.warn(
             "uncalibrated-layers",
             f"No calibration sample reaches {', '.join(unseen)}; these layers are kept in float. Add"
             " calibration samples that use them, or exclude them.",
         )
-        result.layers = [layer for layer in result.layers if layer.name not in unseen]
 
 
 def _choose_bit_widths(
@@ -270,16 +277,21 @@ def _warn_of_few_tokens(samples: CalibrationSamples, what: str, which: str, ctx:
         )
 
 
-def _few_tokens_text(samples: CalibrationSamples, settings: QuantizeSettings) -> str:
-    """Return the warning about too few calibration tokens."""
+def warn_of_few_activations(samples: CalibrationSamples, settings: QuantizeSettings, ctx: Context) -> None:
+    """Warn if the extremes of activations are measured on too few tokens."""
+    enough = _MIN_CALIBRATION_IMAGES if "pixel_values" in samples.batches[0] else MIN_CALIBRATION_TOKENS
+    measured = settings.needs_activation_ranges or settings.smoothquant_alpha is not None
+    if not measured or samples.tokens >= enough:
+        return
     what, why = "activation ranges", "larger values in other samples will be clipped"
     if not settings.needs_activation_ranges:
         what, why = "largest activations of each channel", "other samples may have larger values"
-    return (
+    ctx.warn(
+        "few-calibration-tokens",
         f"Only {with_count(samples.tokens, 'calibration token')}"
         f" ({with_count(samples.num_samples, 'sample')} of {samples.origin}) for the {what}; {why}."
         f" Use {MIN_CALIBRATION_TOKENS:,} tokens or more: increase calibration_samples, or add data:"
-        " {calibration: FILE}."
+        " {calibration: FILE}.",
     )
 
 
@@ -351,7 +363,8 @@ def calibrate_convolutions(
     places = [place for place in rounding_points(model) if place.convolution in convolutions]
     own = {p.name: [model.get_submodule(p.name)] for p in places if p.range_source not in convolutions}
     read = {name: [layer.module] for name, layer in convolutions.items()}
-    seen = observe_ranges(model, read | own, {name: name for name in read | own}, samples, settings, ctx)
+    observe = partial(observe_inputs, model, samples, ctx=ctx)
+    seen = observe_ranges(read | own, {name: name for name in read | own}, samples, settings, observe)
     signed = {name: found.signed for name, found in seen.items()}
     new = [replace(layer, signed=signed.get(layer.name, True)) for layer in layers]
     found = {convolutions[name].weight_id: seen[name].largest for name in read if name in seen}

@@ -79,16 +79,9 @@ def _bytes(scheme: str, options: Mapping[str, OptionValue], columns: int) -> flo
 
 def works_by_block(settings: QuantizeSettings, inputs: CostInputs) -> bool:
     """Return whether a large model is quantized block by block (see `open_large_model`)."""
-    whole = (
-        settings.mixed_precision
-        or settings.correction
-        or settings.smoothquant_alpha is not None
-        or AUTO in settings.exclude
-        or settings.needs_activation_ranges
-        or settings.method == "awq-gptq"
-        or (settings.method == "awq" and inputs.source.is_encoder_decoder)
-    )
-    return not whole and not (settings.method in ("gptq", "awq") and inputs.is_gpu)
+    moves_scales = settings.scales_inputs or settings.smoothquant_alpha is not None
+    whole = settings.loads_whole_model or (moves_scales and inputs.source.is_encoder_decoder)
+    return not whole and not (settings.needs_calibration and inputs.is_gpu)
 
 
 def quantize_cost(settings: QuantizeSettings, inputs: CostInputs) -> StepCost:

@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from smelt.calibration.samples import CalibrationSamples, observe_inputs
+from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.sequential import ObserveInputs
 from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.core.stage import Context
 from smelt.quantization.schemes.registry import SCHEMES
 
 BINS = 2048
@@ -181,22 +181,21 @@ MIN_CALIBRATION_TOKENS = 1000
 
 
 def calibrate_ranges(
-    model: Any,
     layers: Sequence[PlannedLayer],
     samples: CalibrationSamples,
     settings: QuantizeSettings,
-    ctx: Context,
+    observe: ObserveInputs,
 ) -> dict[int, float]:
     """Return the magnitude that maps to the largest quantized value, by `PlannedLayer.weight_id`.
 
     Layers that share a weight share a range. Layers that no sample reaches are left out.
 
     Args:
-        model: in eval mode.
-        layers: its planned layers; those without activation ranges are ignored.
-        samples: calibration samples; run twice for methods with histograms.
+        layers: planned layers; those without activation ranges are ignored.
+        samples: calibration samples.
         settings: settings with `calibration_method` and `calibration_percentile`.
-        ctx: reports progress.
+        observe: calls back with the inputs of layers on the samples; called twice for methods with
+            histograms.
 
     Raises:
         InputError: activations are not finite.
@@ -207,7 +206,7 @@ def calibrate_ranges(
         if layer.needs_range:
             modules.setdefault(str(layer.weight_id), []).append(layer.module)
             names.setdefault(str(layer.weight_id), layer.name)
-    found = observe_ranges(model, modules, names, samples, settings, ctx)
+    found = observe_ranges(modules, names, samples, settings, observe) if modules else {}
     return {int(key): seen.largest for key, seen in found.items()}
 
 
@@ -220,28 +219,26 @@ class ObservedRange:
 
 
 def observe_ranges(
-    model: Any,
     modules: Mapping[str, Sequence[nn.Module]],
     names: Mapping[str, str],
     samples: CalibrationSamples,
     settings: QuantizeSettings,
-    ctx: Context,
+    observe: ObserveInputs,
 ) -> dict[str, ObservedRange]:
     """Return the input ranges of `modules`, by the caller's keys, without those that no sample reaches.
 
     Args:
-        model: in eval mode.
-        modules: its modules; those of one key share a range.
+        modules: those of one key share a range.
         names: names for messages, by key.
-        samples: calibration samples; run twice for methods with histograms.
+        samples: calibration samples.
         settings: settings with `calibration_method` and `calibration_percentile`.
-        ctx: reports progress.
+        observe: see `calibrate_ranges`.
 
     Raises:
         InputError: activations are not finite.
     """
     extremes = {key: Extremes() for key in modules}
-    observe_inputs(model, samples, modules, lambda key, x: extremes[key].update(x), ctx)
+    observe(modules, lambda key, x: extremes[key].update(x))
     for key, seen in extremes.items():
         if seen.rows and not float(seen.largest) < float("inf"):
             raise InputError(
@@ -258,7 +255,7 @@ def observe_ranges(
     def count(key: str, x: Tensor) -> None:
         counted[key].update(x)
 
-    observe_inputs(model, samples, {key: modules[key] for key in reached}, count, ctx)
+    observe({key: modules[key] for key in reached}, count)
     return {
         key: ObservedRange(found.range_end(settings.calibration_percentile), signed[key])
         for key, found in counted.items()

@@ -241,7 +241,7 @@ class QuantizeSettings(SchemeSettings):
             )
         for name, reads in (
             ("calibration_samples", self.needs_calibration),
-            ("sensitivity_samples", self._measures_sensitivity),
+            ("sensitivity_samples", self._may_measure_sensitivity),
         ):
             if name in given and not reads:
                 raise SettingError(
@@ -317,7 +317,7 @@ class QuantizeSettings(SchemeSettings):
         return (
             self.needs_activation_ranges
             or self.method in _CALIBRATED_METHODS
-            or self._measures_sensitivity
+            or self._may_measure_sensitivity
             or self.calibrates_correction
         )
 
@@ -336,7 +336,18 @@ class QuantizeSettings(SchemeSettings):
         return self.correction is not None and self.correction.objective != "weights"
 
     @property
-    def _measures_sensitivity(self) -> bool:
+    def loads_whole_model(self) -> bool:
+        """Whether layers are compared, or the float model is calibrated after it was calibrated and scaled.
+
+        Other settings process a large model block by block (`open_large_model`).
+        """
+        measured = self._may_measure_sensitivity and self.sensitivity_samples > 0
+        ranges_of_scaled = self.needs_activation_ranges and self.method in _CALIBRATED_METHODS
+        scaled_twice = self.smoothquant_alpha is not None and self.scales_inputs
+        return self.correction is not None or measured or ranges_of_scaled or scaled_twice
+
+    @property
+    def _may_measure_sensitivity(self) -> bool:
         return (
             self.needs_activation_ranges
             or self.smoothquant_alpha is not None
@@ -387,7 +398,7 @@ class QuantizeSettings(SchemeSettings):
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": ends,
             "calibration_samples": self.needs_calibration,
-            "sensitivity_samples": self._measures_sensitivity,
+            "sensitivity_samples": self._may_measure_sensitivity,
             "max_excluded": AUTO in self.exclude,
             "smoothquant_alpha": self.smoothquant_alpha is not None,
         }

@@ -18,14 +18,16 @@ Shapes: K = channels of a norm, N = outputs of a linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, observe_inputs
+from smelt.calibration.sequential import ObserveInputs
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
@@ -49,6 +51,10 @@ class NormGroup:
     norm: str
     consumers: list[nn.Module]
     linear_layers: list[nn.Linear]
+
+    def modules(self, model: Any) -> list[nn.Module]:
+        """Return the modules of `model` whose weights change with the scales."""
+        return [model.get_submodule(self.norm), *self.linear_layers]
 
 
 def apply_smoothquant(
@@ -75,30 +81,92 @@ def apply_smoothquant(
     Raises:
         InputError: activations are not finite.
     """
-    rounded = {
+    work = SmoothQuantRunner(model, layers, samples, alpha, dtype_of, ctx)
+    observe = partial(observe_inputs, model, samples, ctx=ctx)
+    work.scale(work.targets, work.observe(work.targets, observe))
+    work.report()
+
+
+class SmoothQuantRunner:
+    """State of SmoothQuant, of all norms at once or of one block after another.
+
+    targets: the norms that can be smoothed, with their layers. Arguments are those of `apply_smoothquant`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Collection[PlannedLayer],
+        samples: CalibrationSamples,
+        alpha: float,
+        dtype_of: DtypeOf,
+        ctx: Context,
+    ) -> None:
+        self._feeds, self.targets = smoothing_targets(model, layers)
+        self._rounded = _rounded_modules(layers)
+        self._names = module_names(model)
+        self._model, self._samples, self._alpha, self._ctx = model, samples, alpha, ctx
+        self._dtype_of = dtype_of
+        self._found: dict[str, tuple[Tensor, Tensor]] = {}
+        self._details: dict[str, dict[str, float]] = {}
+
+    def observe(self, targets: Sequence[NormGroup], observe: ObserveInputs) -> Mapping[str, Tensor]:
+        """Return the channel maxima, float32 [K], by norm; norms that no sample reaches are left out.
+
+        Raises:
+            InputError: activations are not finite.
+        """
+        return _channel_maxima(self._samples, targets, observe) if targets else {}
+
+    def search(self, targets: Sequence[NormGroup], seen: Mapping[str, Tensor]) -> None:
+        """Find the scales of `targets`, whose weights are loaded, by the maxima of their channels."""
+        for group in targets:
+            if group.norm not in seen:
+                continue
+            coded = [p.weight.detach() for p in group.linear_layers if p in self._rounded]
+            weights = torch.stack([weight.abs().amax(dim=0) for weight in coded]).amax(dim=0)
+            found = seen[group.norm]
+            self._found[group.norm] = (found, smoothquant_scales(found, weights, self._alpha))
+
+    def apply(self, targets: Sequence[NormGroup]) -> None:
+        """Apply the found scales to `targets`."""
+        for group in targets:
+            if group.norm not in self._found:
+                continue
+            seen, wanted = self._found[group.norm]
+            names = self._names[self._model.get_submodule(group.norm)]
+            kept = self._dtype_of([f"{name}.weight" for name in names])
+            done = divide_norm(self._model, group, wanted, kept)
+            self._details[group.norm] = {
+                "outliers_before": _outlier_ratio(seen),
+                "outliers_after": _outlier_ratio(seen / done),
+            }
+
+    def scale(self, targets: Sequence[NormGroup], seen: Mapping[str, Tensor]) -> None:
+        """Smooth `targets` by the maxima of their channels."""
+        self.search(targets, seen)
+        self.apply(targets)
+
+    def report(self) -> None:
+        """Write the results to the details and warnings of the context."""
+        self._ctx.details["smoothed"] = self._details
+        self._ctx.warnings.extend(_skipped_norm_warnings(self._feeds, self._details))
+
+
+def smoothing_targets(
+    model: Any, layers: Collection[PlannedLayer]
+) -> tuple[list[NormConsumers], list[NormGroup]]:
+    """Return the norms read by `layers` that round their activations, and the groups that can be smoothed."""
+    rounded = _rounded_modules(layers)
+    feeds = [feed for feed in norm_consumers(model) if rounded & set(norm_group(model, feed).linear_layers)]
+    return feeds, [norm_group(model, feed) for feed in feeds if feed.is_foldable]
+
+
+def _rounded_modules(layers: Collection[PlannedLayer]) -> set[Any]:
+    """Return the modules of `layers` with one scale for all of their activations."""
+    return {
         layer.module for layer in layers if layer.multiplies and SCHEMES[layer.scheme].per_tensor_activations
     }
-    feeds = [feed for feed in norm_consumers(model) if rounded & set(norm_group(model, feed).linear_layers)]
-    groups = [norm_group(model, feed) for feed in feeds if feed.is_foldable]
-    largest = _channel_maxima(model, samples, groups, ctx) if groups else {}
-    names = module_names(model)
-    details: dict[str, dict[str, float]] = {}
-    for group in groups:
-        if group.norm not in largest:
-            continue
-        seen = largest[group.norm]
-        weights = torch.stack(
-            [p.weight.detach().abs().amax(dim=0) for p in group.linear_layers if p in rounded]
-        )
-        norm = model.get_submodule(group.norm)
-        wanted = smoothquant_scales(seen, weights.amax(dim=0), alpha)
-        done = divide_norm(model, group, wanted, dtype_of([f"{name}.weight" for name in names[norm]]))
-        details[group.norm] = {
-            "outliers_before": _outlier_ratio(seen),
-            "outliers_after": _outlier_ratio(seen / done),
-        }
-    ctx.details["smoothed"] = details
-    ctx.warnings.extend(_skipped_norm_warnings(feeds, details))
 
 
 def smoothquant_scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
@@ -142,7 +210,7 @@ def norm_weight_offset(model: Any) -> float:
 
 
 def _channel_maxima(
-    model: Any, samples: CalibrationSamples, groups: Sequence[NormGroup], ctx: Context
+    samples: CalibrationSamples, groups: Sequence[NormGroup], observe: ObserveInputs
 ) -> dict[str, Tensor]:
     """Return the channel maxima, float32 [K], by norm; norms that no sample reaches are left out.
 
@@ -156,7 +224,7 @@ def _channel_maxima(
             here = x.abs().amax(dim=0)
             found[norm] = torch.maximum(found[norm], here) if norm in found else here
 
-    observe_inputs(model, samples, {group.norm: group.consumers for group in groups}, see, ctx)
+    observe({group.norm: group.consumers for group in groups}, see)
     for norm, largest in found.items():
         if not bool(largest.isfinite().all()):
             raise InputError(

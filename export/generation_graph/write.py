@@ -305,8 +305,12 @@ def run_generation_graphs(runner: Any, batch: Batch) -> None:
 
 
 def _generate_by_graph(runner: Any, batch: Batch, decoding: GenerationConfig) -> list[list[int]]:
-    """Return the new tokens of each row: by the graph, unless it does not support the model's settings."""
+    """Return the new tokens of each row: by the graph, unless it does not support the model's settings.
+
+    Of a large model no other graph is open meanwhile: each holds a copy of the weights.
+    """
     search = run_generation_graph if graph_supports(decoding) else generate_resolved
+    runner.backend.free_large_graphs()
     return search(runner, batch, decoding)
 
 

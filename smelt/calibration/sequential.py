@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -167,14 +167,27 @@ class SequentialRunner:
                 self._run(number, last)
 
     def observe_after_blocks(self, layers: LayersByKey, see: InputCallback) -> None:
-        """Run the model after its blocks on their outputs; call `see` with the inputs of `layers` there."""
+        """Run the model after its blocks on their outputs; call `see` with the inputs of `layers` there.
+
+        It is stopped when all of them were called: the output layer itself need not run, nor be loaded.
+        """
         self._run_to(len(self._stack_modules(self._current_stack)))
         batch: TensorBatch = {}
-        with input_hooks(self.model, layers, see, batch), torch.inference_mode():
+        left = 0
+
+        def see_all(key: str, x: Tensor) -> None:
+            nonlocal left
+            see(key, x)
+            left -= 1
+            if not left:
+                raise _StopForward(x, x)
+
+        with input_hooks(self.model, layers, see_all, batch), torch.inference_mode():
             for number, inputs in enumerate(self.batches):
                 batch.clear()
                 batch.update(inputs)
-                with self._replay_states(number, None):
+                left = sum(map(len, layers.values()))
+                with self._replay_states(number, None), suppress(_StopForward):
                     self.model(**self._inputs(number))
 
     def _run_to(self, end: int, see: StatesCallback | None = None) -> None:

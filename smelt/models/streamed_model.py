@@ -53,6 +53,7 @@ class StreamedModel:
         self._bytes = 0
         self._blocks = blocks_of(model)
         self._inside = tuple(f"{block.module_path}." for block in self._blocks)
+        self._head_weights: set[str] = set()
         self._modules = dict(model.named_modules(remove_duplicate=False))
 
     def load_block(self, block: Block) -> None:
@@ -68,10 +69,7 @@ class StreamedModel:
 
     def free_block(self, block: Block) -> None:
         """Free the weights of `block`."""
-        for module in block.module.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
-        _trim_memory()
+        _free_weights(block.module, [name for name, _ in block.module.named_parameters()])
 
     def copy_blocks(self) -> None:
         """Write the blocks of a model that has lost some blocks or parts of them; weights are copied."""
@@ -93,6 +91,11 @@ class StreamedModel:
             named = self.model.get_submodule(place).named_parameters()
             names = {f"{place}.{name}": f"{place}.{name}" for name, tensor in named if tensor.is_meta}
             _assign(self.model, names, self._places)
+            self._head_weights |= names.keys()
+
+    def free_head(self) -> None:
+        """Free the weights of the output layer that `load_head` has read."""
+        _free_weights(self.model, self._head_weights)
 
     def finish(self, edits: list[Edit]) -> list[Message]:
         """Write the tensors outside of blocks and the other files; every block must be written before.
@@ -239,6 +242,14 @@ def _assign(root: nn.Module, names: dict[str, str], places: dict[str, Path]) -> 
             held = _read(places, stored).to(torch.float32, copy=True)  # not a view of the file
             parameters[stored] = nn.Parameter(held, requires_grad=False)
         setattr(root.get_submodule(owner), last, parameters[stored])
+
+
+def _free_weights(root: nn.Module, names: Iterable[str]) -> None:
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        module = root.get_submodule(owner)
+        setattr(module, last, nn.Parameter(getattr(module, last).detach().to("meta"), requires_grad=False))
+    _trim_memory()
 
 
 def _trim_memory() -> None:

@@ -452,6 +452,12 @@ class OnnxBackend:
             )
         return session
 
+    def free_large_graphs(self) -> None:
+        """Free the sessions of a large model; each is opened again when it is needed."""
+        with self._lock:
+            if self._large and self._sessions is not None:
+                self._sessions = {}
+
     def close(self) -> None:
         """Free the sessions and their threads."""
         self._sessions = None

@@ -207,10 +207,20 @@ def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tm
     assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
 
 
-def test_onnxsim_itself_simplifies_a_graph_whose_weights_lie_outside(tmp_path, monkeypatch):
+@pytest.mark.parametrize("outside", [True, False])
+def test_onnxsim_simplifies_a_graph_without_its_large_weights(outside, tmp_path, monkeypatch):
     path = graph_of("bert", "model", tmp_path)
-    monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
+    if outside:
+        monkeypatch.setattr(graph_files, "MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(simplify_graph, "_WHOLE_GRAPH_BYTES", 1000)
     monkeypatch.setattr(simplify_graph, "_LARGE_WEIGHT_BYTES", 2000)  # not read
+    simplify, given = onnxsim.simplify, []
+
+    def observed(model, **more):
+        given.extend(len(tensor.raw_data) for tensor in model.graph.initializer)
+        return simplify(model, **more)
+
+    monkeypatch.setattr(onnxsim, "simplify", observed)
     model = onnx.load(path)
     first = model.graph.node[0].input[0]
     insert_after_value(model, first, -1, "Identity")
@@ -219,5 +229,7 @@ def test_onnxsim_itself_simplifies_a_graph_whose_weights_lie_outside(tmp_path, m
     assert simplify_file(path, TOKENS) is None
     after = onnx.load(path, load_external_data=False)
     assert len(after.graph.node) < nodes
-    assert external_locations(after) == weights == {"model.onnx_data"}
-    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
+    files = {"model.onnx_data"} if outside else set()
+    assert external_locations(after) == weights == files
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", *files}
+    assert 0 < max(given) < 2000

@@ -23,6 +23,7 @@ from smelt.quantization.layers import is_quantized
 
 GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_samples": 6}
 RTN = {"scheme": "int4", "group_size": 16}
+SMOOTH = {"smoothquant_alpha": 0.5, "sensitivity_samples": 0, "calibration_samples": 6}
 AWQ = RTN | {"method": "awq", "clip": "awq", "calibration_samples": 6}
 
 
@@ -48,6 +49,10 @@ def large(monkeypatch):
         ("bart", GPTQ),
         ("llama", AWQ),
         ("opt", AWQ | {"output_layer": False}),  # inputs without a producer get factors
+        ("llama", GPTQ | {"method": "awq-gptq"}),  # the blocks are read twice
+        ("opt", GPTQ | {"method": "awq-gptq", "output_layer": False}),
+        ("llama", SMOOTH | {"scheme": "int8-dynamic"}),
+        ("gemma", SMOOTH | {"scheme": "int8-static", "calibration_method": "percentile"}),  # a tied head
     ],
     ids=str,
 )
@@ -81,26 +86,28 @@ def weights_in_memory(shape):
     return sum(p.shape == shape and p.is_floating_point() and not p.is_meta for p in held)
 
 
-def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
-    seen = []
+@pytest.mark.parametrize(("method", "times"), [("gptq", 1), ("awq-gptq", 2)])
+def test_no_more_than_one_block_is_in_memory(method, times, tmp_path, large, monkeypatch):
+    seen, tables = [], []
     real = streamed_model.StreamedModel.load_block
 
     def enter(self, block):
         real(self, block)
         seen.append(weights_in_memory(block.module.mlp.up_proj.weight.shape))
+        tables.append(weights_in_memory(self.model.lm_head.weight.shape))
 
     monkeypatch.setattr(streamed_model.StreamedModel, "load_block", enter)
     gc.collect()
     before = weights_in_memory((96, 64))
-    quantize("llama", tmp_path / "out", **GPTQ)
-    assert [count - before for count in seen] == [2, 2]  # `gate` is as large as `up`
+    quantize("llama", tmp_path / "out", **GPTQ | {"method": method})
+    assert [count - before for count in seen] == [2, 2] * times  # `gate` is as large as `up`
+    assert len(set(tables)) == 1  # the embedding; not the output layer from the first time
 
 
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         ("t5", AWQ),  # the encoder's last norm takes scales of layers in all blocks of the decoder
-        ("llama", RTN | {"method": "awq-gptq"}),
         ("llama", {"scheme": "int8-static"}),
         ("llama", {"scheme": "int8-dynamic", "exclude": ["auto"]}),
         ("llama", {"scheme": "int4", "group_size": 16, "low_rank_correction": {"rank": 2}}),

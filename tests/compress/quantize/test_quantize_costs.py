@@ -41,9 +41,9 @@ def test_a_large_model_takes_the_memory_of_a_block_where_layers_are_independent(
     size = size_from_config(large)
     assert size.stored_bytes > LARGE_BYTES
     inputs = CostInputs(size, size, "language-modeling", {})
-    block, whole = (
+    block, scaled, whole = (
         quantize_cost(QuantizeSettings(scheme="int4", **given), inputs)
-        for given in ({}, {"low_rank_correction": {"rank": 8}})
+        for given in ({}, {"method": "awq-gptq"}, {"low_rank_correction": {"rank": 8}})
     )
-    assert block.least_bytes == 4 * size.largest_block
+    assert block.least_bytes == scaled.least_bytes == 4 * size.largest_block
     assert block.memory_bytes < 0.2 * size.float_bytes < size.float_bytes < whole.memory_bytes

@@ -32,10 +32,11 @@ class Follower:
     """A runner whose next token depends on the last one alone; its graphs answer as `edit` changes texts."""
 
     def __init__(self, edit=lambda graph, texts: texts, logits=None):
-        self.backend, self.generation_cache = (
-            SimpleNamespace(generation_graphs=("generate", "generate_beams")),
-            {},
+        self.open = set()  # of a large model only one graph is
+        self.backend = SimpleNamespace(
+            generation_graphs=("generate", "generate_beams"), free_large_graphs=self.open.clear
         )
+        self.generation_cache = {}
         self.folder, self.generation_config = Path("test"), {}
         self.config = {
             "is_encoder_decoder": True, "decoder_start_token_id": START, "vocab_size": VOCABULARY,
@@ -47,18 +48,22 @@ class Follower:
         return None
 
     def decode_step(self, state, tokens):
+        self.open.clear()  # the backend closes what else is open
+        self.open.add("step")
         return self._logits[tokens]
 
     def reorder_cache(self, state, rows):
         return state
 
     def generate_sequences(self, graph, batch, feeds):
+        assert not self.open
         beams, new = int(feeds.get("num_beams", 1)), int(feeds["max_new_tokens"])
         decoding = resolve_generation(GenerationSettings(num_beams=beams, max_new_tokens=new), self)
         texts = generate_resolved(self, batch, decoding)
         if new > 2:  # the question whether it runs at all is not what is answered otherwise
             texts = self._edit(graph, texts)
         longest = max(map(len, texts))
+        self.open.add(graph)
         return np.array([[START, *text, *[PAD] * (longest - len(text))] for text in texts])
 
 

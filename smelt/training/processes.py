@@ -16,6 +16,7 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.stage import RecipePath, Settings
 from smelt.runtimes.device import cuda_device_count
 
+DEEPSPEED_VERSION = "0.19"  # the oldest supported release
 # Process 0 scores checkpoints while the others wait.
 _TIMEOUT = timedelta(days=1)
 
@@ -26,13 +27,19 @@ class LaunchSettings(Settings):
     num_processes: int = Field(
         default=1, ge=1, le=1024, description="processes of each training stage; with CUDA one per GPU"
     )
-    strategy: Literal["ddp", "fsdp"] = Field(
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = Field(
         default="ddp",
         description="ddp: every process holds the whole model; fsdp: parameters, gradients and optimizer"
-        " states are divided",
+        " states are divided; deepspeed: as zero_stage",
+    )
+    zero_stage: Literal[1, 2, 3] = Field(
+        default=2,
+        description="deepspeed: 1 divides optimizer states, 2 also gradients, 3 also parameters",
     )
     cpu_offload: bool = Field(
-        default=False, description="fsdp: parameters and optimizer states are kept in the CPU's memory"
+        default=False,
+        description="fsdp, deepspeed: optimizer states, and parameters if they are divided, are kept in the"
+        " CPU's memory",
     )
 
     config_file: RecipePath = Field(
@@ -44,14 +51,30 @@ class LaunchSettings(Settings):
 
     @model_validator(mode="after")
     def _offload_needs_shards(self) -> Self:
-        if self.cpu_offload and self.strategy != "fsdp":
-            raise SettingError("cpu_offload requires strategy: fsdp", code="settings-conflict")
+        if self.cpu_offload and self.strategy == "ddp":
+            raise SettingError("cpu_offload requires strategy: fsdp or deepspeed", code="settings-conflict")
+        if "zero_stage" in self.model_fields_set and self.strategy != "deepspeed":
+            raise SettingError("zero_stage requires strategy: deepspeed", code="settings-conflict")
         return self
+
+    def required_packages(self) -> dict[str, str]:
+        """Return deepspeed if it is the strategy."""
+        return {"deepspeed": DEEPSPEED_VERSION} if self.strategy == "deepspeed" else {}
 
 
 def fsdp_conflicts(settings: Any) -> list[str]:
     """Return the settings that FSDP does not support: torch scales no loss of divided gradients."""
     return ["precision: fp16"] if settings.precision == "fp16" else []
+
+
+# Of transformers' optimizers: those that treat each weight alone, so that they may see vectors of parts.
+_ZERO_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")
+
+
+def zero_conflicts(settings: Any) -> list[str]:
+    """Return the settings that ZeRO does not support: smelt scales no loss, and it divides vectors."""
+    known = settings.optimizer in _ZERO_OPTIMIZERS
+    return fsdp_conflicts(settings) + ([] if known else [f"optimizer: {settings.optimizer}"])
 
 
 def require_gpus(launch: LaunchSettings, device: str) -> None:
@@ -106,8 +129,10 @@ def external_machines() -> int:
     return max(1, int(nodes)) if count and "WORLD_SIZE" not in os.environ and nodes.isdigit() else 1
 
 
-def join_processes(device: str) -> None:
+def join_processes(device: str, strategy: str = "ddp") -> None:
     """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    DeepSpeed takes the device from the environment.
 
     Raises:
         InputError: device is cuda, and this process has no GPU of its own (`too-few-gpus`).
@@ -115,6 +140,8 @@ def join_processes(device: str) -> None:
     import torch
 
     if device == "cpu":
+        if strategy == "deepspeed":
+            os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         torch.distributed.init_process_group("gloo", timeout=_TIMEOUT)
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -44,7 +44,7 @@ from smelt.training.extension import (
 )
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
-from smelt.training.sharding import ShardedModel, require_shardable, sharded
+from smelt.training.sharding import ShardedModel, local_part, require_shardable, sharded
 from smelt.training.training_state import (
     autocast,
     freed_memory_retained,
@@ -54,6 +54,7 @@ from smelt.training.training_state import (
     torch_threads,
     training_state,
 )
+from smelt.training.zero import ZeroModel, prepare_accelerate, divided_by_zero, require_zero, zero_config
 
 _LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
@@ -118,7 +119,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         *,
         plan: list[list[int]],
         keeper: CheckpointSelector,
-        divided: ShardedModel | None,
+        divided: ShardedModel | ZeroModel | None,
     ) -> None:
         self.measured, self.divided = measured, divided
         pack = partial(_collate_part, config=measured.config)
@@ -126,7 +127,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
             model=self.measured,
             args=args,
             train_dataset=_SamplesOrNone(rows),
-            callbacks=[keeper],
+            callbacks=[divided, keeper] if isinstance(divided, ZeroModel) else [keeper],
             data_collator=pack,
         )
         self.remove_callback(transformers.trainer_callback.PrinterCallback)
@@ -134,12 +135,14 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Move the model; a divided one is where it belongs already (on the CPU with cpu_offload)."""
-        if self.divided is None:
+        if not isinstance(self.divided, ShardedModel):
             super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a divided model as wrapped already; accelerate wraps others for several processes."""
-        return super()._wrap_model(model, *args, **kwargs) if self.divided is None else _Wrapped(model)
+        if isinstance(self.divided, ShardedModel):
+            return _Wrapped(model)
+        return super()._wrap_model(model, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return the planned batches; accelerate distributes their parts to processes."""
@@ -149,11 +152,15 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Return the optimizer, with separate settings for the technique's groups."""
+        if self.optimizer is not None:
+            return self.optimizer  # with DeepSpeed, Trainer calls this twice
         optimizer = super().create_optimizer(model)
         groups = self.keeper.extension.groups
         if groups:
             groups = groups if self.divided is None else self.divided.groups(groups)
             optimizer.param_groups[:] = split_parameter_groups(optimizer.param_groups, groups)
+        if isinstance(self.divided, ZeroModel):
+            self.divided.set_optimizer(optimizer)
         return optimizer
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -274,7 +281,11 @@ def run_training(
         # raises if CUDA is missing; Trainer would silently use the CPU
         device = torch.device(torch_device(ctx.device))
         precision = from_first(partial(pick_precision, settings.precision, device))
-        args = _training_arguments(settings, folder, precision, ctx, device)
+        zero = None
+        if process_count() > 1 and ctx.launch is not None and ctx.launch.strategy == "deepspeed":
+            require_zero(settings)
+            zero = zero_config(ctx.launch, sum(p.numel() for p in model.parameters() if p.requires_grad))
+        args = _training_arguments(settings, folder, precision, ctx, device, zero)
         stack.enter_context(modules_attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
         if settings.gradient_checkpointing:
@@ -282,10 +293,12 @@ def run_training(
         stack.enter_context(extension.training_context())
         measured = _ObjectiveModule(model, objective, precision)
         divided = _divide(stack, measured, settings, ctx, args.device)
+        whole_layers = divided is None or not divided.divides_parameters
         if divided is not None:
             extension = replace(extension, may_be_best=_with_whole_modules(divided, model, extension))
         keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
-        resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx)
+        zero_model = divided if isinstance(divided, ZeroModel) else None
+        resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx, zero_model)
         if resume.saved is not None and resume.saved.details is not None:
             ctx.details["training"] = resume.saved.details
             log_training_curve(resume.saved.details, ctx.log_metrics)
@@ -297,7 +310,7 @@ def run_training(
         loop.add_callback(resume)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
-            own = groups if divided is not None else groups[process_rank() :: process_count()]
+            own = groups[process_rank() :: process_count()] if whole_layers else groups
             batches = [collate([validation[i] for i in group], model.config) for group in own]
             keeper.evaluate = partial(
                 mean_loss, measured, batches, nn.Module.__call__, precision, args.device
@@ -345,14 +358,16 @@ def _divide(
     settings: TrainingSettings,
     ctx: Context,
     device: torch.device,
-) -> ShardedModel | None:
-    """Divide the parameters of `measured` until `stack` closes, if the strategy of several processes does.
+) -> ShardedModel | ZeroModel | None:
+    """Divide the training of `measured` until `stack` closes, if the strategy of several processes does.
 
     Raises:
         InputError: the model or its settings cannot be trained so.
     """
-    if process_count() == 1 or ctx.launch is None or ctx.launch.strategy != "fsdp":
+    if process_count() == 1 or ctx.launch is None or ctx.launch.strategy == "ddp":
         return None
+    if ctx.launch.strategy == "deepspeed":
+        return stack.enter_context(divided_by_zero(measured, ctx.launch, device))
     require_shardable(measured.model, settings)
     return stack.enter_context(sharded(measured, measured.model, ctx.launch, device))
 
@@ -383,7 +398,7 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
 
 
 def _with_whole_modules(
-    divided: ShardedModel, model: nn.Module, extension: TrainingExtension
+    divided: ShardedModel | ZeroModel, model: nn.Module, extension: TrainingExtension
 ) -> Callable[[int], bool]:
     """Return `extension.may_be_best`, which reads the parameters of the extension's modules."""
 
@@ -397,7 +412,7 @@ def _with_whole_modules(
 def _as_stored(
     model: nn.Module,
     extension: TrainingExtension,
-    divided: ShardedModel | None,
+    divided: ShardedModel | ZeroModel | None,
     score: Callable[[], ResultT],
 ) -> ResultT:
     """Return the score of the weights as they will be stored; the processes compute it together."""
@@ -414,7 +429,7 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
         RunError: a weight is infinite or NaN.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+        if parameter.requires_grad and not bool(torch.isfinite(local_part(parameter)).all()):
             raise RunError(
                 f"After the last training update, '{name}' is infinite or NaN."
                 f" {selector.last_good_text()} Lower learning_rate, raise warmup, or set"
@@ -424,8 +439,15 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
 
 
 def _training_arguments(
-    settings: TrainingSettings, folder: str, precision: str, ctx: Context, device: torch.device
+    settings: TrainingSettings,
+    folder: str,
+    precision: str,
+    ctx: Context,
+    device: torch.device,
+    zero: dict[str, Any] | None,
 ) -> Any:
+    if zero is not None and device.type == "cpu":
+        prepare_accelerate()
     args = transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,  # the plan of batches covers all epochs
@@ -438,7 +460,9 @@ def _training_arguments(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=ctx.seed,
-        use_cpu=device.type == "cpu",  # otherwise accelerate divides no batches without a GPU
+        # otherwise accelerate divides no batches without a GPU; with it, it does not start DeepSpeed
+        use_cpu=device.type == "cpu" and zero is None,
+        deepspeed=zero,
         save_strategy="no",
         eval_strategy="no",
         logging_strategy="no",
@@ -446,7 +470,7 @@ def _training_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        accelerator_config={"even_batches": False},
+        accelerator_config={"even_batches": False, "use_configured_state": zero is not None and device.type == "cpu"},
         ddp_find_unused_parameters=not settings.gradient_checkpointing,
         ddp_timeout=24 * 3600,
     )

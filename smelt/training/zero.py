@@ -119,6 +119,7 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
         from deepspeed.utils import safe_get_full_optimizer_state
 
         inner = self._zero.optimizer
+        self._link_states()
         vectors, numbers = _divided_and_common(inner.state)
         state = {
             at: {name: safe_get_full_optimizer_state(p, name).cpu() for name in vectors} | numbers
@@ -142,8 +143,7 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
         for vector in getattr(zero, vectors) if example else ():
             common = {name: tensor.clone() for name, tensor in example.items() if name not in names}
             inner.state[vector] = common | {name: torch.zeros_like(vector) for name in names}
-        if not self.divides_parameters:
-            zero._lazy_init_hp_params_optimizer_state()
+        self._link_states()
         for at, parameter in enumerate(self._trained):
             for name in names:
                 whole = state[at][name]
@@ -151,6 +151,15 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
                     safe_set_local_optimizer_state(parameter, divided_like(whole, parameter), name)
                 else:
                     safe_set_full_optimizer_state(parameter, whole.to(parameter.device), name)
+
+    def _link_states(self) -> None:
+        """Let DeepSpeed find the state of every parameter.
+
+        Stages 1 and 2 do it after the first update of the first parameter group, when others have none.
+        """
+        if not self.divides_parameters:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     @contextlib.contextmanager
     def whole(self, part: nn.Module | None = None) -> Iterator[None]:

@@ -45,7 +45,7 @@ from smelt.models.empty_model import stored_dtypes
 from smelt.quantization.layers import LowRankCorrectedLinear, MasterWeightLayer
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.settings import TrainingSettings
-from smelt.training.sharding import divided_like, local_part, whole_tensor
+from smelt.training.sharding import ShardedModel, divided_like, local_part, whole_tensor
 from smelt.training.zero import ZeroModel
 
 CHECKPOINT_FILE = "checkpoint.json"
@@ -330,12 +330,13 @@ def make_checkpoint_callback(
     precision: str,
     settings: TrainingSettings,
     ctx: Context,
-    zero: ZeroModel | None = None,
+    divided: ShardedModel | ZeroModel | None,
 ) -> CheckpointCallback:
     """Return the callback that saves and resumes this training; it does nothing if it cannot resume."""
     folder = ctx.next_checkpoint_folder() if selector.extension.can_resume else None
     shapes = {name: list(tensor.shape) for name, tensor in selector.parameters.items()}
     identity = json_hash({"plan": plan, "precision": precision, "shapes": shapes, "seed": ctx.seed})
+    zero = divided if isinstance(divided, ZeroModel) else None
     return CheckpointCallback(
         model, selector, folder, identity, settings.checkpoint_interval_minutes, ctx.log, zero
     )

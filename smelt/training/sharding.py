@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.core.errors import InputError
 from smelt.core.process_group import process_count, process_rank
 from smelt.training.extension import ParameterGroup, attached_modules
 from smelt.training.module_state import ModuleState
-from smelt.training.processes import LaunchSettings, fsdp_conflicts
-from smelt.training.settings import TrainingSettings
+from smelt.training.processes import LaunchSettings
 from smelt.training.training_state import frozen_pad_rows, masked_weights
 
 
@@ -48,7 +46,7 @@ def whole_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     if hasattr(zero, "ds_tensor"):
         part = local_part(tensor).detach()
         parts = part.new_empty(process_count() * part.numel())
-        torch.distributed.all_gather_into_tensor(parts, part.contiguous())
+        torch.distributed.all_gather(list(parts.chunk(process_count())), part.contiguous())
         return parts[: zero.ds_numel].view(zero.ds_shape)
     if like is not None and hasattr(like, "full_tensor"):
         from torch.distributed.tensor import DTensor
@@ -63,7 +61,7 @@ def whole_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor divided as `like`; unchanged if `like` is whole. For ZeRO: this process's part."""
+    """Return a whole tensor divided as `like`, of ZeRO this process's part; unchanged if `like` is whole."""
     if hasattr(like, "ds_tensor"):
         size = like.ds_tensor.numel()
         padded = nn.functional.pad(tensor.flatten(), (0, process_count() * size - tensor.numel()))
@@ -78,22 +76,6 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
         tensor.to(local_part(like).device), divided.device_mesh, divided.placements
     )
     return found
-
-
-def require_shardable(model: nn.Module, settings: TrainingSettings) -> None:
-    """Require a model and settings that FSDP can train.
-
-    Raises:
-        InputError: fp16, or a parameter without dimensions (`not-with-fsdp`).
-    """
-    found = fsdp_conflicts(settings)
-    found += [f"'{name}', a single number" for name, p in model.named_parameters() if not p.dim()]
-    if found:
-        raise InputError(
-            f"strategy: fsdp cannot train with {', '.join(found)}. Remove it, or set strategy: ddp.",
-            code="not-with-fsdp",
-            setting="launch.strategy",
-        )
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import RunError
+from smelt.core.errors import InputError, RunError
 from smelt.core.messages import warning
 from smelt.core.process_group import from_first, process_count, process_rank
 from smelt.core.stage import Context
@@ -42,9 +42,10 @@ from smelt.training.extension import (
     split_parameter_groups,
     term_values,
 )
+from smelt.training.processes import LaunchSettings, strategy_conflicts
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
-from smelt.training.sharding import ShardedModel, local_part, require_shardable, sharded
+from smelt.training.sharding import ShardedModel, local_part, sharded
 from smelt.training.training_state import (
     autocast,
     freed_memory_retained,
@@ -54,7 +55,7 @@ from smelt.training.training_state import (
     torch_threads,
     training_state,
 )
-from smelt.training.zero import ZeroModel, prepare_accelerate, divided_by_zero, require_zero, zero_config
+from smelt.training.zero import ZeroModel, divided_by_zero, prepare_accelerate, zero_config
 
 _LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
@@ -281,24 +282,20 @@ def run_training(
         # raises if CUDA is missing; Trainer would silently use the CPU
         device = torch.device(torch_device(ctx.device))
         precision = from_first(partial(pick_precision, settings.precision, device))
-        zero = None
-        if process_count() > 1 and ctx.launch is not None and ctx.launch.strategy == "deepspeed":
-            require_zero(settings)
-            zero = zero_config(ctx.launch, sum(p.numel() for p in model.parameters() if p.requires_grad))
-        args = _training_arguments(settings, folder, precision, ctx, device, zero)
+        launch = ctx.launch if process_count() > 1 else None
+        require_trainable(model, settings, launch)
+        args = _training_arguments(settings, folder, precision, ctx, device, launch, model)
         stack.enter_context(modules_attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
         if settings.gradient_checkpointing:
             stack.enter_context(gradient_checkpointing(model))
         stack.enter_context(extension.training_context())
         measured = _ObjectiveModule(model, objective, precision)
-        divided = _divide(stack, measured, settings, ctx, args.device)
-        whole_layers = divided is None or not divided.divides_parameters
+        divided = _divide(stack, measured, launch, args.device)
         if divided is not None:
             extension = replace(extension, may_be_best=_with_whole_modules(divided, model, extension))
         keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
-        zero_model = divided if isinstance(divided, ZeroModel) else None
-        resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx, zero_model)
+        resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx, divided)
         if resume.saved is not None and resume.saved.details is not None:
             ctx.details["training"] = resume.saved.details
             log_training_curve(resume.saved.details, ctx.log_metrics)
@@ -310,7 +307,7 @@ def run_training(
         loop.add_callback(resume)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
-            own = groups[process_rank() :: process_count()] if whole_layers else groups
+            own = groups if _is_computed_together(divided) else groups[process_rank() :: process_count()]
             batches = [collate([validation[i] for i in group], model.config) for group in own]
             keeper.evaluate = partial(
                 mean_loss, measured, batches, nn.Module.__call__, precision, args.device
@@ -325,8 +322,9 @@ def run_training(
             optimizer=settings.optimizer,
             keeps_best=bool(keeper.evals),
             keeps_average=settings.ema_decay is not None,
-            parts=1 if divided is None else process_count(),
-            offloaded=divided is not None and ctx.launch.cpu_offload,
+            parts=process_count(),
+            divides=0 if launch is None else launch.divides,
+            offloaded=launch is not None and launch.cpu_offload,
         )
         loop.train()
         steps = int(loop.state.global_step)
@@ -352,24 +350,43 @@ def run_training(
         resume.finish(steps, ctx.details["training"], warnings)
 
 
+def require_trainable(model: nn.Module, settings: TrainingSettings, launch: LaunchSettings | None) -> None:
+    """Require a model and settings that the strategy of several processes can train; None: one process.
+
+    Raises:
+        InputError: `not-with-strategy`: such as fp16, or a parameter without dimensions that is divided.
+    """
+    if launch is None:
+        return
+    found = strategy_conflicts(launch, settings)
+    if launch.divides == 3:
+        found += [f"'{name}', a single number" for name, p in model.named_parameters() if not p.dim()]
+    if found:
+        raise InputError(
+            f"strategy: {launch.strategy} cannot train with {', '.join(found)}. Remove it, or set"
+            " strategy: ddp.",
+            code="not-with-strategy",
+            setting="launch.strategy",
+        )
+
+
 def _divide(
     stack: contextlib.ExitStack,
     measured: _ObjectiveModule,
-    settings: TrainingSettings,
-    ctx: Context,
+    launch: LaunchSettings | None,
     device: torch.device,
 ) -> ShardedModel | ZeroModel | None:
-    """Divide the training of `measured` until `stack` closes, if the strategy of several processes does.
-
-    Raises:
-        InputError: the model or its settings cannot be trained so.
-    """
-    if process_count() == 1 or ctx.launch is None or ctx.launch.strategy == "ddp":
+    """Divide the training of `measured` until `stack` closes, if the strategy of several processes does."""
+    if launch is None or launch.strategy == "ddp":
         return None
-    if ctx.launch.strategy == "deepspeed":
-        return stack.enter_context(divided_by_zero(measured, ctx.launch, device))
-    require_shardable(measured.model, settings)
-    return stack.enter_context(sharded(measured, measured.model, ctx.launch, device))
+    if launch.strategy == "deepspeed":
+        return stack.enter_context(divided_by_zero(measured, launch, device))
+    return stack.enter_context(sharded(measured, measured.model, launch, device))
+
+
+def _is_computed_together(divided: ShardedModel | ZeroModel | None) -> bool:
+    """Return whether every pass through the model gathers its parameters, so that all must take part."""
+    return divided is not None and divided.divides_parameters
 
 
 def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Context) -> str | None:
@@ -444,9 +461,12 @@ def _training_arguments(
     precision: str,
     ctx: Context,
     device: torch.device,
-    zero: dict[str, Any] | None,
+    launch: LaunchSettings | None,
+    model: nn.Module,
 ) -> Any:
-    if zero is not None and device.type == "cpu":
+    zero = None if launch is None or launch.strategy != "deepspeed" else zero_config(launch, model)
+    prepared = zero is not None and device.type == "cpu"
+    if prepared:
         prepare_accelerate()
     args = transformers.TrainingArguments(
         output_dir=folder,
@@ -470,7 +490,7 @@ def _training_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        accelerator_config={"even_batches": False, "use_configured_state": zero is not None and device.type == "cpu"},
+        accelerator_config={"even_batches": False, "use_configured_state": prepared},
         ddp_find_unused_parameters=not settings.gradient_checkpointing,
         ddp_timeout=24 * 3600,
     )

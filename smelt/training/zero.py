@@ -17,21 +17,20 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from smelt.core.errors import InputError
 from smelt.training.extension import ParameterGroup
 from smelt.training.module_state import ModuleState
-from smelt.training.processes import LaunchSettings, zero_conflicts
-from smelt.training.settings import TrainingSettings
+from smelt.training.processes import LaunchSettings
 from smelt.training.sharding import divided_like, whole_tensor
 
 _MAX_BUCKET = 500_000_000  # DeepSpeed's default, in values; it is allocated at once
 
 
-def zero_config(launch: LaunchSettings, weights: int) -> dict[str, Any]:
-    """Return the settings that Trainer passes to DeepSpeed. weights: number of trained weights.
+def zero_config(launch: LaunchSettings, model: nn.Module) -> dict[str, Any]:
+    """Return the settings that Trainer passes to DeepSpeed.
 
     Precision, optimizer and schedule are the stage's, which Trainer creates.
     """
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     divided: dict[str, Any] = {"stage": launch.zero_stage, "reduce_bucket_size": min(weights, _MAX_BUCKET)}
     if launch.cpu_offload:
         divided["offload_optimizer"] = {"device": "cpu"}
@@ -41,26 +40,12 @@ def zero_config(launch: LaunchSettings, weights: int) -> dict[str, Any]:
         if launch.cpu_offload:
             divided["offload_param"] = {"device": "cpu"}
     return {
-        "zero_optimization": divided,
+        "zero_optimization": divided | launch.zero_options,
         "zero_force_ds_cpu_optimizer": False,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
     }
-
-
-def require_zero(settings: TrainingSettings) -> None:
-    """Require settings that ZeRO can train with.
-
-    Raises:
-        InputError: `not-with-deepspeed`.
-    """
-    if found := zero_conflicts(settings):
-        raise InputError(
-            f"strategy: deepspeed cannot train with {', '.join(found)}. Remove it, or set strategy: ddp.",
-            code="not-with-deepspeed",
-            setting="launch.strategy",
-        )
 
 
 def prepare_accelerate() -> None:
@@ -139,7 +124,9 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
             group.update({name: value for name, value in saved.items() if name != "params"})
         example = next(iter(state.values()), {})
         names = [n for n in example if all(state[at][n].dim() == k for at, k in enumerate(self._dims))]
-        vectors = "fp32_partitioned_groups_flat" if self.divides_parameters else "single_partition_of_fp32_groups"
+        vectors = (
+            "fp32_partitioned_groups_flat" if self.divides_parameters else "single_partition_of_fp32_groups"
+        )
         for vector in getattr(zero, vectors) if example else ():
             common = {name: tensor.clone() for name, tensor in example.items() if name not in names}
             inner.state[vector] = common | {name: torch.zeros_like(vector) for name in names}
@@ -235,4 +222,3 @@ def _divided_and_common(state: Mapping[Tensor, Mapping[str, Any]]) -> tuple[list
         names = [n for n, v in values.items() if isinstance(v, Tensor) and v.shape == vector.shape]
         return names, {n: v for n, v in values.items() if n not in names and v is not None}
     return [], {}
-

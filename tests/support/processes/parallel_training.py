@@ -178,7 +178,7 @@ def main() -> None:
     for name in names:
         case, strategy, what = (*name.split("/"), "", "")[:3]
         launch = launch_of(strategy)
-        unfinished = Path(work) / "unfinished" if what else None
+        unfinished = Path(work) / f"unfinished-{strategy}" if what else None
         place = Path(work) / (name.replace("/", "-"))
         with contextlib.ExitStack() as stack:
             if what == "stopped":
@@ -188,7 +188,7 @@ def main() -> None:
             if process_rank() == 0:
                 details_file(Path(work), name).write_text(json.dumps(ctx.details))
         if what == "stopped" and process_rank() == 0:
-            shutil.copytree(Path(work) / "unfinished", Path(work) / "stopped")
+            shutil.copytree(Path(work) / f"unfinished-{strategy}", Path(work) / f"stopped-{strategy}")
     leave_processes()
 
 

@@ -55,7 +55,7 @@ from smelt.training.training_state import (
     torch_threads,
     training_state,
 )
-from smelt.training.zero import ZeroModel, divided_by_zero, prepare_accelerate, zero_config
+from smelt.training.zero import ZeroModel, deepspeed_unused, divided_by_zero, prepare_accelerate, zero_config
 
 _LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
@@ -377,10 +377,11 @@ def _divide(
     device: torch.device,
 ) -> ShardedModel | ZeroModel | None:
     """Divide the training of `measured` until `stack` closes, if the strategy of several processes does."""
+    if launch is not None and launch.strategy == "deepspeed":
+        return stack.enter_context(divided_by_zero(measured, launch, device))
+    stack.enter_context(deepspeed_unused())
     if launch is None or launch.strategy == "ddp":
         return None
-    if launch.strategy == "deepspeed":
-        return stack.enter_context(divided_by_zero(measured, launch, device))
     return stack.enter_context(sharded(measured, measured.model, launch, device))
 
 

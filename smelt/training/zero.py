@@ -56,6 +56,19 @@ def prepare_accelerate() -> None:
     PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED
 
 
+@contextlib.contextmanager
+def deepspeed_unused() -> Iterator[None]:
+    """Keep accelerate from importing DeepSpeed inside the context: that takes seconds, and may fail."""
+    from accelerate.utils import other
+
+    found = other.is_deepspeed_available
+    other.is_deepspeed_available = lambda: False
+    try:
+        yield
+    finally:
+        other.is_deepspeed_available = found
+
+
 class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
     """The state of a module that DeepSpeed divides from the beginning of the training; see `divided_by_zero`.
 

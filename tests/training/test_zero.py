@@ -1,6 +1,7 @@
 """DeepSpeed divides a training. It is no dependency of the tests: pip install 'smelt[deepspeed]' runs all."""
 
 import json
+import sys
 from importlib.util import find_spec
 
 import parallel_training
@@ -34,6 +35,7 @@ def trained(tmp_path_factory):
 def test_zero_computes_the_losses_of_one_process(trained, tmp_path, name):
     folder, work = trained
     one = parallel_training.train(folder, tmp_path, name.partition("/")[0]).details["training"]
+    assert "deepspeed" not in sys.modules  # its import takes seconds
     two = json.loads(parallel_training.details_file(work, name).read_text())["training"]
     assert two["curve"]["train_loss"] == pytest.approx(one["curve"]["train_loss"], abs=1e-5, rel=2e-5)
     for key in ("loss", "score"):

@@ -35,6 +35,7 @@ _SET_BY_SMELT = {
     "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
 }  # fmt: skip
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_KNOWN = {"stage", *_OFFLOADS, *_SET_BY_SMELT, *ZERO_OPTIONS}
 
 
 def resolve_launch(launch: LaunchSettings, base: Path) -> LaunchSettings:
@@ -46,8 +47,7 @@ def resolve_launch(launch: LaunchSettings, base: Path) -> LaunchSettings:
     if launch.config_file is None:
         return launch
     path = resolve_path(base, launch.config_file)
-    read = read_yaml(path).value  # also JSON
-    found = read if isinstance(read, dict) else {}
+    found = _mapping(read_yaml(path).value)  # also JSON
     changed = _deepspeed(found, path) if "zero_optimization" in found else _accelerate(found, path)
     return launch.model_copy(update=changed)
 
@@ -56,27 +56,28 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings in a file of `accelerate config`."""
     kind, count = found.get("distributed_type"), found.get("num_processes", 1)
     if kind not in _STRATEGIES or not isinstance(count, int) or count < 1:
-        raise _unsupported(
-            path,
-            f"distributed_type {kind!r} with num_processes {count!r} is not supported. Supported:"
+        raise InputError(
+            f"{path}: distributed_type {kind!r} with num_processes {count!r} is not supported. Supported:"
             f" {', '.join(_STRATEGIES)}, with 1 or more processes.",
+            code="launch-config",
+            file=str(path),
         )
     if found.get("num_machines", 1) != 1:
-        raise _unsupported(
-            path,
-            f"num_machines {found['num_machines']!r}: for several machines start `smelt run` with"
+        raise InputError(
+            f"{path}: num_machines {found['num_machines']!r}: for several machines start `smelt run` with"
             " torchrun or srun (docs/how-to/several-devices.md).",
+            code="launch-config",
+            file=str(path),
         )
     changed: dict[str, Any] = {"num_processes": count, "strategy": _STRATEGIES[kind]}
     if kind == "DEEPSPEED":
-        own = found.get("deepspeed_config") or {}
+        own = _mapping(found.get("deepspeed_config"))
         if own.get("deepspeed_config_file"):
-            other = resolve_path(path.parent, own["deepspeed_config_file"])
-            read = read_yaml(other).value
-            return changed | _deepspeed(read if isinstance(read, dict) else {}, other)
+            other = resolve_path(path.parent, str(own["deepspeed_config_file"]))
+            return changed | _deepspeed(_mapping(read_yaml(other).value), other)
         devices = {name: {"device": own.get(f"{name}_device", "none")} for name in _OFFLOADS}
         return changed | _zero({"stage": own.get("zero_stage", 2), **devices}, path)
-    offload = str((found.get("fsdp_config") or {}).get("fsdp_offload_params", False)).lower() == "true"
+    offload = str(_mapping(found.get("fsdp_config")).get("fsdp_offload_params", False)).lower() == "true"
     return changed | {"cpu_offload": offload}
 
 
@@ -85,33 +86,49 @@ def _deepspeed(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for name, value in found.items():
         off = value is False or (isinstance(value, dict) and value.get("enabled") in (False, "auto"))
         if name in _SET_BY_STAGE and value != "auto" and not off:
-            raise _unsupported(
-                path, f"'{name}' is a setting of the stage: {_SET_BY_STAGE[name]}. Remove it from the file."
+            raise InputError(
+                f"{path}: '{name}' is a setting of the stage: {_SET_BY_STAGE[name]}. Set it to auto, or remove"
+                " it from the file.",
+                code="launch-config",
+                file=str(path),
             )
         if name not in (*_SET_BY_STAGE, *_ONLY_REPORTS, "zero_optimization"):
-            raise _unsupported(path, f"'{name}' is not supported. Remove it from the file.")
-    zero = found.get("zero_optimization")
-    return {"strategy": "deepspeed"} | _zero(zero if isinstance(zero, dict) else {}, path)
+            raise _unsupported(str(name), path)
+    return {"strategy": "deepspeed"} | _zero(_mapping(found.get("zero_optimization")), path)
 
 
 def _zero(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings in DeepSpeed's section `zero_optimization`."""
     stage = found.get("stage")
     if stage not in (1, 2, 3):
-        raise _unsupported(path, f"ZeRO stage {stage!r} is not supported. Supported: 1, 2, 3.")
-    devices = {str((found.get(name) or {}).get("device", "none")) for name in _OFFLOADS}
+        raise InputError(
+            f"{path}: ZeRO stage {stage!r} is not supported. Supported: 1, 2, 3.",
+            code="launch-config",
+            file=str(path),
+        )
+    devices = {str(_mapping(found.get(name)).get("device", "none")) for name in _OFFLOADS}
     if wrong := sorted(devices - {"none", "cpu"}):
-        raise _unsupported(path, f"offload to {wrong[0]!r} is not supported. Supported: none, cpu.")
+        raise InputError(
+            f"{path}: offload to '{wrong[0][:60]}' is not supported. Supported: none, cpu.",
+            code="launch-config",
+            file=str(path),
+        )
     options = {}
     for name, value in found.items():
-        if name in ZERO_OPTIONS and value != "auto":
-            options[name] = int(value) if isinstance(value, float) else value  # such as 5e8
-        elif name not in (*ZERO_OPTIONS, *_SET_BY_SMELT, *_OFFLOADS, "stage"):
-            raise _unsupported(
-                path, f"zero_optimization: '{name}' is not supported. Remove it from the file."
-            )
-    return {"zero_stage": stage, "cpu_offload": "cpu" in devices, "zero_options": options}
+        if name in ZERO_OPTIONS and isinstance(value, int | float):
+            options[name] = value if isinstance(value, bool) else int(value)  # such as 5e8
+        elif (name in ZERO_OPTIONS and value != "auto") or name not in _KNOWN:
+            raise _unsupported(f"zero_optimization: {{{name}: {value}}}", path)
+    return {"zero_stage": int(stage), "cpu_offload": "cpu" in devices, "zero_options": options}
 
 
-def _unsupported(path: Path, text: str) -> InputError:
-    return InputError(f"{path}: {text}", code="launch-config", file=str(path))
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _unsupported(what: str, path: Path) -> InputError:
+    return InputError(
+        f"{path}: '{what[:80]}' is not supported. Remove it from the file.",
+        code="launch-config",
+        file=str(path),
+    )

@@ -195,7 +195,7 @@ def test_more_processes_than_gpus_are_refused_before_work(home, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("lack", "setting", "code"),
     [("it is not installed", "seed=1", "not-installed"),
-     (None, "stages.0.finetune.optimizer=adafactor", "not-with-strategy")],
+     (None, "finetune.optimizer=adafactor", "not-with-strategy")],
 )  # fmt: skip
 def test_a_strategy_that_cannot_train_is_refused_before_work(home, monkeypatch, lack, setting, code):
     monkeypatch.setattr(load_plan_module, "package_problem", lambda package, oldest: lack)

@@ -87,8 +87,8 @@ def _deepspeed(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
         off = value is False or (isinstance(value, dict) and value.get("enabled") in (False, "auto"))
         if name in _SET_BY_STAGE and value != "auto" and not off:
             raise InputError(
-                f"{path}: '{name}' is a setting of the stage: {_SET_BY_STAGE[name]}. Set it to auto, or remove"
-                " it from the file.",
+                f"{path}: '{name}' is a setting of the stage: {_SET_BY_STAGE[name]}. Set it to auto, or"
+                " remove it from the file.",
                 code="launch-config",
                 file=str(path),
             )

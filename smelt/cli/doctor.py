@@ -329,13 +329,15 @@ def _packages() -> Iterator[CheckResult]:
 
 
 def _several_machines() -> Iterator[CheckResult]:
-    """Check the packages for buckets and clusters."""
+    """Check the packages for buckets, clusters and several devices."""
     from smelt.core.system import package_problem
     from smelt.pipeline.execute.ray_cluster import OLDEST_RAY, connection_problem
+    from smelt.training.processes import DEEPSPEED_VERSION
 
     for extra, name, oldest, use in (
         ("ray", "ray", OLDEST_RAY, "--executor ray"),
         ("s3", "s3fs", "2026.1", "--store s3://BUCKET"),
+        ("deepspeed", "deepspeed", DEEPSPEED_VERSION, "launch: {strategy: deepspeed}"),
     ):
         if (lack := package_problem(name, oldest)) is not None:
             yield CheckResult("packages", name, None, f"{lack}; for {use}", f"pip install 'smelt[{extra}]'")

@@ -144,8 +144,9 @@ class CostInputs:
 
     source, result: sizes of its input model, and of its output as far as the config shows it. named: of the
     steps that its settings name, by setting. samples: by split. limit: tokens that the model can read.
-    is_gpu: whether the step trains on a GPU. processes: that train together, on `machines`; sharded: whether
-    they divide the weights; offloaded: whether these stay in the CPU's memory.
+    is_gpu: whether the step trains on a GPU. processes: that train together, on `machines`; zero_stage: what
+    they divide: 1 optimizer states, 2 also gradients, 3 also weights; offloaded: whether that stays in the
+    CPU's memory.
     """
 
     source: ModelSize
@@ -155,7 +156,7 @@ class CostInputs:
     named: Mapping[str, ModelSize] = field(default_factory=dict)
     is_gpu: bool = False
     processes: int = 1
-    sharded: bool = False
+    zero_stage: int = 0
     offloaded: bool = False
     machines: int = 1
 

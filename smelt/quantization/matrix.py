@@ -145,8 +145,9 @@ class QuantizedMatrix(nn.Module):
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, stored or in the graph's form."""
-        found: Tensor | None = self._parameters.get(name)  # getattr of nn.Module takes a microsecond
-        found = self._buffers.get(name) if found is None else found
+        # getattr of nn.Module takes a microsecond; in `_parameters[name]` DeepSpeed gathers a divided one
+        stored = self._parameters
+        found = stored[name] if name in stored else self._buffers.get(name)
         if found is None:
             raise KeyError(f"a matrix of scheme {self.scheme.name} has no tensor '{name}' now")
         return found

@@ -158,14 +158,11 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             "recent": [{name: list(value) for name, value in batch.items()} for batch in self.recent],
         }
 
-    def load_state(
-        self, state: Mapping[str, Any], best: dict[str, Tensor], average: dict[str, Tensor]
-    ) -> None:
-        """Restore the state of `state_dict`, with the best and the averaged weights."""
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of `state_dict`; the best and the averaged weights are restored later."""
         self.validations = [Validation(**found) for found in state["validations"]]
         self.best = None if state["best"] is None else Validation(**state["best"])
         self.curve = state["curve"]
-        self.best_weights, self.average = best, average
         self.recent.extend({n: (mean, items) for n, (mean, items) in b.items()} for b in state["recent"])
 
     def load_best(self) -> None:
@@ -267,10 +264,10 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             return
         decay = min(self.ema or 0.0, (1 + step) / (10 + step))  # the first weights decay quickly
         for name, value in self.parameters.items():
-            self.average[name].lerp_(local_part(value.detach()).to(self.average[name].device), 1 - decay)
+            self.average[name].lerp_(local_part(value).detach().to(self.average[name].device), 1 - decay)
 
     def _copy_weights(self) -> dict[str, Tensor]:
-        return {n: local_part(p.detach()).to("cpu", copy=True) for n, p in self.parameters.items()}
+        return {n: local_part(p).detach().to("cpu", copy=True) for n, p in self.parameters.items()}
 
     def _load_weights(self, values: dict[str, Tensor]) -> None:
         with torch.no_grad():

@@ -45,7 +45,8 @@ from smelt.models.empty_model import stored_dtypes
 from smelt.quantization.layers import LowRankCorrectedLinear, MasterWeightLayer
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.settings import TrainingSettings
-from smelt.training.sharding import divided_like, local_part, whole_tensor
+from smelt.training.sharding import ShardedModel, divided_like, local_part, whole_tensor
+from smelt.training.zero import ZeroModel
 
 CHECKPOINT_FILE = "checkpoint.json"
 _METADATA_KEY = "training"  # the header's key of the JSON
@@ -156,6 +157,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         identity: str,
         minutes: float | None,
         log: Callable[[str], None],
+        zero: ZeroModel | None = None,
     ) -> None:
         """Read the last checkpoint, if any, and load it into `model` and `keeper`.
 
@@ -166,12 +168,16 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             identity: see `read_checkpoint`.
             minutes: between two checkpoints; 0: after each update; None: none are written.
             log: writes a line to the log.
+            zero: has the optimizer's state if DeepSpeed divides it.
         """
+        self.zero = zero
         self.model, self.keeper, self.folder, self.identity = model, keeper, folder, identity
         self.minutes, self._log = minutes, log
         self._began = self._last = time.monotonic()
         self._random_pending = False
-        self._is_sharded = any(hasattr(p, "full_tensor") for p in keeper.parameters.values())
+        self._is_sharded = zero is not None or any(
+            hasattr(p, "full_tensor") for p in keeper.parameters.values()
+        )
         self.saved = None if folder is None else read_checkpoint(folder, identity, log)
         if self.saved is not None:
             self._restore(self.saved)
@@ -197,8 +203,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             for name, tensor in self._trained_tensors().items():
                 tensor.copy_(divided_like(weights[name], tensor))
         if saved.details is None:
-            best, average = (self._own_parts(saved.tensors_of(kind)) for kind in (_BEST, _AVERAGE))
-            self.keeper.load_state(saved.state["keeper"], best, average)
+            self.keeper.load_state(saved.state["keeper"])
 
     def _own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -210,25 +215,35 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         return {name: whole_tensor(part, self.keeper.parameters[name]).cpu() for name, part in parts.items()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the state of optimizer and schedule, and the step."""
+        """Restore the best and the averaged weights, the state of optimizer and schedule, and the step."""
         self._last = time.monotonic()
         if self.saved is None:
             return
+        # only now: DeepSpeed divides the parameters when the training begins
+        self.keeper.best_weights = self._own_parts(self.saved.tensors_of(_BEST))
+        self.keeper.average = self._own_parts(self.saved.tensors_of(_AVERAGE))
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in self.saved.tensors_of(_MOMENT).items():
             number, word = name.split("/")
             moments.setdefault(int(number), {})[word] = tensor
-        trained = [p for group in kwargs["optimizer"].param_groups for p in group["params"]]
-        for at, state_of_one in moments.items():
-            for word, tensor in state_of_one.items():
-                if tensor.shape == trained[at].shape:
-                    state_of_one[word] = divided_like(tensor, trained[at])
-        groups = self.saved.state["groups"]
-        kwargs["optimizer"].load_state_dict({"state": moments, "param_groups": groups})
+        self._load_optimizer_state(kwargs["optimizer"], moments, self.saved.state["groups"])
         kwargs["lr_scheduler"].load_state_dict(self.saved.state["schedule"])
         if (scaler := getattr(kwargs["optimizer"], "scaler", None)) is not None:
             scaler.load_state_dict(self.saved.state["scaler"])
         state.global_step, self._random_pending = self.saved.step, True
+
+    def _load_optimizer_state(
+        self, optimizer: Any, moments: dict[int, dict[str, Tensor]], groups: list[dict[str, Any]]
+    ) -> None:
+        if self.zero is not None:
+            self.zero.load_optimizer_state(moments, groups)
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        for at, state_of_one in moments.items():
+            for word, tensor in state_of_one.items():
+                if tensor.shape == trained[at].shape:
+                    state_of_one[word] = divided_like(tensor, trained[at])
+        optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the random numbers; only here, because a data loader draws when it starts."""
@@ -245,7 +260,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             due = False
         if self.folder is None or not due or state.global_step >= state.max_steps:
             return
-        optimizer = kwargs["optimizer"].state_dict()
+        whole = kwargs["optimizer"].state_dict if self.zero is None else self.zero.optimizer_state
+        optimizer = whole()
         random_tensors, random_told = _random_state()
         tensors = {
             **self._prefixed(_WEIGHT, self._trained_tensors()),
@@ -314,13 +330,15 @@ def make_checkpoint_callback(
     precision: str,
     settings: TrainingSettings,
     ctx: Context,
+    divided: ShardedModel | ZeroModel | None,
 ) -> CheckpointCallback:
     """Return the callback that saves and resumes this training; it does nothing if it cannot resume."""
     folder = ctx.next_checkpoint_folder() if selector.extension.can_resume else None
     shapes = {name: list(tensor.shape) for name, tensor in selector.parameters.items()}
     identity = json_hash({"plan": plan, "precision": precision, "shapes": shapes, "seed": ctx.seed})
+    zero = divided if isinstance(divided, ZeroModel) else None
     return CheckpointCallback(
-        model, selector, folder, identity, settings.checkpoint_interval_minutes, ctx.log
+        model, selector, folder, identity, settings.checkpoint_interval_minutes, ctx.log, zero
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from smelt.models.costs import (
     INTERPRETER_BYTES,
@@ -89,20 +90,21 @@ def training_cost(
         active = _batch_bytes(settings, size, batches, len(teachers)) // inputs.processes
         work = _training_work(settings, inputs, samples, batches, teachers, layer_copies > 0)
         work += load_work(inputs.source) + save_work(size) + total([load_work(t) for t in teachers])
-    shared = inputs.processes if inputs.sharded else 1
-    memory = held // shared + active + round(layer_copies * FLOAT_BYTES * size.block_weights)
+    own = partial(_own_bytes, inputs, trained, OPTIMIZERS[settings.optimizer])
+    memory = own(held) + active + round(layer_copies * FLOAT_BYTES * size.block_weights)
     memory += sum(teacher.float_bytes for teacher in teachers)
     certain = weight_state_bytes(settings, size, "validation" in inputs.samples)
     if settings.lora is not None:  # the weights may be quantized
         certain += inputs.source.held_bytes - size.float_bytes
-    least, on_device, least_on_device = certain // shared, 0, 0
+    least, on_device, least_on_device = own(certain), 0, 0
     if inputs.is_gpu:  # the CPU keeps the copies of the weights, and the model before and after
         on_device = memory - bool(settings.num_evals) * FLOAT_BYTES * trained
         # paged states move to the CPU when the GPU is full
         states = 0 if settings.optimizer.startswith("paged_") else OPTIMIZERS[settings.optimizer]
-        least_on_device = (size.float_bytes + trained * (_GRADIENT_BYTES + states)) // shared
+        least_on_device = own(size.float_bytes + trained * (_GRADIENT_BYTES + states))
         if inputs.offloaded:
-            on_device, least_on_device = active + FLOAT_BYTES * 2 * size.largest_block, 0
+            least_on_device = 0 if inputs.zero_stage == 3 else size.float_bytes
+            on_device = active + max(least_on_device, FLOAT_BYTES * 2 * size.largest_block)
         memory, least = 2 * size.float_bytes + sum(t.float_bytes for t in teachers), size.float_bytes
     here = math.ceil(inputs.processes / inputs.machines)
     interpreters = INTERPRETER_BYTES * here * (here > 1)
@@ -116,6 +118,14 @@ def training_cost(
         device_bytes=on_device,
         least_device_bytes=least_on_device,
     )
+
+
+def _own_bytes(inputs: CostInputs, trained: int, state_bytes: int, held: int) -> int:
+    """Return one process's part of `held` bytes of weights, gradients, optimizer states and copies."""
+    if inputs.zero_stage == 3:
+        return held // inputs.processes
+    divided = trained * (state_bytes * (inputs.zero_stage >= 1) + _GRADIENT_BYTES * (inputs.zero_stage >= 2))
+    return held - divided + divided // inputs.processes
 
 
 def _batch_bytes(settings: TrainingSettings, size: ModelSize, batches: Sequence[Batch], teachers: int) -> int:

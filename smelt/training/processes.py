@@ -16,6 +16,13 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.stage import RecipePath, Settings
 from smelt.runtimes.device import cuda_device_count
 
+# Of DeepSpeed's `zero_optimization`: how values are exchanged. The others would change what is kept where.
+ZERO_OPTIONS = frozenset({
+    "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "overlap_comm",
+    "reduce_bucket_size", "reduce_scatter", "stage3_max_live_parameters", "stage3_prefetch_bucket_size",
+    "sub_group_size",
+})  # fmt: skip
+DEEPSPEED_VERSION = "0.19"  # the oldest supported release
 # Process 0 scores checkpoints while the others wait.
 _TIMEOUT = timedelta(days=1)
 
@@ -26,32 +33,74 @@ class LaunchSettings(Settings):
     num_processes: int = Field(
         default=1, ge=1, le=1024, description="processes of each training stage; with CUDA one per GPU"
     )
-    strategy: Literal["ddp", "fsdp"] = Field(
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = Field(
         default="ddp",
         description="ddp: every process holds the whole model; fsdp: parameters, gradients and optimizer"
-        " states are divided",
+        " states are divided; deepspeed: as zero_stage",
+    )
+    zero_stage: Literal[1, 2, 3] = Field(
+        default=2,
+        description="deepspeed: 1 divides optimizer states, 2 also gradients, 3 also parameters",
     )
     cpu_offload: bool = Field(
-        default=False, description="fsdp: parameters and optimizer states are kept in the CPU's memory"
+        default=False,
+        description="fsdp, deepspeed: optimizer states, and parameters if they are divided, are kept in the"
+        " CPU's memory",
     )
 
+    zero_options: dict[str, int | bool] = Field(
+        default_factory=dict,
+        max_length=20,
+        description="deepspeed: further settings of DeepSpeed's `zero_optimization`, such as"
+        " reduce_bucket_size and overlap_comm",
+    )
     config_file: RecipePath = Field(
-        default=None, description="file of `accelerate config` with processes and strategy, instead of these"
+        default=None,
+        description="file of `accelerate config`, or of DeepSpeed, with strategy and processes, instead of"
+        " these",
     )
     scoring: bool = Field(
         default=False, description="the processes also score quality; worth their start for many samples"
     )
 
     @model_validator(mode="after")
-    def _offload_needs_shards(self) -> Self:
-        if self.cpu_offload and self.strategy != "fsdp":
-            raise SettingError("cpu_offload requires strategy: fsdp", code="settings-conflict")
+    def _strategy_has_settings(self) -> Self:
+        if self.cpu_offload and self.strategy == "ddp":
+            raise SettingError("cpu_offload requires strategy: fsdp or deepspeed", code="settings-conflict")
+        for name in {"zero_stage", "zero_options"} & self.model_fields_set:
+            if self.strategy != "deepspeed":
+                raise SettingError(f"{name} requires strategy: deepspeed", code="settings-conflict")
+        if unknown := sorted(self.zero_options.keys() - ZERO_OPTIONS):
+            raise SettingError(
+                f"zero_options: '{unknown[0][:60]}' is not supported; supported:"
+                f" {', '.join(sorted(ZERO_OPTIONS))}",
+                code="unknown-setting",
+            )
         return self
 
+    @property
+    def divides(self) -> int:
+        """What the processes divide: 1 optimizer states, 2 also gradients, 3 also parameters; 0: nothing."""
+        return {"ddp": 0, "fsdp": 3, "deepspeed": self.zero_stage}[self.strategy]
 
-def fsdp_conflicts(settings: Any) -> list[str]:
-    """Return the settings that FSDP does not support: torch scales no loss of divided gradients."""
-    return ["precision: fp16"] if settings.precision == "fp16" else []
+    def required_packages(self) -> dict[str, str]:
+        """Return deepspeed if it is the strategy."""
+        return {"deepspeed": DEEPSPEED_VERSION} if self.strategy == "deepspeed" else {}
+
+
+# Of transformers' optimizers: those that treat each weight by itself, since DeepSpeed gives them vectors.
+_ZERO_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")
+
+
+def strategy_conflicts(launch: LaunchSettings, settings: Any) -> list[str]:
+    """Return the settings of a training that the strategy does not support.
+
+    No strategy that divides gradients scales the loss.
+    """
+    found = ["precision: fp16"] if launch.divides and settings.precision == "fp16" else []
+    if launch.strategy == "deepspeed" and settings.optimizer not in _ZERO_OPTIMIZERS:
+        found.append(f"optimizer: {settings.optimizer}")
+    return found
 
 
 def require_gpus(launch: LaunchSettings, device: str) -> None:
@@ -106,8 +155,10 @@ def external_machines() -> int:
     return max(1, int(nodes)) if count and "WORLD_SIZE" not in os.environ and nodes.isdigit() else 1
 
 
-def join_processes(device: str) -> None:
+def join_processes(device: str, strategy: str = "ddp") -> None:
     """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    DeepSpeed takes the device from the environment.
 
     Raises:
         InputError: device is cuda, and this process has no GPU of its own (`too-few-gpus`).
@@ -115,6 +166,8 @@ def join_processes(device: str) -> None:
     import torch
 
     if device == "cpu":
+        if strategy == "deepspeed":
+            os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         torch.distributed.init_process_group("gloo", timeout=_TIMEOUT)
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -18,15 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.core.errors import InputError
+from smelt.core.process_group import process_count, process_rank
 from smelt.training.extension import ParameterGroup, attached_modules
-from smelt.training.processes import LaunchSettings, fsdp_conflicts
-from smelt.training.settings import TrainingSettings
+from smelt.training.module_state import ModuleState
+from smelt.training.processes import LaunchSettings
 from smelt.training.training_state import frozen_pad_rows, masked_weights
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a divided tensor, sharing memory; another tensor unchanged."""
+    """Return this process's part of a divided tensor, sharing memory; another tensor unchanged.
+
+    Of a parameter that ZeRO divides it is a vector, padded to the same size in each process.
+    """
+    if hasattr(tensor, "ds_tensor"):
+        part: Tensor = tensor.ds_tensor
+        return part
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
@@ -36,6 +42,12 @@ def whole_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
     like: a divided tensor of which `tensor` is this process's part.
     """
+    zero: Any = tensor if like is None else like
+    if hasattr(zero, "ds_tensor"):
+        part = local_part(tensor).detach()
+        parts = part.new_empty(process_count() * part.numel())
+        torch.distributed.all_gather(list(parts.chunk(process_count())), part.contiguous())
+        return parts[: zero.ds_numel].view(zero.ds_shape)
     if like is not None and hasattr(like, "full_tensor"):
         from torch.distributed.tensor import DTensor
 
@@ -49,7 +61,12 @@ def whole_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor divided as `like`; unchanged if `like` is whole."""
+    """Return a whole tensor divided as `like`, of ZeRO this process's part; unchanged if `like` is whole."""
+    if hasattr(like, "ds_tensor"):
+        size = like.ds_tensor.numel()
+        padded = nn.functional.pad(tensor.flatten(), (0, process_count() * size - tensor.numel()))
+        own: Tensor = padded[process_rank() * size :][:size].to(like.ds_tensor.device)
+        return own
     if not hasattr(like, "full_tensor"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -59,22 +76,6 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
         tensor.to(local_part(like).device), divided.device_mesh, divided.placements
     )
     return found
-
-
-def require_shardable(model: nn.Module, settings: TrainingSettings) -> None:
-    """Require a model and settings that FSDP can train.
-
-    Raises:
-        InputError: fp16, or a parameter without dimensions (`not-with-fsdp`).
-    """
-    found = fsdp_conflicts(settings)
-    found += [f"'{name}', a single number" for name, p in model.named_parameters() if not p.dim()]
-    if found:
-        raise InputError(
-            f"strategy: fsdp cannot train with {', '.join(found)}. Remove it, or set strategy: ddp.",
-            code="not-with-fsdp",
-            setting="launch.strategy",
-        )
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -99,38 +100,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-_HOOK_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
-
-
-@dataclass(frozen=True)
-class _ModuleState:
-    """A module before FSDP has changed it: its class, the names of its attributes, the keys of its hooks."""
-
-    module: nn.Module
-    kind: type
-    attributes: frozenset[str]
-    hooks: dict[str, frozenset[int]]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _ModuleState:
-        found = {name: frozenset(getattr(module, name)) for name in (*_HOOKS, *_HOOK_OPTIONS)}
-        return cls(module, type(module), frozenset(vars(module)), found)
-
-    def restore(self) -> None:
-        from torch.distributed._composable_state import _module_state_mapping
-
-        module, left = self.module, vars(self.module)
-        module.__class__ = self.kind
-        for name in left.keys() - self.attributes:
-            del left[name]
-        for name, before in self.hooks.items():
-            hooks = getattr(module, name)
-            for key in hooks.keys() - before:
-                del hooks[key]
-        _module_state_mapping.pop(module, None)  # else the module cannot be divided again
-
-
 @dataclass
 class _Place:
     """A parameter of a module: the whole one, whose object is kept, and the divided one."""
@@ -147,6 +116,8 @@ class _Place:
 class ShardedModel:
     """Divides the parameters of a module; see `sharded`."""
 
+    divides_parameters = True
+
     def __init__(
         self, module: nn.Module, model: nn.Module, launch: LaunchSettings, device: torch.device
     ) -> None:
@@ -155,7 +126,7 @@ class ShardedModel:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         self._modules = list(module.modules())
-        self._states = [_ModuleState.of(each) for each in self._modules]
+        self._states = [ModuleState.of(each) for each in self._modules]
         frozen_rows, masked = frozen_pad_rows(model), masked_weights(model)
         places = [
             _Place(owner, name, parameter, parameter)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import RunError
+from smelt.core.errors import InputError, RunError
 from smelt.core.messages import warning
 from smelt.core.process_group import from_first, process_count, process_rank
 from smelt.core.stage import Context
@@ -42,9 +42,10 @@ from smelt.training.extension import (
     split_parameter_groups,
     term_values,
 )
+from smelt.training.processes import LaunchSettings, strategy_conflicts
 from smelt.training.samples import EncodedSample, TensorBatch, collate, group_by_length, plan_batches
 from smelt.training.settings import TrainingSettings, with_learning_rate
-from smelt.training.sharding import ShardedModel, require_shardable, sharded
+from smelt.training.sharding import ShardedModel, local_part, sharded
 from smelt.training.training_state import (
     autocast,
     freed_memory_retained,
@@ -53,6 +54,7 @@ from smelt.training.training_state import (
     require_training_memory,
     training_state,
 )
+from smelt.training.zero import ZeroModel, deepspeed_unused, divided_by_zero, prepare_accelerate, zero_config
 
 _LR_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
@@ -117,7 +119,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
         *,
         plan: list[list[int]],
         keeper: CheckpointSelector,
-        divided: ShardedModel | None,
+        divided: ShardedModel | ZeroModel | None,
     ) -> None:
         self.measured, self.divided = measured, divided
         pack = partial(_collate_part, config=measured.config)
@@ -125,7 +127,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
             model=self.measured,
             args=args,
             train_dataset=_SamplesOrNone(rows),
-            callbacks=[keeper],
+            callbacks=[divided, keeper] if isinstance(divided, ZeroModel) else [keeper],
             data_collator=pack,
         )
         self.remove_callback(transformers.trainer_callback.PrinterCallback)
@@ -133,12 +135,14 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Move the model; a divided one is where it belongs already (on the CPU with cpu_offload)."""
-        if self.divided is None:
+        if not isinstance(self.divided, ShardedModel):
             super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a divided model as wrapped already; accelerate wraps others for several processes."""
-        return super()._wrap_model(model, *args, **kwargs) if self.divided is None else _Wrapped(model)
+        if isinstance(self.divided, ShardedModel):
+            return _Wrapped(model)
+        return super()._wrap_model(model, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return the planned batches; accelerate distributes their parts to processes."""
@@ -148,11 +152,15 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Return the optimizer, with separate settings for the technique's groups."""
+        if self.optimizer is not None:
+            return self.optimizer  # with DeepSpeed, Trainer calls this twice
         optimizer = super().create_optimizer(model)
         groups = self.keeper.extension.groups
         if groups:
             groups = groups if self.divided is None else self.divided.groups(groups)
             optimizer.param_groups[:] = split_parameter_groups(optimizer.param_groups, groups)
+        if isinstance(self.divided, ZeroModel):
+            self.divided.set_optimizer(optimizer)
         return optimizer
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -273,18 +281,20 @@ def run_training(
         # raises if CUDA is missing; Trainer would silently use the CPU
         device = torch.device(torch_device(ctx.device))
         precision = from_first(partial(pick_precision, settings.precision, device))
-        args = _training_arguments(settings, folder, precision, ctx, device)
+        launch = ctx.launch if process_count() > 1 else None
+        require_trainable(model, settings, launch)
+        args = _training_arguments(settings, folder, precision, ctx, device, launch, model)
         stack.enter_context(modules_attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
         if settings.gradient_checkpointing:
             stack.enter_context(gradient_checkpointing(model))
         stack.enter_context(extension.training_context())
         measured = _ObjectiveModule(model, objective, precision)
-        divided = _divide(stack, measured, settings, ctx, args.device)
+        divided = _divide(stack, measured, launch, args.device)
         if divided is not None:
             extension = replace(extension, may_be_best=_with_whole_modules(divided, model, extension))
         keeper = CheckpointSelector(model, settings.ema_decay, ctx.progress, extension, ctx.log_metrics)
-        resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx)
+        resume = make_checkpoint_callback(model, keeper, plan, precision, settings, ctx, divided)
         if resume.saved is not None and resume.saved.details is not None:
             ctx.details["training"] = resume.saved.details
             log_training_curve(resume.saved.details, ctx.log_metrics)
@@ -296,7 +306,7 @@ def run_training(
         loop.add_callback(resume)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.max_tokens_per_batch, None)
-            own = groups if divided is not None else groups[process_rank() :: process_count()]
+            own = groups if _is_computed_together(divided) else groups[process_rank() :: process_count()]
             batches = [collate([validation[i] for i in group], model.config) for group in own]
             keeper.evaluate = partial(
                 mean_loss, measured, batches, nn.Module.__call__, precision, args.device
@@ -311,8 +321,9 @@ def run_training(
             optimizer=settings.optimizer,
             keeps_best=bool(keeper.evals),
             keeps_average=settings.ema_decay is not None,
-            parts=1 if divided is None else process_count(),
-            offloaded=divided is not None and ctx.launch.cpu_offload,
+            parts=process_count(),
+            divides=0 if launch is None else launch.divides,
+            offloaded=launch is not None and launch.cpu_offload,
         )
         loop.train()
         steps = int(loop.state.global_step)
@@ -338,22 +349,44 @@ def run_training(
         resume.finish(steps, ctx.details["training"], warnings)
 
 
+def require_trainable(model: nn.Module, settings: TrainingSettings, launch: LaunchSettings | None) -> None:
+    """Require a model and settings that the strategy of several processes can train; None: one process.
+
+    Raises:
+        InputError: `not-with-strategy`: such as fp16, or a parameter without dimensions that is divided.
+    """
+    if launch is None:
+        return
+    found = strategy_conflicts(launch, settings)
+    if launch.divides == 3:
+        found += [f"'{name}', a single number" for name, p in model.named_parameters() if not p.dim()]
+    if found:
+        raise InputError(
+            f"strategy: {launch.strategy} cannot train with {', '.join(found)}. Remove it, or set"
+            " strategy: ddp.",
+            code="not-with-strategy",
+            setting="launch.strategy",
+        )
+
+
 def _divide(
     stack: contextlib.ExitStack,
     measured: _ObjectiveModule,
-    settings: TrainingSettings,
-    ctx: Context,
+    launch: LaunchSettings | None,
     device: torch.device,
-) -> ShardedModel | None:
-    """Divide the parameters of `measured` until `stack` closes, if the strategy of several processes does.
-
-    Raises:
-        InputError: the model or its settings cannot be trained so.
-    """
-    if process_count() == 1 or ctx.launch is None or ctx.launch.strategy != "fsdp":
+) -> ShardedModel | ZeroModel | None:
+    """Divide the training of `measured` until `stack` closes, if the strategy of several processes does."""
+    if launch is not None and launch.strategy == "deepspeed":
+        return stack.enter_context(divided_by_zero(measured, launch, device))
+    stack.enter_context(deepspeed_unused())
+    if launch is None or launch.strategy == "ddp":
         return None
-    require_shardable(measured.model, settings)
-    return stack.enter_context(sharded(measured, measured.model, ctx.launch, device))
+    return stack.enter_context(sharded(measured, measured.model, launch, device))
+
+
+def _is_computed_together(divided: ShardedModel | ZeroModel | None) -> bool:
+    """Return whether every pass through the model gathers its parameters, so that all must take part."""
+    return divided is not None and divided.divides_parameters
 
 
 def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Context) -> str | None:
@@ -382,7 +415,7 @@ def metric_disagreement_text(selector: CheckpointSelector, rows: int, ctx: Conte
 
 
 def _with_whole_modules(
-    divided: ShardedModel, model: nn.Module, extension: TrainingExtension
+    divided: ShardedModel | ZeroModel, model: nn.Module, extension: TrainingExtension
 ) -> Callable[[int], bool]:
     """Return `extension.may_be_best`, which reads the parameters of the extension's modules."""
 
@@ -396,7 +429,7 @@ def _with_whole_modules(
 def _as_stored(
     model: nn.Module,
     extension: TrainingExtension,
-    divided: ShardedModel | None,
+    divided: ShardedModel | ZeroModel | None,
     score: Callable[[], ResultT],
 ) -> ResultT:
     """Return the score of the weights as they will be stored; the processes compute it together."""
@@ -413,7 +446,7 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
         RunError: a weight is infinite or NaN.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+        if parameter.requires_grad and not bool(torch.isfinite(local_part(parameter)).all()):
             raise RunError(
                 f"After the last training update, '{name}' is infinite or NaN."
                 f" {selector.last_good_text()} Lower learning_rate, raise warmup, or set"
@@ -423,8 +456,18 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
 
 
 def _training_arguments(
-    settings: TrainingSettings, folder: str, precision: str, ctx: Context, device: torch.device
+    settings: TrainingSettings,
+    folder: str,
+    precision: str,
+    ctx: Context,
+    device: torch.device,
+    launch: LaunchSettings | None,
+    model: nn.Module,
 ) -> Any:
+    zero = None if launch is None or launch.strategy != "deepspeed" else zero_config(launch, model)
+    prepared = zero is not None and device.type == "cpu"
+    if prepared:
+        prepare_accelerate()
     args = transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,  # the plan of batches covers all epochs
@@ -437,7 +480,9 @@ def _training_arguments(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=ctx.seed,
-        use_cpu=device.type == "cpu",  # otherwise accelerate divides no batches without a GPU
+        # otherwise accelerate divides no batches without a GPU; with it, it does not start DeepSpeed
+        use_cpu=device.type == "cpu" and zero is None,
+        deepspeed=zero,
         save_strategy="no",
         eval_strategy="no",
         logging_strategy="no",
@@ -445,7 +490,7 @@ def _training_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        accelerator_config={"even_batches": False},
+        accelerator_config={"even_batches": False, "use_configured_state": prepared},
         ddp_find_unused_parameters=not settings.gradient_checkpointing,
         ddp_timeout=24 * 3600,
     )

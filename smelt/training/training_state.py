@@ -234,6 +234,7 @@ def require_training_memory(
     keeps_best: bool,
     keeps_average: bool,
     parts: int = 1,
+    divides: int = 0,
     offloaded: bool = False,
 ) -> None:
     """Require memory for the gradients and the optimizer state of a training.
@@ -244,24 +245,29 @@ def require_training_memory(
         optimizer: its name.
         keeps_best: whether a copy of the best weights is kept (validation).
         keeps_average: whether a moving average of the weights is kept.
-        parts: number of processes that divide weights, gradients and states (FSDP).
-        offloaded: whether these are on the CPU.
+        parts: number of processes that train together.
+        divides: what they divide: 1 optimizer states, 2 also gradients, 3 also weights.
+        offloaded: whether gradients and states are on the CPU, and weights if they are divided.
 
     Raises:
         RunError: not enough memory; the message has the needed and the free amount.
     """
-    weights = sum(p.numel() for p in model.parameters() if p.requires_grad) // parts
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = trained // parts if divides == 3 else trained
     copies = _COPY_BYTES * weights * (keeps_best + keeps_average)  # on the CPU, wherever the model is trained
-    work = (_GRADIENT_BYTES + OPTIMIZERS[optimizer]) * weights
+    gradients = _GRADIENT_BYTES * (trained // parts if divides >= 2 else trained)
+    states = OPTIMIZERS[optimizer] * (trained // parts if divides >= 1 else trained)
     remedy = (
         f"That is for the gradients, the optimizer and the copies of {weights / 1e6:,.1f} million weights,"
         " before any batch. Make the model smaller first, or use a machine with more memory."
     )
-    if device.type == "cuda" and not offloaded:
-        moved = 0 if parts > 1 else sum(p.numel() * p.element_size() for p in model.parameters())
-        require_memory(
-            work + moved, "Training on the GPU", remedy, free_bytes=torch.cuda.mem_get_info(device)[0]
-        )
-        work = 0
-    work, copies = work * processes_on_machine(), copies * processes_on_machine()
-    require_memory(work + copies, "Training", remedy, free_bytes=available_bytes())
+    on_cpu = gradients + states
+    if device.type == "cuda":
+        moved = 0 if divides == 3 else sum(p.numel() * p.element_size() for p in model.parameters())
+        on_gpu = moved if offloaded else moved + on_cpu
+        free = torch.cuda.mem_get_info(device)[0]
+        require_memory(on_gpu, "Training on the GPU", remedy, free_bytes=free)
+        on_cpu = on_cpu if offloaded else 0
+    require_memory(
+        (on_cpu + copies) * processes_on_machine(), "Training", remedy, free_bytes=available_bytes()
+    )

@@ -18,6 +18,7 @@ SOURCES = [
 ]
 # Import names of distributions that need not be installed here.
 IMPORT_NAMES = {
+    "deepspeed": "deepspeed",
     "onnxruntime": "onnxruntime",
     "onnxruntime-gpu": "onnxruntime",
     "pydantic": "pydantic_core",  # its other half, which it pins

@@ -212,7 +212,7 @@ def test_a_resumed_training_logs_the_curve_before_the_interruption_again(model):
     first.validations = [Validation(0, 4.0), Validation(2, 2.5)]
     logged = []
     resumed = CheckpointSelector(model, None, lambda *args: None, None, lambda *point: logged.append(point))
-    resumed.load_state(first.state_dict(), {}, {})
+    resumed.load_state(first.state_dict())
     resumed.on_train_begin(None, None, None)
     assert logged == [
         ({"validation_loss": 4.0}, 0),

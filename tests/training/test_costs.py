@@ -68,7 +68,7 @@ def test_lighter_settings_need_less_and_half_a_batch_takes_as_long():
 def test_processes_hold_the_weights_each_unless_they_divide_them():
     one = training_cost(TrainingSettings(), _inputs())
     two = training_cost(TrainingSettings(), _inputs(processes=2))
-    divided = training_cost(TrainingSettings(), _inputs(processes=2, sharded=True))
+    divided = training_cost(TrainingSettings(), _inputs(processes=2, zero_stage=3))
     assert (two.least_bytes, divided.least_bytes) == (2 * one.least_bytes, one.least_bytes)
     assert two.memory_bytes - divided.memory_bytes == weight_state_bytes(TrainingSettings(), SIZE)
     assert two.work.amounts["training", 64] == one.work.amounts["training", 64] / 2
@@ -78,12 +78,12 @@ def test_lower_bounds_leave_out_what_lies_elsewhere():
     """On other machines, on the CPU, or in layers without adapters."""
     one, two = training_cost(TrainingSettings(), _inputs()), {"processes": 2, "machines": 2}
     apart = training_cost(TrainingSettings(), _inputs(**two))
-    divided = training_cost(TrainingSettings(), _inputs(**two, sharded=True))
+    divided = training_cost(TrainingSettings(), _inputs(**two, zero_stage=3))
     assert (apart.least_bytes, divided.least_bytes) == (one.least_bytes, one.least_bytes // 2)
     on_gpu = partial(_inputs, is_gpu=True)
     paged = training_cost(TrainingSettings(optimizer="paged_adamw_32bit"), on_gpu())
     assert paged.least_device_bytes == 8 * SIZE.parameters
-    offloaded = training_cost(TrainingSettings(), on_gpu(processes=2, sharded=True, offloaded=True))
+    offloaded = training_cost(TrainingSettings(), on_gpu(processes=2, zero_stage=3, offloaded=True))
     assert offloaded.least_device_bytes == 0 < offloaded.device_bytes
     [stack] = SIZE.stacks
     sides = sum(n + m for n, m in stack.matrices[stack.feed_forward :])  # query, key, value, output

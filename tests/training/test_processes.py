@@ -10,8 +10,8 @@ from parallel_training import CASES, DIVIDED, SHORT
 
 from smelt.compress.finetune import FinetuneSettings
 from smelt.training.processes import LaunchSettings
-from smelt.training.sharding import require_shardable, sharded
-from smelt.training.trainer import divide_batch
+from smelt.training.sharding import sharded
+from smelt.training.trainer import divide_batch, require_trainable
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_divided_training_resumes_in_one_process(trained, tmp_path):
     folder, work = trained
     lines = []
     alone = parallel_training.train(folder, tmp_path / "alone", "finetune").details["training"]
-    unfinished = work / "stopped"
+    unfinished = work / "stopped-fsdp"
     ctx = parallel_training.train(folder, tmp_path, "finetune", unfinished=unfinished, log=lines.append)
     assert ["3" in line for line in lines if "resuming" in line] == [True]
     assert ctx.details["training"]["curve"]["train_loss"] == pytest.approx(
@@ -52,16 +52,21 @@ def test_a_divided_training_resumes_in_one_process(trained, tmp_path):
     )
 
 
+ZERO_2, ZERO_3 = ({"strategy": "deepspeed", "zero_stage": stage} for stage in (2, 3))
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("more", "shape"),
-    [({"precision": "fp16"}, (1,)), ({}, ())],
-)
-def test_what_fsdp_cannot_divide_is_refused(more, shape):
+    ("launch", "more", "shape"),
+    [({"strategy": "fsdp"}, {"precision": "fp16"}, (1,)), ({"strategy": "fsdp"}, {}, ()), (ZERO_3, {}, ()),
+     (ZERO_2, {"precision": "fp16"}, (1,)), (ZERO_2, {"optimizer": "adafactor"}, (1,))],
+)  # fmt: skip
+def test_what_a_strategy_cannot_divide_is_refused(launch, more, shape):
     model = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.ones(shape))})
-    with raises_code("not-with-fsdp"):
-        require_shardable(model, FinetuneSettings(**more))
-    require_shardable(torch.nn.Linear(2, 2), FinetuneSettings())
+    with raises_code("not-with-strategy"):
+        require_trainable(model, FinetuneSettings(**more), LaunchSettings(num_processes=2, **launch))
+    for other in (None, LaunchSettings(num_processes=2)):
+        require_trainable(model, FinetuneSettings(**more), other)
 
 
 @pytest.fixture

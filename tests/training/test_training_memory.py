@@ -93,4 +93,4 @@ def test_training_asks_for_memory_with_what_it_will_keep(model, tmp_path, monkey
     )
     _train(model, tmp_path, label_objective(), max_steps=1, num_evals=1, ema_decay=0.9)
     kept = {"keeps_best": True, "keeps_average": True}
-    assert asked == [{"optimizer": "adamw_torch_fused", **kept, "parts": 1, "offloaded": False}]
+    assert asked == [{"optimizer": "adamw_torch_fused", **kept, "parts": 1, "divides": 0, "offloaded": False}]

@@ -151,6 +151,7 @@ class TrainingLaunch:
             "limit": self.limit,
             "fold": self.fold,
             "device": recipe.device,
+            "strategy": recipe.launch.strategy,
             "threads": recipe.threads,
             "pid": os.getpid(),
         }

@@ -77,7 +77,7 @@ def _train(space: Path) -> None:
     try:
         from smelt.runtimes.device import torch_device
 
-        join_processes(torch_device(job["device"]))
+        join_processes(torch_device(job["device"]), job["strategy"])
         result = _run_job(job, space, rank)
         if process_rank() == 0:
             write_json(space / RESULT_FILE, result)

@@ -319,7 +319,7 @@ def _cost_inputs(
         named=named,
         is_gpu=bool(step.needs & {"train", "unlabelled"}) and training_device(plan.recipe.device) == "cuda",
         processes=processes if trains else 1,
-        sharded=trains and launch.strategy == "fsdp",
+        zero_stage=launch.divides if trains else 0,
         offloaded=trains and launch.cpu_offload,
         machines=machines if trains else 1,
     )

@@ -78,7 +78,7 @@ from smelt.pipeline.recipe.recipe import TRACKER_PACKAGES, ParsedRecipe, check_r
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
-from smelt.training.processes import fsdp_conflicts
+from smelt.training.processes import strategy_conflicts
 from smelt.training.settings import TrainedPart, TrainingSettings, default_learning_rate, has_fewer_layers
 
 if TYPE_CHECKING:
@@ -175,15 +175,22 @@ def check_launch(
     mistakes: Mistakes,
     bad: set[str],
 ) -> None:
-    """Check that FSDP can train every stage."""
+    """Check that the strategy is installed and can train every stage."""
     if has_mistake(bad, "launch", "device"):
         return
-    for step in steps if recipe.launch.strategy == "fsdp" else ():
-        for name in fsdp_conflicts(step.settings) if isinstance(step.settings, TrainingSettings) else ():
+    launch = recipe.launch
+    for package, oldest in launch.required_packages().items():
+        if (lack := package_problem(package, oldest)) is not None:
+            text = f"{lack}. {install_command(package, oldest)}"
+            mistakes.add(("launch", "strategy"), text, code="not-installed")
+    for step in steps:
+        trains = isinstance(step.settings, TrainingSettings)
+        for name in strategy_conflicts(launch, step.settings) if trains else ():
             mistakes.add(
                 (*paths[step.name], *name.split(": ")[:1]),
-                f"strategy: fsdp cannot train with {name}. Remove it, or set launch: {{strategy: ddp}}.",
-                code="not-with-fsdp",
+                f"strategy: {launch.strategy} cannot train with {name}. Remove it, or set launch: {{strategy:"
+                " ddp}.",
+                code="not-with-strategy",
             )
 
 

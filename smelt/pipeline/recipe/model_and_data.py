@@ -6,13 +6,11 @@ The problem type of a classifier is determined from them; metrics and labels mus
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from smelt.core.errors import InputError, SettingError, did_you_mean
-from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
 from smelt.data.examples import UNLABELLED
@@ -39,8 +37,6 @@ from smelt.evaluate.metrics import (
     is_own_metric,
 )
 from smelt.models.text_rules import Pooling
-from smelt.pipeline.recipe.yaml_file import read_yaml
-from smelt.training.processes import LaunchSettings
 
 # name of a file, a folder or a hub repository
 NonEmptyText = Annotated[str, Field(min_length=1)]
@@ -289,37 +285,3 @@ def unfit_metric(metric: str, problem: ProblemType) -> Message:
         f"{what}; the model and data are {problem}. Available metrics: {', '.join(fitting)}."
         f"{did_you_mean(metric, fitting)}",
     )
-
-
-_STRATEGIES = {"NO": "ddp", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "FSDP": "fsdp"}
-
-
-def resolve_launch(launch: LaunchSettings, base: Path) -> LaunchSettings:
-    """Return the settings with those of `launch.config_file`, a file of `accelerate config`.
-
-    Raises:
-        InputError: the file cannot be read, or describes what smelt does not start.
-    """
-    if launch.config_file is None:
-        return launch
-    path = resolve_path(base, launch.config_file)
-    found = read_yaml(path).value
-    kind = found.get("distributed_type") if isinstance(found, dict) else None
-    count = found.get("num_processes", 1) if isinstance(found, dict) else None
-    if kind not in _STRATEGIES or not isinstance(count, int) or count < 1:
-        raise InputError(
-            f"{path}: distributed_type {kind!r} with num_processes {count!r} is not supported. Supported:"
-            f" {', '.join(_STRATEGIES)}, with 1 or more processes.",
-            code="launch-config",
-            file=str(path),
-        )
-    if found.get("num_machines", 1) != 1:
-        raise InputError(
-            f"{path}: num_machines {found['num_machines']!r}: for several machines start `smelt run` with"
-            " torchrun or srun (docs/how-to/several-devices.md).",
-            code="launch-config",
-            file=str(path),
-        )
-    offload = str((found.get("fsdp_config") or {}).get("fsdp_offload_params", False)).lower() == "true"
-    changed = {"num_processes": count, "strategy": _STRATEGIES[kind], "cpu_offload": offload}
-    return launch.model_copy(update=changed)

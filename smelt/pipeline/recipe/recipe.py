@@ -36,6 +36,7 @@ from smelt.evaluate.metrics import (
     variant_name,
 )
 from smelt.generation.config import GenerationSettings
+from smelt.pipeline.recipe.launch_file import resolve_launch
 from smelt.pipeline.recipe.mistakes import (
     Mistakes,
     dotted_path,
@@ -48,7 +49,6 @@ from smelt.pipeline.recipe.model_and_data import (
     DataSettings,
     EmbeddingSettings,
     UntrainedModel,
-    resolve_launch,
 )
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument

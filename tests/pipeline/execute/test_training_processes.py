@@ -21,6 +21,7 @@ from smelt.core.store import Store
 from smelt.pipeline.execute import training_processes, training_worker
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.training_processes import external_rank
+from smelt.pipeline.plan import load_plan as load_plan_module
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.training import processes
 from smelt.training.processes import external_machines, external_processes
@@ -191,28 +192,15 @@ def test_more_processes_than_gpus_are_refused_before_work(home, monkeypatch, tmp
 
 
 @pytest.mark.quick
-def test_processes_are_read_from_a_file_of_accelerate(home, tmp_path):
-    from accelerate.commands.config.config_args import ClusterConfig
-
-    def launch(kind, **more):
-        config = ClusterConfig(
-            compute_environment="LOCAL_MACHINE", distributed_type=kind, mixed_precision="no", use_cpu=True,
-            debug=False, **more,
-        )  # fmt: skip
-        config.to_yaml_file(tmp_path / "accelerate.yaml")
-        return load_plan(
-            home / "recipe.yaml", [f"launch.config_file={tmp_path / 'accelerate.yaml'}"]
-        ).recipe.launch
-
-    divided = launch("FSDP", num_processes=4, fsdp_config={"fsdp_offload_params": True})
-    assert (divided.num_processes, divided.strategy, divided.cpu_offload) == (4, "fsdp", True)
-    assert launch("MULTI_CPU", num_processes=2).strategy == "ddp"
-    for unsupported in ({"kind": "DEEPSPEED", "num_processes": 2}, {"kind": "MULTI_CPU", "num_processes": -1},
-                        {"kind": "MULTI_CPU", "num_processes": 2, "num_machines": 2}):  # fmt: skip
-        with raises_code("launch-config"):
-            launch(**unsupported)
-    with raises_code("unreadable-file"):
-        load_plan(home / "recipe.yaml", ["launch.config_file=missing.yaml"])
+@pytest.mark.parametrize(
+    ("lack", "setting", "code"),
+    [("it is not installed", "seed=1", "not-installed"),
+     (None, "finetune.optimizer=adafactor", "not-with-strategy")],
+)  # fmt: skip
+def test_a_strategy_that_cannot_train_is_refused_before_work(home, monkeypatch, lack, setting, code):
+    monkeypatch.setattr(load_plan_module, "package_problem", lambda package, oldest: lack)
+    with raises_code(code):
+        load_plan(home / "recipe.yaml", ["launch={num_processes: 2, strategy: deepspeed}", setting])
 
 
 @pytest.mark.quick

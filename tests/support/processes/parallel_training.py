@@ -154,15 +154,25 @@ def details_file(work: Path, name: str) -> Path:
     return work / f"{name.replace('/', '-')}.json"
 
 
+def launch_of(strategy: str) -> LaunchSettings:
+    """Return two processes of `strategy`, of which DeepSpeed's are zero1, zero2, zero3 and zero3-offload."""
+    zero, _, offload = strategy.partition("-")
+    if not zero.startswith("zero"):
+        return LaunchSettings(num_processes=2, strategy=strategy or "ddp")
+    return LaunchSettings(
+        num_processes=2, strategy="deepspeed", zero_stage=int(zero[4:]), cpu_offload=bool(offload)
+    )
+
+
 def main() -> None:
     """Train the cases of the command line together with the other processes."""
     folder, work, *names = sys.argv[1:]
     children = fork_ranks(int(os.environ["WORLD_SIZE"]))
-    join_processes("cpu")
+    join_processes("cpu", "deepspeed" if any("/zero" in name for name in names) else "ddp")
     for name in names:
         case, strategy, what = (*name.split("/"), "", "")[:3]
-        launch = LaunchSettings(num_processes=2, strategy=strategy or "ddp")
-        unfinished = Path(work) / "unfinished" if what else None
+        launch = launch_of(strategy)
+        unfinished = Path(work) / f"unfinished-{strategy}" if what else None
         place = Path(work) / (name.replace("/", "-"))
         with contextlib.ExitStack() as stack:
             if what == "stopped":
@@ -172,7 +182,7 @@ def main() -> None:
             if process_rank() == 0:
                 details_file(Path(work), name).write_text(json.dumps(ctx.details))
         if what == "stopped" and process_rank() == 0:
-            shutil.copytree(Path(work) / "unfinished", Path(work) / "stopped")
+            shutil.copytree(Path(work) / f"unfinished-{strategy}", Path(work) / f"stopped-{strategy}")
     leave_processes()
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
 

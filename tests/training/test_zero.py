@@ -1,0 +1,85 @@
+"""DeepSpeed divides a training. It is no dependency of the tests: pip install 'smelt[deepspeed]' runs all."""
+
+import json
+import sys
+from importlib.util import find_spec
+
+import parallel_training
+import pytest
+import torch
+from expected_errors import raises_setting_codes
+
+from smelt.training.processes import LaunchSettings
+from smelt.training.zero import zero_config
+
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="the extra 'deepspeed' is not installed"
+)
+RESUMED = ("finetune/zero2/resumed", "finetune/zero3-offload/resumed")
+# whole and divided parameters; weights that are whole between updates, integers, a second division
+CASES = ("finetune/zero1", "selected masks/zero2", "qlora/zero3", "phases/zero3")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder, work = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("two")
+    parallel_training.write_models(folder)
+    stopped = [name.replace("resumed", "stopped") for name in RESUMED]
+    parallel_training.run_processes(folder, work, *CASES, *stopped, *RESUMED)
+    return folder, work
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES, *RESUMED])
+def test_zero_computes_the_losses_of_one_process(trained, tmp_path, name):
+    folder, work = trained
+    one = parallel_training.train(folder, tmp_path, name.partition("/")[0]).details["training"]
+    assert "deepspeed" not in sys.modules  # its import takes seconds
+    two = json.loads(parallel_training.details_file(work, name).read_text())["training"]
+    assert two["curve"]["train_loss"] == pytest.approx(one["curve"]["train_loss"], abs=1e-5, rel=2e-5)
+    for key in ("loss", "score"):
+        values = [[v.get(key, 0.0) for v in each["validations"]] for each in (one, two)]
+        assert values[1] == pytest.approx(values[0], abs=1e-5, rel=2e-5)
+    assert (two["kept_step"], two["processes"]) == (one["kept_step"], 2)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero2", "zero3-offload"])
+def test_its_checkpoint_resumes_in_one_process(trained, tmp_path, strategy):
+    folder, work = trained
+    lines = []
+    alone = parallel_training.train(folder, tmp_path / "alone", "finetune").details["training"]
+    saved = work / f"stopped-{strategy}"
+    ctx = parallel_training.train(folder, tmp_path, "finetune", unfinished=saved, log=lines.append)
+    assert ["3" in line for line in lines if "resuming" in line] == [True]
+    losses = ctx.details["training"]["curve"]["train_loss"]
+    assert losses == pytest.approx(alone["curve"]["train_loss"], abs=1e-4)
+
+
+@pytest.mark.quick
+def test_trainer_gets_what_the_recipe_sets():
+    model = torch.nn.Linear(3, 2)
+    launch = LaunchSettings(num_processes=2, strategy="deepspeed", zero_options={"overlap_comm": True})
+    config = zero_config(launch, model)
+    zero = {"stage": 2, "reduce_bucket_size": 8, "overlap_comm": True}
+    assert config["zero_optimization"] == zero
+    assert config["zero_force_ds_cpu_optimizer"] is False  # its own optimizer would be compiled
+    assert config["gradient_accumulation_steps"] == config["gradient_clipping"] == "auto"
+    offloaded = launch.model_copy(update={"zero_stage": 3, "cpu_offload": True})
+    found = zero_config(offloaded, model)["zero_optimization"]
+    assert found["offload_param"] == found["offload_optimizer"] == {"device": "cpu"}
+    assert found["stage3_param_persistence_threshold"] == found["stage3_max_reuse_distance"] == 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [({"zero_stage": 3}, "settings-conflict"),
+     ({"strategy": "fsdp", "zero_options": {"overlap_comm": True}}, "settings-conflict"),
+     ({"strategy": "deepspeed", "zero_options": {"overlap": True}}, "unknown-setting")],
+)  # fmt: skip
+def test_settings_of_zero_are_checked(settings, code):
+    with raises_setting_codes(code):
+        LaunchSettings(num_processes=2, **settings)

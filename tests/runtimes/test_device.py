@@ -206,7 +206,8 @@ def test_training_is_told_the_device(tmp_path):
 
     def arguments_for(kind):
         ctx = harness.make_context(tmp_path, device="auto")
-        return _training_arguments(TrainingSettings(), str(tmp_path), "fp32", ctx, torch.device(kind))
+        device, model = torch.device(kind), torch.nn.Identity()
+        return _training_arguments(TrainingSettings(), str(tmp_path), "fp32", ctx, device, None, model)
 
     assert arguments_for("cpu").use_cpu  # also of `auto` without a GPU
     assert not arguments_for("cuda").use_cpu

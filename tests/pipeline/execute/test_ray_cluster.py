@@ -104,14 +104,18 @@ class Nodes:
         store = {ray_cluster.STORE_VARIABLE: str(self.folder / f"node{self.count}")}
         return self.cluster.add_node(object_store_memory=80_000_000, env_vars=store, **options)
 
-    def kill_node_of(self, process):
-        """Kill the node that runs a process."""
+    def nodes_of(self, process):
+        """Return the node that runs a process, in a list; an empty one for another process."""
         above = {each.pid for each in psutil.Process(process).parents()}
-        [node] = [
+        return [
             node
             for node in self.cluster.worker_nodes
             if above & {found.process.pid for each in node.all_processes.values() for found in each}
         ]
+
+    def kill_node_of(self, process):
+        """Kill the node that runs a process."""
+        [node] = self.nodes_of(process)
         self.cluster.remove_node(node, allow_graceful=False)
 
 
@@ -265,11 +269,12 @@ score: {quality: [chrf, agreement], generation: {max_new_tokens: 6}, batch_size:
 """
 
 
-def rank_process(number):
-    """Return the id of the process of a training with this number, once there is one."""
+def rank_process(nodes, number):
+    """Return the id of the process of a training on the nodes with this number, once there is one."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if training_worker.__name__ in process.cmdline() and process.environ()["RANK"] == number:
+            trains = training_worker.__name__ in process.cmdline()
+            if trains and process.environ()["RANK"] == number and nodes.nodes_of(process.pid):
                 return process.pid
     return None
 
@@ -283,7 +288,10 @@ def test_a_training_on_two_nodes_resumes_on_others_when_one_dies(home, nodes, tm
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, home, tmp_path / "two", store, *more, recipe=recipe)
         until = time.monotonic() + 300
-        while not list(store.glob("unfinished/**/checkpoint.json")) or (second := rank_process("1")) is None:
+        while (
+            not list(store.glob("unfinished/**/checkpoint.json"))
+            or (second := rank_process(nodes, "1")) is None
+        ):
             assert time.monotonic() < until
             time.sleep(0.01)
         nodes.kill_node_of(second)

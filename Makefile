@@ -17,12 +17,12 @@
 # make PYTHON=python3.12 ...   use another Python for a new environment
 # make test ARGS="-k layers"   pass ARGS to pytest, mypy or the benchmark
 # make test ARGS="-m quick"    run only the quick tests: under a minute on two cores
-# make test WORKERS=4          number of parallel tests (default: one per core); 0: one process, for debugging
+# make test WORKERS=4          number of parallel tests (default: cores + 1, since some wait); 0: for debugging
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-WORKERS ?= auto
+WORKERS ?= $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
 
 BIN := $(VENV)/bin
 # Stamp files: the environment is set up again only if its requirements changed.

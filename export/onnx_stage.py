@@ -166,9 +166,11 @@ def export_cost(settings: OnnxSettings, inputs: CostInputs) -> StepCost:
     work = load_work(size) + save_work(stored)
     work += Work.of("calls", graphs * _CALLS_PER_GRAPH + graphs * size.layers * _CALLS_PER_BLOCK)
     work += Work.of("moved", _PASSES * size.float_bytes)
+    # quantized weights stay as they are
+    held = stored.stored_bytes if size.bytes_per_weight < 2 else size.float_bytes
     return StepCost(
         work=work,
-        memory_bytes=round(size.float_bytes + _COPIES * stored.stored_bytes + _MODULE_BYTES),
+        memory_bytes=round(held + _COPIES * stored.stored_bytes + _MODULE_BYTES),
         least_bytes=certain_bytes(size),
         result=stored,
         disk_bytes=stored.stored_bytes,

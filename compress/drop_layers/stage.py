@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.drop_layers.settings import (
@@ -114,6 +114,13 @@ class DropLayers:
         passes = {"loss": removed * size.layers / 2, "block-influence": 1.0}.get(settings.importance, 0.0)
         by_block = settings.importance != "loss" and not inputs.is_gpu
         return one_shot_cost(inputs, work=once * passes, streamed=by_block)
+
+    @classmethod
+    def lighter_settings(cls, settings: DropLayersSettings) -> Iterator[tuple[str, DropLayersSettings]]:
+        """Yield settings that need less memory, with their text: block influence runs block by block."""
+        if settings.importance == "loss":
+            changed = settings.model_copy(update={"importance": "block-influence"})
+            yield "importance: block-influence", changed
 
     def __call__(self, src: Artifact, settings: DropLayersSettings, ctx: Context) -> None:
         """Select the layers of `src` to remove, remove them, and write the model to `ctx.out`."""

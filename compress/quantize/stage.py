@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.quantize.costs import quantize_cost
 from smelt.compress.quantize.scheme_options import scheme_table, two_bit_warnings
-from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.settings import AUTO, QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
@@ -118,10 +118,13 @@ class Quantize:
 
     @classmethod
     def lighter_settings(cls, settings: QuantizeSettings) -> Iterator[tuple[str, QuantizeSettings]]:
-        """Yield settings that may need less memory, with their text: rounding to nearest, block by block."""
+        """Yield settings that may need less memory, with their text: those that run block by block."""
+        selects = settings.mixed_precision is not None or AUTO in settings.exclude
+        if settings.sensitivity_samples and not selects:
+            yield "sensitivity_samples: 0", settings.model_copy(update={"sensitivity_samples": 0})
         plain = QuantizeSettings(scheme=settings.scheme)
         if not plain.needs_calibration and plain != settings:
-            yield f"quantize: {{scheme: {settings.scheme}}} (method: rtn)", plain
+            yield f"quantize: {{scheme: {settings.scheme}, method: rtn}}", plain
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""

@@ -17,11 +17,13 @@ from smelt.core.stage import RecipePath, Settings
 from smelt.runtimes.device import cuda_device_count
 
 # Of DeepSpeed's `zero_optimization`: how values are exchanged. The others would change what is kept where.
-ZERO_OPTIONS = frozenset({
-    "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "overlap_comm",
-    "reduce_bucket_size", "reduce_scatter", "stage3_max_live_parameters", "stage3_prefetch_bucket_size",
-    "sub_group_size",
+_ZERO_FLAGS = frozenset({
+    "allgather_partitions", "contiguous_gradients", "overlap_comm", "reduce_scatter", "round_robin_gradients",
 })  # fmt: skip
+ZERO_OPTIONS = _ZERO_FLAGS | {
+    "allgather_bucket_size", "reduce_bucket_size", "stage3_max_live_parameters",
+    "stage3_prefetch_bucket_size", "sub_group_size",
+}  # fmt: skip
 DEEPSPEED_VERSION = "0.19"  # the oldest supported release
 # Process 0 scores checkpoints while the others wait.
 _TIMEOUT = timedelta(days=1)
@@ -56,8 +58,8 @@ class LaunchSettings(Settings):
     )
     config_file: RecipePath = Field(
         default=None,
-        description="file of `accelerate config`, or of DeepSpeed, with strategy and processes, instead of"
-        " these",
+        description="file of `accelerate config`, or of DeepSpeed (without processes); settings next to it"
+        " take precedence",
     )
     scoring: bool = Field(
         default=False, description="the processes also score quality; worth their start for many samples"
@@ -65,6 +67,8 @@ class LaunchSettings(Settings):
 
     @model_validator(mode="after")
     def _strategy_has_settings(self) -> Self:
+        if self.config_file is not None and "strategy" not in self.model_fields_set:
+            return self  # the file has it, and is checked
         if self.cpu_offload and self.strategy == "ddp":
             raise SettingError("cpu_offload requires strategy: fsdp or deepspeed", code="settings-conflict")
         for name in {"zero_stage", "zero_options"} & self.model_fields_set:
@@ -76,6 +80,9 @@ class LaunchSettings(Settings):
                 f" {', '.join(sorted(ZERO_OPTIONS))}",
                 code="unknown-setting",
             )
+        for name, value in self.zero_options.items():
+            if problem := zero_option_problem(name, value):
+                raise SettingError(f"zero_options: {problem}", code="wrong-value")
         return self
 
     @property
@@ -83,9 +90,24 @@ class LaunchSettings(Settings):
         """What the processes divide: 1 optimizer states, 2 also gradients, 3 also parameters; 0: nothing."""
         return {"ddp": 0, "fsdp": 3, "deepspeed": self.zero_stage}[self.strategy]
 
+    @property
+    def description(self) -> str:
+        """The strategy in words, such as `deepspeed, ZeRO-3, offload to the CPU`."""
+        zero = [f"ZeRO-{self.zero_stage}"] if self.strategy == "deepspeed" else []
+        return ", ".join([self.strategy, *zero, *(["offload to the CPU"] if self.cpu_offload else [])])
+
     def required_packages(self) -> dict[str, str]:
         """Return deepspeed if it is the strategy."""
         return {"deepspeed": DEEPSPEED_VERSION} if self.strategy == "deepspeed" else {}
+
+
+def zero_option_problem(name: str, value: Any) -> str | None:
+    """Return what is wrong with the value of one of `ZERO_OPTIONS`; None if nothing is."""
+    if name in _ZERO_FLAGS:
+        return None if isinstance(value, bool) else f"{name} must be true or false, not {str(value)[:60]!r}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
+        return f"{name} must be a whole number of at least 1, not {str(value)[:60]!r}"
+    return None
 
 
 # Of transformers' optimizers: those that treat each weight by itself, since DeepSpeed gives them vectors.

@@ -71,6 +71,7 @@ from smelt.pipeline.plan.warnings import (
     data_warnings,
     decoding_warnings,
     last_checkpoint_warnings,
+    launch_warnings,
 )
 from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
@@ -182,7 +183,8 @@ def check_launch(
     for package, oldest in launch.required_packages().items():
         if (lack := package_problem(package, oldest)) is not None:
             text = f"{lack}. {install_command(package, oldest)}"
-            mistakes.add(("launch", "strategy"), text, code="not-installed")
+            key = "strategy" if launch.config_file is None else "config_file"
+            mistakes.add(("launch", key), text, code="not-installed")
     for step in steps:
         trains = isinstance(step.settings, TrainingSettings)
         for name in strategy_conflicts(launch, step.settings) if trains else ():
@@ -556,6 +558,7 @@ def make_plan(
     mistakes.raise_if_any()
     steps = tuple(step for step in every if step.name in kept)
     doubts = [
+        *launch_warnings(read),
         *agreement_warnings(read),
         *last_checkpoint_warnings(read, steps),
         *data_warnings(read, any(step.trains for step in steps), splits),

@@ -254,7 +254,7 @@ def _format_plan(plan: Plan) -> str:
     if recipe.task == SENTENCE_SIMILARITY and plan.local_model:
         lines += _wrap_lines(f"vectors     {pooling_text(resolve_pooling(recipe, plan.local_model)[0])}", 12)
     if (launch := recipe.launch).num_processes > 1:
-        lines += _wrap_lines(f"training    {launch.num_processes} processes, {launch.strategy}", 12)
+        lines += _wrap_lines(f"training    {launch.num_processes} processes, {launch.description}", 12)
     lines += ["", MODEL_STEP, *_tree_lines(plan, MODEL_STEP, ""), ""]
     lines += _score_lines(plan)
     if plan.judged_on != "test":

@@ -26,6 +26,7 @@ from smelt.data.splits import (
 from smelt.evaluate.metrics import WINDOW_METRICS, scores_agreement_alone
 from smelt.pipeline.plan.step_draft import StepDraft, lost_results, scheme_text, step_spec
 from smelt.quantization.schemes.registry import SCHEMES
+from smelt.training.processes import external_processes
 
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import PlanStep
@@ -85,6 +86,21 @@ def last_checkpoint_warnings(recipe: ParsedRecipe, steps: Iterable[PlanStep]) ->
             "no-validation-data",
             f"No validation data: {', '.join(names)} {keep} last checkpoint, which may not be the best."
             f" Set data: validation, or data: {{split: {{validation: 0.1}}}}.",
+        )
+    ]
+
+
+def launch_warnings(recipe: ParsedRecipe) -> list[Message]:
+    """Return a warning if the strategy of several processes has only one, which nothing else starts."""
+    launch = recipe.launch
+    if launch.strategy == "ddp" or launch.num_processes > 1 or external_processes():
+        return []
+    return [
+        warning(
+            "one-process",
+            f"launch: strategy: {launch.strategy} divides nothing with one process, so {launch.strategy} is"
+            " not used. Set num_processes.",
+            setting="launch.num_processes",
         )
     ]
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
-from smelt.pipeline.recipe.yaml_file import read_yaml
-from smelt.training.processes import ZERO_OPTIONS, LaunchSettings
+from smelt.pipeline.recipe.yaml_file import parse_yaml, read_text_file
+from smelt.training.processes import ZERO_OPTIONS, LaunchSettings, zero_option_problem
 
 _STRATEGIES = {
     "NO": "ddp", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
@@ -35,11 +38,19 @@ _SET_BY_SMELT = {
     "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
 }  # fmt: skip
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_OFFLOAD_OPTIONS = {"device", "pin_memory", "buffer_count", "fast_init"}
 _KNOWN = {"stage", *_OFFLOADS, *_SET_BY_SMELT, *ZERO_OPTIONS}
+# What a stage sets, by its place in a file of accelerate, with the values that leave it to the stage.
+_STAGE_KEYS_OF_ACCELERATE = {
+    ("mixed_precision",): ("precision", (None, "no", False)),
+    ("deepspeed_config", "gradient_accumulation_steps"): ("gradient_accumulation_steps", (None, 1, "auto")),
+    ("deepspeed_config", "gradient_clipping"): ("max_grad_norm", (None, "none", "auto")),
+}
+_WHOLE_SHARDS = (None, 1, "1", "FULL_SHARD", True, "true")
 
 
 def resolve_launch(launch: LaunchSettings, base: Path) -> LaunchSettings:
-    """Return the settings with those of `launch.config_file`.
+    """Return the settings with those of `launch.config_file`; those next to it take precedence.
 
     Raises:
         InputError: the file cannot be read, or describes what smelt does not start (`launch-config`).
@@ -47,88 +58,150 @@ def resolve_launch(launch: LaunchSettings, base: Path) -> LaunchSettings:
     if launch.config_file is None:
         return launch
     path = resolve_path(base, launch.config_file)
-    found = _mapping(read_yaml(path).value)  # also JSON
-    changed = _deepspeed(found, path) if "zero_optimization" in found else _accelerate(found, path)
-    return launch.model_copy(update=changed)
+    found = _read(path)
+    if "zero_optimization" in found:
+        changed = _deepspeed(found, path)
+    elif "distributed_type" in found:
+        changed = _accelerate(found, path)
+    else:
+        raise _refused(
+            path, ["neither a file of `accelerate config` (no distributed_type) nor of DeepSpeed (no"
+                   " zero_optimization)"],
+        )  # fmt: skip
+    given = launch.model_dump(include=launch.model_fields_set)
+    try:
+        return LaunchSettings.model_validate(changed | given)
+    except ValidationError as error:
+        raise _refused(path, [str(each["msg"]) for each in error.errors()]) from error
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return the mapping in a file of YAML or JSON, which may be indented with tabs."""
+    text = read_text_file(path)
+    if text.lstrip()[:1] == "{":
+        try:
+            return _mapping(json.loads(text, object_pairs_hook=_unique))
+        except (ValueError, RecursionError) as error:
+            if path.suffix == ".json":
+                raise _refused(path, [f"not valid JSON: {error}"]) from error
+    document = parse_yaml(text, str(path))
+    if document.mistakes:
+        raise _refused(path, [f"line {line}: {message}" for _, message, line, _ in document.mistakes])
+    return _mapping(document.value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"'{next(name for name in names if names.count(name) > 1)}' appears twice")
+    return found
 
 
 def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings in a file of `accelerate config`."""
     kind, count = found.get("distributed_type"), found.get("num_processes", 1)
-    if kind not in _STRATEGIES or not isinstance(count, int) or count < 1:
-        raise InputError(
-            f"{path}: distributed_type {kind!r} with num_processes {count!r} is not supported. Supported:"
-            f" {', '.join(_STRATEGIES)}, with 1 or more processes.",
-            code="launch-config",
-            file=str(path),
+    problems = []
+    if kind not in _STRATEGIES or type(count) is not int or count < 1:
+        problems.append(
+            f"distributed_type {kind!r} with num_processes {count!r} is not supported; supported:"
+            f" {', '.join(_STRATEGIES)}, with 1 or more processes"
         )
     if found.get("num_machines", 1) != 1:
-        raise InputError(
-            f"{path}: num_machines {found['num_machines']!r}: for several machines start `smelt run` with"
-            " torchrun or srun (docs/how-to/several-devices.md).",
-            code="launch-config",
-            file=str(path),
+        problems.append(
+            f"num_machines {found['num_machines']!r}: for several machines start `smelt run` with torchrun or"
+            " srun (docs/how-to/several-devices.md)"
         )
-    changed: dict[str, Any] = {"num_processes": count, "strategy": _STRATEGIES[kind]}
+    for keys, (setting, free) in _STAGE_KEYS_OF_ACCELERATE.items():
+        value: Any = found
+        for key in keys:
+            value = _mapping(value).get(key)
+        if value not in free:
+            problems.append(
+                f"{keys[-1]} {value!r} is a setting of the stage: {setting}; set it there, and here"
+                f" {free[1]!r}"
+            )
+    sharding = _mapping(found.get("fsdp_config"))
+    for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
+        if sharding.get(key) not in _WHOLE_SHARDS:
+            problems.append(f"{key} {sharding[key]!r} is not supported; supported: FULL_SHARD")
+    changed: dict[str, Any] = {"num_processes": count, "strategy": _STRATEGIES.get(str(kind), "ddp")}
+    if problems:
+        raise _refused(path, problems)
     if kind == "DEEPSPEED":
         own = _mapping(found.get("deepspeed_config"))
         if own.get("deepspeed_config_file"):
             other = resolve_path(path.parent, str(own["deepspeed_config_file"]))
-            return changed | _deepspeed(_mapping(read_yaml(other).value), other)
+            return changed | _deepspeed(_read(other), other)
         devices = {name: {"device": own.get(f"{name}_device", "none")} for name in _OFFLOADS}
-        return changed | _zero({"stage": own.get("zero_stage", 2), **devices}, path)
-    offload = str(_mapping(found.get("fsdp_config")).get("fsdp_offload_params", False)).lower() == "true"
-    return changed | {"cpu_offload": offload}
+        zero = {"stage": own.get("zero_stage", 2), **devices}
+        if problems := list(_zero_problems(zero)):
+            raise _refused(path, problems)
+        return changed | _zero(zero)
+    offload = str(sharding.get("fsdp_offload_params", False)).lower() == "true"
+    return changed | ({"cpu_offload": True} if offload else {})
 
 
 def _deepspeed(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings in a file of DeepSpeed."""
+    problems = []
     for name, value in found.items():
         off = value is False or (isinstance(value, dict) and value.get("enabled") in (False, "auto"))
-        if name in _SET_BY_STAGE and value != "auto" and not off:
-            raise InputError(
-                f"{path}: '{name}' is a setting of the stage: {_SET_BY_STAGE[name]}. Set it to auto, or"
-                " remove it from the file.",
-                code="launch-config",
-                file=str(path),
-            )
-        if name not in (*_SET_BY_STAGE, *_ONLY_REPORTS, "zero_optimization"):
-            raise _unsupported(str(name), path)
-    return {"strategy": "deepspeed"} | _zero(_mapping(found.get("zero_optimization")), path)
+        if name == "zero_optimization" or name in _ONLY_REPORTS or off:
+            continue
+        if name not in _SET_BY_STAGE:
+            problems.append(f"'{name[:80]}' is not supported; remove it")
+        elif isinstance(value, dict):
+            problems.append(f"'{name}' is a setting of the stage: {_SET_BY_STAGE[name]}; remove this section")
+        elif value != "auto":
+            problems.append(f"'{name}' is a setting of the stage: {_SET_BY_STAGE[name]}; set it to \"auto\"")
+    zero = _mapping(found.get("zero_optimization"))
+    if problems := problems + list(_zero_problems(zero)):
+        raise _refused(path, problems)
+    return {"strategy": "deepspeed"} | _zero(zero)
 
 
-def _zero(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the settings in DeepSpeed's section `zero_optimization`."""
+def _zero_problems(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what smelt does not start of DeepSpeed's section `zero_optimization`."""
     stage = found.get("stage")
-    if stage not in (1, 2, 3):
-        raise InputError(
-            f"{path}: ZeRO stage {stage!r} is not supported. Supported: 1, 2, 3.",
-            code="launch-config",
-            file=str(path),
-        )
-    devices = {str(_mapping(found.get(name)).get("device", "none")) for name in _OFFLOADS}
-    if wrong := sorted(devices - {"none", "cpu"}):
-        raise InputError(
-            f"{path}: offload to '{wrong[0][:60]}' is not supported. Supported: none, cpu.",
-            code="launch-config",
-            file=str(path),
-        )
-    options = {}
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        yield f"ZeRO stage {stage!r} is not supported; supported: 1, 2, 3"
+    for name in _OFFLOADS:
+        value = found.get(name)
+        if value is not None and not isinstance(value, dict):
+            yield f"{name} must be a mapping such as {{device: cpu}}, not {str(value)[:60]!r}"
+            continue
+        for key in _mapping(value).keys() - _OFFLOAD_OPTIONS:
+            yield f"{name}: '{key[:80]}' is not supported; remove it"
+        device = _mapping(value).get("device", "none")
+        if device not in ("none", "cpu", None):
+            yield f"{name}: device {str(device)[:60]!r} is not supported; supported: none, cpu"
     for name, value in found.items():
-        if name in ZERO_OPTIONS and isinstance(value, int | float):
-            options[name] = value if isinstance(value, bool) else int(value)  # such as 5e8
-        elif (name in ZERO_OPTIONS and value != "auto") or name not in _KNOWN:
-            raise _unsupported(f"zero_optimization: {{{name}: {value}}}", path)
-    return {"zero_stage": int(stage), "cpu_offload": "cpu" in devices, "zero_options": options}
+        if name not in _KNOWN:
+            yield f"zero_optimization: '{name[:80]}' is not supported; remove it"
+        elif name in ZERO_OPTIONS and value != "auto" and (problem := zero_option_problem(name, value)):
+            yield f"zero_optimization: {problem}"
+
+
+def _zero(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in DeepSpeed's section `zero_optimization`, which has no problems."""
+    options = {
+        name: value if isinstance(value, bool) else int(value)  # such as 5e8
+        for name, value in found.items()
+        if name in ZERO_OPTIONS and value != "auto"
+    }
+    offloads = any(_mapping(found.get(name)).get("device") == "cpu" for name in _OFFLOADS)
+    return {
+        "strategy": "deepspeed", "zero_stage": found["stage"], "cpu_offload": offloads,
+        "zero_options": options,
+    }  # fmt: skip
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _unsupported(what: str, path: Path) -> InputError:
+def _refused(path: Path, problems: list[str]) -> InputError:
     return InputError(
-        f"{path}: '{what[:80]}' is not supported. Remove it from the file.",
-        code="launch-config",
-        file=str(path),
+        f"{path}: {'. '.join(problems)}.", code="launch-config", file=str(path), setting="launch.config_file"
     )

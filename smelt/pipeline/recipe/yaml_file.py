@@ -67,6 +67,15 @@ def read_yaml(path: Path) -> YamlDocument:
     Raises:
         InputError: the file cannot be read, is larger than 1 MB, or is not valid UTF-8 or YAML.
     """
+    return parse_yaml(read_text_file(path), str(path))
+
+
+def read_text_file(path: Path) -> str:
+    """Return the text of a small file.
+
+    Raises:
+        InputError: the file cannot be read, is larger than 1 MB, or is not valid UTF-8.
+    """
     try:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
@@ -82,7 +91,7 @@ def read_yaml(path: Path) -> YamlDocument:
             file=str(path),
         )
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise InputError(
@@ -91,7 +100,6 @@ def read_yaml(path: Path) -> YamlDocument:
             file=str(path),
             line=line,
         ) from error
-    return parse_yaml(text, str(path))
 
 
 def parse_yaml(text: str, name: str) -> YamlDocument:

@@ -10,6 +10,7 @@ import pytest
 from smelt.compress.quantize.costs import quantize_cost
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from smelt.export.onnx_stage import OnnxSettings, export_cost
 from smelt.models.costs import CostInputs
 from smelt.models.empty_model import weight_files_size
 from smelt.models.model_size import LARGE_BYTES, read_model_size, size_from_config
@@ -33,12 +34,16 @@ def test_the_result_has_as_many_bytes_as_the_artifact(tmp_path, settings):
     assert cost.disk_bytes < 0.7 * size.stored_bytes
 
 
-def test_a_large_model_takes_the_memory_of_a_block_where_layers_are_independent():
-    large = {
+LARGE = size_from_config(
+    {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
         "num_attention_heads": 32, "vocab_size": 32000,
-    }  # fmt: skip
-    size = size_from_config(large)
+    }
+)  # fmt: skip
+
+
+def test_a_large_model_takes_the_memory_of_a_block_where_layers_are_independent():
+    size = LARGE
     assert size.stored_bytes > LARGE_BYTES
     inputs = CostInputs(size, size, "language-modeling", {})
     block, scaled, whole = (
@@ -47,3 +52,14 @@ def test_a_large_model_takes_the_memory_of_a_block_where_layers_are_independent(
     )
     assert block.least_bytes == scaled.least_bytes == 4 * size.largest_block
     assert block.memory_bytes < 0.2 * size.float_bytes < size.float_bytes < whole.memory_bytes
+    static = QuantizeSettings(scheme="int8-static")
+    lighter = dict(Quantize.lighter_settings(static))["sensitivity_samples: 0"]
+    light, heavy = (quantize_cost(each, inputs).memory_bytes for each in (lighter, static))
+    assert light < 0.2 * size.float_bytes < size.float_bytes < heavy
+
+
+def test_the_export_of_quantized_weights_holds_no_float_copy():
+    quantized = LARGE.stored_as(0.6, 2.0)
+    inputs = CostInputs(quantized, quantized, "language-modeling", {})
+    cost = export_cost(OnnxSettings(target="ort-cpu"), inputs)
+    assert cost.memory_bytes < quantized.float_bytes

@@ -1,11 +1,14 @@
 """Processes and strategy from a file of accelerate or of DeepSpeed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
-from expected_errors import raises_code
+from expected_errors import raises_code, raises_setting_codes
 
+from smelt.core.messages import message_codes
+from smelt.pipeline.plan.warnings import launch_warnings
 from smelt.pipeline.recipe.launch_file import resolve_launch
 from smelt.training.processes import LaunchSettings
 
@@ -79,6 +82,10 @@ def test_zero_is_read_from_a_file_of_deepspeed(read):
         2, "deepspeed", 3, True,
     )  # fmt: skip
     assert found.zero_options == {"overlap_comm": True, "sub_group_size": 1_000_000_000}
+    off = {"flops_profiler": {"enabled": False}, "prescale_gradients": False}
+    assert read(DEEPSPEED | off, num_processes=2, zero_stage=2, cpu_offload=False) == found.model_copy(
+        update={"zero_stage": 2, "cpu_offload": False}
+    )
 
 
 @pytest.mark.quick
@@ -87,8 +94,65 @@ def test_zero_is_read_from_a_file_of_deepspeed(read):
     [{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {"fp16": {"enabled": True}},
      {"gradient_clipping": 0.5}, {"tensor_parallel": {"autotp_size": 2}},
      {"zero_optimization": {"stage": 0}}, {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
-     {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}],
+     {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+     {"zero_optimization": {"stage": True}}, {"zero_optimization": {"stage": 2, "offload_param": "cpu"}},
+     {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu", "ratio": 0.3}}},
+     {"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}},
+     {"zero_optimization": {"stage": 2, "reduce_bucket_size": 0.5}},
+     {"zero_optimization": {"stage": 2, "reduce_bucket_size": True}},
+     {"zero_optimization": {"stage": 2, "overlap_comm": 1}}],
 )  # fmt: skip
 def test_what_a_stage_sets_and_what_smelt_does_not_start_is_refused(read, more):
     with raises_code("launch-config"):
         read(DEEPSPEED | more)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("DEEPSPEED", {"deepspeed_config": {"gradient_clipping": 1.0}}),
+     ("DEEPSPEED", {"deepspeed_config": {"gradient_accumulation_steps": 4}}),
+     ("FSDP", {"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}})],
+)  # fmt: skip
+def test_settings_of_a_stage_in_a_file_of_accelerate_are_refused(read, kind, more):
+    with raises_code("launch-config"):
+        read(accelerate(kind, num_processes=2, **more))
+
+
+@pytest.mark.quick
+def test_settings_next_to_the_file_take_precedence(read):
+    assert read(accelerate("FSDP", num_processes=2), num_processes=4).num_processes == 4
+    with raises_code("launch-config"):
+        read(accelerate("MULTI_CPU", num_processes=2), cpu_offload=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "text", ["", "no json", "[1, 2]", '{"zero_optimization": {"stage": 2, "stage": 3}}', '{"stage": ',
+             "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2",
+             "distributed_type: FSDP\nnum_processes: true", '{"zero_optimization": {"stage": 2},}']
+)  # fmt: skip
+def test_other_files_are_refused(tmp_path, text):
+    (tmp_path / "launch.json").write_text(text)
+    with raises_code("launch-config"):
+        resolve_launch(LaunchSettings(config_file="launch.json"), tmp_path)
+    (tmp_path / "launch.json").write_text('{\n\t"zero_optimization": {"stage": 1}}')
+    assert resolve_launch(LaunchSettings(config_file="launch.json"), tmp_path).divides == 1
+
+
+@pytest.mark.quick
+def test_sizes_of_buffers_are_whole_numbers():
+    for options in ({"reduce_bucket_size": 0}, {"sub_group_size": True}, {"overlap_comm": 2}):
+        with raises_setting_codes("wrong-value"):
+            LaunchSettings(num_processes=2, strategy="deepspeed", zero_options=options)
+    with raises_setting_codes("wrong-value"):
+        LaunchSettings(num_processes=2, strategy="deepspeed", zero_options={"reduce_bucket_size": -1})
+
+
+@pytest.mark.quick
+def test_a_strategy_with_one_process_is_warned_of():
+    found = [
+        message_codes(launch_warnings(SimpleNamespace(launch=LaunchSettings(strategy=strategy, **more))))
+        for strategy, more in (("fsdp", {}), ("deepspeed", {}), ("ddp", {}), ("fsdp", {"num_processes": 2}))
+    ]
+    assert found == [["one-process"], ["one-process"], [], []]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ def zero_config(launch: LaunchSettings, model: nn.Module) -> dict[str, Any]:
     """
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     divided: dict[str, Any] = {"stage": launch.zero_stage, "reduce_bucket_size": min(weights, _MAX_BUCKET)}
+    divided |= launch.zero_options
     if launch.cpu_offload:
         divided["offload_optimizer"] = {"device": "cpu"}
     if launch.zero_stage == 3:
@@ -40,7 +42,7 @@ def zero_config(launch: LaunchSettings, model: nn.Module) -> dict[str, Any]:
         if launch.cpu_offload:
             divided["offload_param"] = {"device": "cpu"}
     return {
-        "zero_optimization": divided | launch.zero_options,
+        "zero_optimization": divided,
         "zero_force_ds_cpu_optimizer": False,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -220,13 +222,16 @@ def divided_by_zero(module: nn.Module, launch: LaunchSettings, device: torch.dev
     At the end the modules are ordinary ones again, and the parameters the same objects as before, with the
     trained values, on the CPU, in each process.
     """
-    found = ZeroModel(module, launch, device)
-    try:
-        yield found
-    except BaseException:
-        found.release()  # the others may have failed too, so nothing can be gathered
-        raise
-    found.restore()
+    with warnings.catch_warnings():
+        # one for every exchange: torch 2.13 renames the functions that DeepSpeed calls
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        found = ZeroModel(module, launch, device)
+        try:
+            yield found
+        except BaseException:
+            found.release()  # the others may have failed too, so nothing can be gathered
+            raise
+        found.restore()
 
 
 def _divided_and_common(state: Mapping[Tensor, Mapping[str, Any]]) -> tuple[list[str], dict[str, Any]]:

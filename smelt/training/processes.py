@@ -107,6 +107,8 @@ def zero_option_problem(name: str, value: Any) -> str | None:
         return None if isinstance(value, bool) else f"{name} must be true or false, not {str(value)[:60]!r}"
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
         return f"{name} must be a whole number of at least 1, not {str(value)[:60]!r}"
+    if name == "allgather_bucket_size" and value % 2:
+        return f"{name} must be even, not {value}"
     return None
 
 

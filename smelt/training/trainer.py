@@ -156,9 +156,10 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
             return self.optimizer  # with DeepSpeed, Trainer calls this twice
         optimizer = super().create_optimizer(model)
         groups = self.keeper.extension.groups
-        if groups:
-            groups = groups if self.divided is None else self.divided.groups(groups)
-            optimizer.param_groups[:] = split_parameter_groups(optimizer.param_groups, groups)
+        if groups and self.divided is not None:
+            groups = self.divided.groups(groups)
+        # DeepSpeed drops empty groups, and checkpoints are the same for all strategies
+        optimizer.param_groups[:] = split_parameter_groups(optimizer.param_groups, groups)
         if isinstance(self.divided, ZeroModel):
             self.divided.set_optimizer(optimizer)
         return optimizer

@@ -143,7 +143,13 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
             "fp32_partitioned_groups_flat" if self.divides_parameters else "single_partition_of_fp32_groups"
         )
         for vector in getattr(zero, vectors) if example else ():
-            common = {name: tensor.clone() for name, tensor in example.items() if name not in names}
+            # fused AdamW needs the number of steps where its parameters are
+            fused = any(group.get("fused") for group in inner.param_groups)
+            common = {
+                name: tensor.to(vector.device if fused else tensor.device, copy=True)
+                for name, tensor in example.items()
+                if name not in names
+            }
             inner.state[vector] = common | {name: torch.zeros_like(vector) for name in names}
         self._link_states()
         for at, parameter in enumerate(self._trained):
@@ -199,7 +205,8 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
     def release(self) -> None:
         """Remove what DeepSpeed has added to modules, parameters and the environment."""
         if self._zero is not None:
-            self._zero.destroy()
+            with contextlib.suppress(Exception):  # after an error on a GPU it raises that again
+                self._zero.destroy()
         for state in self._states:
             state.restore()
         for parameter, before in self._attributes:

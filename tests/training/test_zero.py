@@ -16,7 +16,7 @@ from smelt.training.zero import zero_config
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="the extra 'deepspeed' is not installed"
 )
-RESUMED = ("finetune/zero2/resumed", "finetune/zero3-offload/resumed")
+RESUMED = ("finetune/zero2/resumed", "finetune/zero3-offload/resumed", "lora/zero1/resumed")
 # whole and divided parameters; weights that are whole between updates, integers, a second division
 CASES = ("finetune/zero1", "selected masks/zero2", "qlora/zero3", "phases/zero3")
 

@@ -102,7 +102,7 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings in a file of `accelerate config`."""
     kind, count = found.get("distributed_type"), found.get("num_processes", 1)
     problems = []
-    if kind not in _STRATEGIES or type(count) is not int or count < 1:
+    if not isinstance(kind, str) or kind not in _STRATEGIES or type(count) is not int or count < 1:
         problems.append(
             f"distributed_type {kind!r} with num_processes {count!r} is not supported; supported:"
             f" {', '.join(_STRATEGIES)}, with 1 or more processes"

@@ -267,7 +267,8 @@ def _write_graph(
     """
     from smelt.export.graph_files import set_input_defaults, write_graph
     from smelt.export.graphs.export_graph import export_graph
-    from smelt.export.simplify_graph import expand_placeholders_in_file, fuse_biases_in_file, simplify_file
+    from smelt.export.graphs.fuse_bias import fuse_biases_in_file
+    from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"

@@ -146,7 +146,7 @@ class CostInputs:
     steps that its settings name, by setting. samples: by split. limit: tokens that the model can read.
     is_gpu: whether the step trains on a GPU. processes: that train together, on `machines`; zero_stage: what
     they divide: 1 optimizer states, 2 also gradients, 3 also weights; offloaded: whether that stays in the
-    CPU's memory.
+    CPU's memory; by_deepspeed: whether DeepSpeed divides it, with its own copy of the weights.
     """
 
     source: ModelSize
@@ -158,6 +158,7 @@ class CostInputs:
     processes: int = 1
     zero_stage: int = 0
     offloaded: bool = False
+    by_deepspeed: bool = False
     machines: int = 1
 
     @property

@@ -45,7 +45,7 @@ from smelt.models.empty_model import stored_dtypes
 from smelt.quantization.layers import LowRankCorrectedLinear, MasterWeightLayer
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.settings import TrainingSettings
-from smelt.training.sharding import ShardedModel, divided_like, local_part, whole_tensor
+from smelt.training.sharding import ShardedModel, divided_like, in_first, local_part, whole_tensor
 from smelt.training.zero import ZeroModel
 
 CHECKPOINT_FILE = "checkpoint.json"
@@ -212,7 +212,9 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         }
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: whole_tensor(part, self.keeper.parameters[name]).cpu() for name, part in parts.items()}
+        return {
+            name: in_first(whole_tensor(part, self.keeper.parameters[name])) for name, part in parts.items()
+        }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the best and the averaged weights, the state of optimizer and schedule, and the step."""

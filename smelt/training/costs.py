@@ -105,6 +105,8 @@ def training_cost(
         if inputs.offloaded:
             least_on_device = 0 if inputs.zero_stage == 3 else size.float_bytes
             on_device = active + max(least_on_device, FLOAT_BYTES * 2 * size.largest_block)
+        if inputs.by_deepspeed:  # it moves the whole model before it divides it
+            on_device, least_on_device = (max(n, size.float_bytes) for n in (on_device, least_on_device))
         memory, least = 2 * size.float_bytes + sum(t.float_bytes for t in teachers), size.float_bytes
     here = math.ceil(inputs.processes / inputs.machines)
     interpreters = INTERPRETER_BYTES * here * (here > 1)
@@ -122,10 +124,12 @@ def training_cost(
 
 def _own_bytes(inputs: CostInputs, trained: int, state_bytes: int, held: int) -> int:
     """Return one process's part of `held` bytes of weights, gradients, optimizer states and copies."""
+    copied = inputs.by_deepspeed and (inputs.zero_stage < 3 or inputs.offloaded)  # DeepSpeed's own weights
+    copies = FLOAT_BYTES * trained // inputs.processes if copied else 0
     if inputs.zero_stage == 3:
-        return held // inputs.processes
+        return held // inputs.processes + copies
     divided = trained * (state_bytes * (inputs.zero_stage >= 1) + _GRADIENT_BYTES * (inputs.zero_stage >= 2))
-    return held - divided + divided // inputs.processes
+    return held - divided + divided // inputs.processes + copies
 
 
 def _batch_bytes(settings: TrainingSettings, size: ModelSize, batches: Sequence[Batch], teachers: int) -> int:

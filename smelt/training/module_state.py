@@ -1,7 +1,9 @@
-"""A module before a library that divides parameters (FSDP, DeepSpeed) has changed it."""
+"""Modules whose parameters FSDP or DeepSpeed divides: their state before, and their buffers on the CPU."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +46,16 @@ class ModuleState:
             for key in hooks.keys() - before:
                 del hooks[key]
         _module_state_mapping.pop(module, None)  # else FSDP cannot divide the module again
+
+
+@contextlib.contextmanager
+def buffers_on_cpu(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Hold the buffers of `modules` on the CPU inside the context, next to whole parameters."""
+    before = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+    for owner, name, buffer in before:
+        owner._buffers[name] = buffer.cpu()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in before:
+            owner._buffers[name] = buffer

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from smelt.core.process_group import process_count, process_rank
 from smelt.training.extension import ParameterGroup, attached_modules
-from smelt.training.module_state import ModuleState
+from smelt.training.module_state import ModuleState, buffers_on_cpu
 from smelt.training.processes import LaunchSettings
 from smelt.training.training_state import frozen_pad_rows, masked_weights
 
@@ -58,6 +58,11 @@ def whole_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
         )
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
+
+
+def in_first(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU in process 0, and an empty one in the others, which do not write it."""
+    return tensor.cpu() if process_rank() == 0 else tensor.new_empty(0, device="cpu")
 
 
 def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
@@ -168,19 +173,15 @@ class ShardedModel:
         """
         chosen = set(self._modules if part is None else part.modules())
         places = [place for place in self._places if place.owner in chosen]
-        buffers = [(m, name, b) for m in chosen for name, b in m._buffers.items() if b is not None]
         kinds = [(module, type(module)) for module in chosen]
         self._gather(places)
         for state in self._states:
             if state.module in chosen:
                 state.module.__class__ = state.kind
-        for owner, name, buffer in buffers:
-            owner._buffers[name] = buffer.cpu()
         try:
-            yield
+            with buffers_on_cpu(chosen):
+                yield
         finally:
-            for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer
             for module, kind in kinds:
                 module.__class__ = kind
             for place in places:

@@ -323,8 +323,7 @@ def run_training(
             keeps_best=bool(keeper.evals),
             keeps_average=settings.ema_decay is not None,
             parts=process_count(),
-            divides=0 if launch is None else launch.divides,
-            offloaded=launch is not None and launch.cpu_offload,
+            launch=launch,
         )
         loop.train()
         steps = int(loop.state.global_step)

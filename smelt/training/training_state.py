@@ -24,6 +24,7 @@ from smelt.core.system import available_bytes, require_memory
 from smelt.models.edits import is_masked
 from smelt.models.families.registry import family_of
 from smelt.runtimes.device import bf16_speedup
+from smelt.training.processes import LaunchSettings
 from smelt.training.settings import OPTIMIZERS
 
 _MIN_SPEEDUP = 1.3  # below it bf16 is not worth its lower precision
@@ -234,8 +235,7 @@ def require_training_memory(
     keeps_best: bool,
     keeps_average: bool,
     parts: int = 1,
-    divides: int = 0,
-    offloaded: bool = False,
+    launch: LaunchSettings | None = None,
 ) -> None:
     """Require memory for the gradients and the optimizer state of a training.
 
@@ -246,25 +246,30 @@ def require_training_memory(
         keeps_best: whether a copy of the best weights is kept (validation).
         keeps_average: whether a moving average of the weights is kept.
         parts: number of processes that train together.
-        divides: what they divide: 1 optimizer states, 2 also gradients, 3 also weights.
-        offloaded: whether gradients and states are on the CPU, and weights if they are divided.
+        launch: their settings; None: one process.
 
     Raises:
         RunError: not enough memory; the message has the needed and the free amount.
     """
+    divides, offloaded = (0, False) if launch is None else (launch.divides, launch.cpu_offload)
+    zero = launch is not None and launch.strategy == "deepspeed"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = trained // parts if divides == 3 else trained
     copies = _COPY_BYTES * weights * (keeps_best + keeps_average)  # on the CPU, wherever the model is trained
     gradients = _GRADIENT_BYTES * (trained // parts if divides >= 2 else trained)
     states = OPTIMIZERS[optimizer] * (trained // parts if divides >= 1 else trained)
+    if zero and (divides < 3 or offloaded):
+        states += _COPY_BYTES * trained // parts  # DeepSpeed's own float32 weights
     remedy = (
         f"That is for the gradients, the optimizer and the copies of {weights / 1e6:,.1f} million weights,"
         " before any batch. Make the model smaller first, or use a machine with more memory."
     )
     on_cpu = gradients + states
     if device.type == "cuda":
-        moved = 0 if divides == 3 else sum(p.numel() * p.element_size() for p in model.parameters())
-        on_gpu = moved if offloaded else moved + on_cpu
+        whole = sum(p.numel() * p.element_size() for p in model.parameters())
+        on_gpu = (0 if divides == 3 else whole) + (0 if offloaded else on_cpu)
+        if zero and divides == 3:  # DeepSpeed moves the model before it divides it
+            on_gpu = max(whole, 0 if offloaded else on_gpu + whole // parts)
         free = torch.cuda.mem_get_info(device)[0]
         require_memory(on_gpu, "Training on the GPU", remedy, free_bytes=free)
         on_cpu = on_cpu if offloaded else 0

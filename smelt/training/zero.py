@@ -19,11 +19,13 @@ import transformers
 from torch import Tensor, nn
 
 from smelt.training.extension import ParameterGroup
-from smelt.training.module_state import ModuleState
+from smelt.training.module_state import ModuleState, buffers_on_cpu
 from smelt.training.processes import LaunchSettings
-from smelt.training.sharding import divided_like, whole_tensor
+from smelt.training.sharding import divided_like, in_first, whole_tensor
 
-_MAX_BUCKET = 500_000_000  # DeepSpeed's default, in values; it is allocated at once
+# Values that are exchanged at once, 20 MB; DistributedDataParallel exchanges 25 MiB. Buffers of DeepSpeed's
+# default, 500 million, take more memory than ZeRO saves (docs/measurements/deepspeed.md).
+_BUCKET = 5_000_000
 
 
 def zero_config(launch: LaunchSettings, model: nn.Module) -> dict[str, Any]:
@@ -31,9 +33,13 @@ def zero_config(launch: LaunchSettings, model: nn.Module) -> dict[str, Any]:
 
     Precision, optimizer and schedule are the stage's, which Trainer creates.
     """
-    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    divided: dict[str, Any] = {"stage": launch.zero_stage, "reduce_bucket_size": min(weights, _MAX_BUCKET)}
-    divided |= launch.zero_options
+    bucket = min(sum(p.numel() for p in model.parameters() if p.requires_grad), _BUCKET)
+    divided: dict[str, Any] = {
+        "stage": launch.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket + bucket % 2,  # DeepSpeed requires an even one
+        **launch.zero_options,
+    }
     if launch.cpu_offload:
         divided["offload_optimizer"] = {"device": "cpu"}
     if launch.zero_stage == 3:
@@ -115,14 +121,17 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the state dict of an undivided optimizer; all processes must call it."""
+        """Return the state dict of an undivided optimizer, with its tensors in process 0 alone.
+
+        All processes must call it.
+        """
         from deepspeed.utils import safe_get_full_optimizer_state
 
         inner = self._zero.optimizer
         self._link_states()
         vectors, numbers = _divided_and_common(inner.state)
         state = {
-            at: {name: safe_get_full_optimizer_state(p, name).cpu() for name in vectors} | numbers
+            at: {name: in_first(safe_get_full_optimizer_state(p, name)) for name in vectors} | numbers
             for at, p in enumerate(self._trained)
         }
         groups = zip(inner.param_groups, self._numbers, strict=True)
@@ -138,7 +147,7 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
         for group, saved in zip(inner.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         example = next(iter(state.values()), {})
-        names = [n for n in example if all(state[at][n].dim() == k for at, k in enumerate(self._dims))]
+        names = [n for n in example if all(one[n].dim() == self._dims[at] for at, one in state.items())]
         vectors = (
             "fp32_partitioned_groups_flat" if self.divides_parameters else "single_partition_of_fp32_groups"
         )
@@ -152,9 +161,10 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
             }
             inner.state[vector] = common | {name: torch.zeros_like(vector) for name in names}
         self._link_states()
-        for at, parameter in enumerate(self._trained):
+        for at, one in state.items():  # a parameter that was never used has none
+            parameter = self._trained[at]
             for name in names:
-                whole = state[at][name]
+                whole = one[name]
                 if self.divides_parameters:
                     safe_set_local_optimizer_state(parameter, divided_like(whole, parameter), name)
                 else:
@@ -180,16 +190,12 @@ class ZeroModel(transformers.TrainerCallback):  # type: ignore[misc]
             return
         chosen = self._module if part is None else part
         parameters = list(chosen.parameters())
-        buffers = [(m, name, b) for m in chosen.modules() for name, b in m._buffers.items() if b is not None]
         device = parameters[0].device if parameters else torch.device("cpu")
         self._gather(parameters)
-        for owner, name, buffer in buffers:
-            owner._buffers[name] = buffer.cpu()
         try:
-            yield
+            with buffers_on_cpu(chosen.modules()):
+                yield
         finally:
-            for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer
             for parameter in parameters:
                 parameter.data = parameter.data.new_empty(0, device=device)
 

@@ -89,3 +89,15 @@ def test_lower_bounds_leave_out_what_lies_elsewhere():
     sides = sum(n + m for n, m in stack.matrices[stack.feed_forward :])  # query, key, value, output
     lora = TrainingSettings(lora={"rank": 4, "targets": ["attention"]})
     assert trained_weights(lora, SIZE) == 4 * stack.layers * sides == 4 * 2 * 4 * 128
+
+
+def test_deepspeed_holds_a_copy_of_the_weights_and_moves_the_whole_model_to_each_gpu():
+    """The engine of 0.19 calls module.to(device); stages 1 and 2 clone their part in float32."""
+    two, weights = {"processes": 2, "zero_stage": 2}, 4 * SIZE.parameters
+    fsdp, zero = (
+        training_cost(TrainingSettings(), _inputs(**two, by_deepspeed=by)).memory_bytes
+        for by in (False, True)
+    )
+    assert zero - fsdp == weights  # half of one in each of both
+    on_gpu = _inputs(is_gpu=True, processes=8, zero_stage=3, offloaded=True, by_deepspeed=True)
+    assert training_cost(TrainingSettings(), on_gpu).least_device_bytes == weights

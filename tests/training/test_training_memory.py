@@ -16,6 +16,7 @@ from smelt.models.checkpoint import load_model
 from smelt.training import trainer as training_loop
 from smelt.training import training_state
 from smelt.training.extension import label_objective
+from smelt.training.processes import LaunchSettings
 from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
 from smelt.training.training_state import require_training_memory
@@ -48,10 +49,12 @@ def test_the_need_is_what_adam_and_the_copies_take(model, monkeypatch):
     need(keeps_best=False, keeps_average=False)
     need(keeps_best=True, keeps_average=True)
     need(keeps_best=False, keeps_average=False, optimizer="adamw_bnb_8bit")  # two moments of a byte each
+    zero = LaunchSettings(num_processes=2, strategy="deepspeed")  # and its float32 copy of a part
+    need(keeps_best=False, keeps_average=False, parts=2, launch=zero)
     model.classifier.weight.requires_grad_(False)
     need(keeps_best=True, keeps_average=False)
     rest = weights - model.classifier.weight.numel()
-    assert asked == [12 * weights, 20 * weights, 6 * weights, 16 * rest]
+    assert asked == [12 * weights, 20 * weights, 6 * weights, 8 * weights, 16 * rest]
 
 
 def test_a_training_that_cannot_fit_is_refused_before_its_first_step(model, tmp_path, monkeypatch):
@@ -93,4 +96,4 @@ def test_training_asks_for_memory_with_what_it_will_keep(model, tmp_path, monkey
     )
     _train(model, tmp_path, label_objective(), max_steps=1, num_evals=1, ema_decay=0.9)
     kept = {"keeps_best": True, "keeps_average": True}
-    assert asked == [{"optimizer": "adamw_torch_fused", **kept, "parts": 1, "divides": 0, "offloaded": False}]
+    assert asked == [{"optimizer": "adamw_torch_fused", **kept, "parts": 1, "launch": None}]

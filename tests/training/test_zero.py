@@ -2,6 +2,7 @@
 
 import json
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import parallel_training
 import pytest
@@ -11,7 +12,7 @@ from accelerate.utils import other
 from expected_errors import raises_setting_codes
 
 from smelt.training.processes import LaunchSettings
-from smelt.training.zero import zero_config
+from smelt.training.zero import ZeroModel, zero_config
 
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="the extra 'deepspeed' is not installed"
@@ -58,6 +59,29 @@ def test_its_checkpoint_resumes_in_one_process(trained, tmp_path, strategy):
     assert losses == pytest.approx(alone["curve"]["train_loss"], abs=1e-4)
 
 
+@needs_deepspeed
+def test_states_of_one_process_are_loaded_where_the_parameters_are(monkeypatch):
+    """A parameter that was never used has none; fused AdamW needs its step next to the weights."""
+    from deepspeed import utils
+
+    used, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    one = torch.optim.AdamW([used, unused], fused=True)
+    used.sum().backward()
+    one.step()
+    loaded, vector = [], torch.zeros(5, device="meta")
+    monkeypatch.setattr(utils, "safe_set_full_optimizer_state", lambda p, _, name: loaded.append((p, name)))
+    model = ZeroModel(torch.nn.Identity(), LaunchSettings(strategy="deepspeed"), torch.device("cpu"))
+    model.set_optimizer(one)
+    inner = SimpleNamespace(state={}, param_groups=[{"params": [vector], "fused": True}])
+    model._zero = SimpleNamespace(
+        optimizer=inner, single_partition_of_fp32_groups=[vector], _lazy_init_hp_params_optimizer_state=list
+    )
+    saved = one.state_dict()
+    model.load_optimizer_state(saved["state"], saved["param_groups"])
+    assert [(p is used, name) for p, name in loaded] == [(True, "exp_avg"), (True, "exp_avg_sq")]
+    assert {tensor.device.type for tensor in inner.state[vector].values()} == {"meta"}
+
+
 @pytest.mark.quick
 def test_other_trainings_do_not_import_deepspeed(tmp_path, monkeypatch):
     tiny.write_marian(tmp_path / "model")
@@ -67,10 +91,10 @@ def test_other_trainings_do_not_import_deepspeed(tmp_path, monkeypatch):
 
 @pytest.mark.quick
 def test_trainer_gets_what_the_recipe_sets():
-    model = torch.nn.Linear(3, 2)
+    model = torch.nn.Linear(2, 3)
     launch = LaunchSettings(num_processes=2, strategy="deepspeed", zero_options={"overlap_comm": True})
     config = zero_config(launch, model)
-    zero = {"stage": 2, "reduce_bucket_size": 8, "overlap_comm": True}
+    zero = {"stage": 2, "reduce_bucket_size": 9, "allgather_bucket_size": 10, "overlap_comm": True}
     assert config["zero_optimization"] == zero
     assert config["zero_force_ds_cpu_optimizer"] is False  # its own optimizer would be compiled
     assert config["gradient_accumulation_steps"] == config["gradient_clipping"] == "auto"

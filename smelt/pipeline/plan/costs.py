@@ -57,7 +57,8 @@ from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.stages import MODEL_STEP
-from smelt.training.processes import external_machines, external_processes
+from smelt.training.processes import external_machines, external_processes, strategy_conflicts
+from smelt.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan, PlanStep
@@ -321,6 +322,7 @@ def _cost_inputs(
         processes=processes if trains else 1,
         zero_stage=launch.divides if trains else 0,
         offloaded=trains and launch.cpu_offload,
+        by_deepspeed=trains and launch.strategy == "deepspeed",
         machines=machines if trains else 1,
     )
 
@@ -478,6 +480,8 @@ def fitting_settings(
         return {}
     found: dict[str, int] = {}
     for change, settings in lighter(step.settings):
+        if isinstance(settings, TrainingSettings) and strategy_conflicts(plan.recipe.launch, settings):
+            continue
         cost = _estimate(step, settings, replace(source, result=given.result))
         needed = cost.memory_bytes + INTERPRETER_BYTES if likely else cost.least_bytes
         if needed <= most and not any(change.split(":")[0] == other.split(":")[0] for other in found):

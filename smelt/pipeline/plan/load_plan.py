@@ -79,7 +79,7 @@ from smelt.pipeline.recipe.recipe import TRACKER_PACKAGES, ParsedRecipe, check_r
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
-from smelt.training.processes import strategy_conflicts
+from smelt.training.processes import external_processes, strategy_conflicts
 from smelt.training.settings import TrainedPart, TrainingSettings, default_learning_rate, has_fewer_layers
 
 if TYPE_CHECKING:
@@ -180,7 +180,8 @@ def check_launch(
     if has_mistake(bad, "launch", "device"):
         return
     launch = recipe.launch
-    for package, oldest in launch.required_packages().items():
+    used = launch.num_processes > 1 or external_processes()
+    for package, oldest in launch.required_packages().items() if used else ():
         if (lack := package_problem(package, oldest)) is not None:
             text = f"{lack}. {install_command(package, oldest)}"
             key = "strategy" if launch.config_file is None else "config_file"

@@ -46,6 +46,7 @@ _STAGE_KEYS_OF_ACCELERATE = {
     ("deepspeed_config", "gradient_accumulation_steps"): ("gradient_accumulation_steps", (None, 1, "auto")),
     ("deepspeed_config", "gradient_clipping"): ("max_grad_norm", (None, "none", "auto")),
 }
+_OTHER_ENGINES = ("parallelism_config", "dynamo_config", "megatron_lm_config", "fp8_config")
 _WHOLE_SHARDS = (None, 1, "1", "FULL_SHARD", True, "true")
 
 
@@ -69,6 +70,8 @@ def resolve_launch(launch: LaunchSettings, base: Path) -> LaunchSettings:
                    " zero_optimization)"],
         )  # fmt: skip
     given = launch.model_dump(include=launch.model_fields_set)
+    if "zero_options" in given:
+        given["zero_options"] = changed.get("zero_options", {}) | given["zero_options"]
     try:
         return LaunchSettings.model_validate(changed | given)
     except ValidationError as error:
@@ -121,6 +124,9 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
                 f"{keys[-1]} {value!r} is a setting of the stage: {setting}; set it there, and here"
                 f" {free[1]!r}"
             )
+    if found.get("gpu_ids") not in (None, "all"):
+        problems.append(f"gpu_ids {found['gpu_ids']!r} is not supported; set CUDA_VISIBLE_DEVICES")
+    problems += [f"{key} is not supported; remove it" for key in _OTHER_ENGINES if found.get(key)]
     sharding = _mapping(found.get("fsdp_config"))
     for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
         if sharding.get(key) not in _WHOLE_SHARDS:
@@ -174,6 +180,8 @@ def _zero_problems(found: Mapping[str, Any]) -> Iterator[str]:
         for key in _mapping(value).keys() - _OFFLOAD_OPTIONS:
             yield f"{name}: '{key[:80]}' is not supported; remove it"
         device = _mapping(value).get("device", "none")
+        if name == "offload_param" and device == "cpu" and stage != 3:
+            yield f"{name} needs stage 3; remove it"
         if device not in ("none", "cpu", None):
             yield f"{name}: device {str(device)[:60]!r} is not supported; supported: none, cpu"
     for name, value in found.items():

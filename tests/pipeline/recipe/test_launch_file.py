@@ -82,6 +82,8 @@ def test_zero_is_read_from_a_file_of_deepspeed(read):
         2, "deepspeed", 3, True,
     )  # fmt: skip
     assert found.zero_options == {"overlap_comm": True, "sub_group_size": 1_000_000_000}
+    more = read(DEEPSPEED, num_processes=2, strategy="deepspeed", zero_options={"overlap_comm": False})
+    assert more.zero_options == found.zero_options | {"overlap_comm": False}
     off = {"flops_profiler": {"enabled": False}, "prescale_gradients": False}
     assert read(DEEPSPEED | off, num_processes=2, zero_stage=2, cpu_offload=False) == found.model_copy(
         update={"zero_stage": 2, "cpu_offload": False}
@@ -95,7 +97,10 @@ def test_zero_is_read_from_a_file_of_deepspeed(read):
      {"gradient_clipping": 0.5}, {"tensor_parallel": {"autotp_size": 2}},
      {"zero_optimization": {"stage": 0}}, {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
      {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-     {"zero_optimization": {"stage": True}}, {"zero_optimization": {"stage": 2, "offload_param": "cpu"}},
+     {"zero_optimization": {"stage": True}},
+     {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+     {"zero_optimization": {"stage": 2, "allgather_bucket_size": 7}},
+     {"zero_optimization": {"stage": 2, "offload_param": "cpu"}},
      {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu", "ratio": 0.3}}},
      {"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}},
      {"zero_optimization": {"stage": 2, "reduce_bucket_size": 0.5}},
@@ -112,7 +117,8 @@ def test_what_a_stage_sets_and_what_smelt_does_not_start_is_refused(read, more):
     ("kind", "more"),
     [("DEEPSPEED", {"deepspeed_config": {"gradient_clipping": 1.0}}),
      ("DEEPSPEED", {"deepspeed_config": {"gradient_accumulation_steps": 4}}),
-     ("FSDP", {"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}})],
+     ("FSDP", {"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}}),
+     ("MULTI_GPU", {"gpu_ids": "2,3"}), ("MULTI_GPU", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}})],
 )  # fmt: skip
 def test_settings_of_a_stage_in_a_file_of_accelerate_are_refused(read, kind, more):
     with raises_code("launch-config"):

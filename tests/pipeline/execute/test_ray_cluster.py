@@ -125,7 +125,9 @@ def nodes(tmp_path_factory):
     import ray
     from ray.cluster_utils import Cluster
 
-    with patch.dict(os.environ, {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}):
+    # Ray's tasks are polite by default (nice 15): next to other tests they would get no processor
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    with patch.dict(os.environ, own):
         found = Nodes(Cluster(), tmp_path_factory.mktemp("nodes"))
         try:
             # the head, where the driver runs, notices a dead node within seconds

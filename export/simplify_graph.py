@@ -387,7 +387,7 @@ def expand_placeholders(model: Any) -> int:
     """Replace the placeholders of an onnx.ModelProto in place; return their number."""
     from onnx import numpy_helper
 
-    graph, tables = model.graph, all_unpacking_tables()
+    graph, tables = model.graph, dict[str, Any]()
     shapes = {t.name: list(t.dims) for t in graph.initializer}
     nodes = []
     expanded: dict[tuple[str, ...], str] = {}  # a constant is widened once for all its readers
@@ -408,8 +408,8 @@ def expand_placeholders(model: Any) -> int:
     found = len(expanded) + len(renamed)
     if not found:
         return 0
-    for word in sorted({op for op, *_ in expanded} & set(tables)):
-        graph.initializer.append(numpy_helper.from_array(tables[word], _table_name(word)))
+    for word, table in sorted(tables.items()):
+        graph.initializer.append(numpy_helper.from_array(table, _table_name(word)))
     for node in nodes:
         for place, name in enumerate(node.input):
             node.input[place] = renamed.get(name, name)
@@ -425,7 +425,7 @@ def expand_placeholders(model: Any) -> int:
 def _expand_node(
     model: Any, node: Any, source: str, shapes: dict[str, list[int]], tables: dict[str, Any]
 ) -> list[Any]:
-    """Return the nodes that compute a placeholder from `source`; record the shape if it is unpacked."""
+    """Return the nodes that compute a placeholder from `source`; record shape and table if it is unpacked."""
     result = node.output[0]
     if node.op_type == "FloatScales":
         return [_cast(source, result)]
@@ -435,6 +435,8 @@ def _expand_node(
         return list(expand_blocked_weights(model, node))
     if node.op_type == "Transposed":
         return [_transpose(source, result)]
+    if node.op_type not in tables:
+        tables[node.op_type] = all_unpacking_tables()[node.op_type]
     width = tables[node.op_type].shape[1]
     shapes[result] = [*shapes[source][:-1], width * shapes[source][-1]]  # it may be unpacked again
     return _lookup(model.graph, source, result, shapes[result], _table_name(node.op_type))

@@ -16,6 +16,7 @@ from smelt.core.errors import (
     DeviceWarning,
     InputError,
     MissingDependencyError,
+    PlanWarning,
     RunError,
     SmeltError,
     TruncationWarning,
@@ -34,6 +35,7 @@ __all__ = [
     "DeviceWarning",
     "InputError",
     "MissingDependencyError",
+    "PlanWarning",
     "Recipe",
     "Report",
     "RunError",
@@ -107,7 +109,7 @@ def run(
 
     plan = plan_recipe(recipe, _override_list(overrides), until)
     for message in () if quiet else plan.warnings:
-        warnings.warn(str(message), stacklevel=2)
+        warnings.warn(PlanWarning(message), stacklevel=2)
     again = ["*"] if rebuild is True else _as_list(rebuild or ())
     options = RunOptions(
         out=None if out is None else Path(out),

@@ -165,6 +165,14 @@ class TruncationWarning(UserWarning):
         )
 
 
+class PlanWarning(UserWarning):
+    """A warning of the plan of a run; `code` names its kind, and `message` has its place too."""
+
+    def __init__(self, message: Message) -> None:
+        self.message, self.code = message, message.code
+        super().__init__(str(message))
+
+
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name that `word` is a typo of, else "".
 

@@ -417,6 +417,7 @@ class OnnxBackend:
         promised = self._leaving.get(graph)
         if sessions is not None and promised is not None:
             return promised
+        del sessions  # a large model's are freed before others are opened
         with self._lock:
             return self._session_locked(graph)
 
@@ -424,6 +425,7 @@ class OnnxBackend:
         """Return the session of a graph; the caller holds the lock."""
         sessions = self._sessions
         if sessions is not None and graph not in sessions:
+            del sessions
             sessions = self._open_deferred(graph)
         if sessions is None:
             raise InputError(f"{self._folder}: this model is closed. Load it again.", code="closed-model")

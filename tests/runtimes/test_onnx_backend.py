@@ -184,6 +184,16 @@ class Alive:
         return session
 
 
+def test_a_graph_of_large_weights_is_freed_before_those_of_a_step_are_opened(monkeypatch):
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", 1)
+    with opened(exported_artifacts.exported_artifact("writer")) as runner:
+        alive = Alive(runner.backend, {})
+        for kind in SEARCHES:
+            search(runner, kind)
+        assert alive.opened == {"generate": 1, "model": 1}
+        assert alive.peak["all"] == 1
+
+
 @pytest.mark.parametrize("warm", [False, True])
 def test_threads_that_search_large_weights_in_several_ways_open_no_copy_of_their_own(warm, monkeypatch):
     with opened(exported_artifacts.exported_artifact("writer")) as runner:

@@ -27,7 +27,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -173,7 +173,7 @@ class QatLinear(nn.Linear):
     @property
     def quantized(self) -> QuantizedLinear:
         """The quantized layer, which is restored after training."""
-        return self._home[0]
+        return _on_device_of(self.weight, self._home[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""
@@ -216,7 +216,7 @@ class QatConv2d(nn.Module):
     @property
     def quantized(self) -> QuantizedConv2d:
         """The quantized layer, which is restored after training."""
-        return self._home[0]
+        return _on_device_of(self.weight, self._home[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, S, h, w] to [B, T, h', w']."""
@@ -254,7 +254,7 @@ class QatEmbedding(nn.Embedding):
     @property
     def quantized(self) -> QuantizedEmbedding:
         """The quantized embedding, which is restored after training."""
-        return self._home[0]
+        return _on_device_of(self.weight, self._home[0])
 
     def forward(self, input: Tensor) -> Tensor:
         """Map int64 [...] to [..., D]; if rows are independent, quantize only those that are looked up."""
@@ -268,6 +268,14 @@ class QatEmbedding(nn.Embedding):
         rows = F.embedding(ids, self.weight, self.padding_idx)
         found = fake_quantize(rows, matrix) if steps is None else steps.fake_quantize(rows, ids)
         return found.reshape(*input.shape, self.embedding_dim)
+
+
+_Layer = TypeVar("_Layer", bound=QuantizedLayer)
+
+
+def _on_device_of(weight: Tensor, home: _Layer) -> _Layer:
+    """Return `home` on the device of `weight`: it is not a submodule, so `model.to` does not move it."""
+    return home if home.matrix.codes.device == weight.device else home.to(weight.device)
 
 
 QatLayer: TypeAlias = QatLinear | QatConv2d | QatEmbedding

@@ -1,3 +1,5 @@
+import contextlib
+
 import harness
 import pytest
 import schemes
@@ -150,6 +152,21 @@ def test_layers_of_few_bits_train_on_whole_activations(scheme):
     latent = QatLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
     assert latent(x).equal(nn.functional.linear(x, quantized.matrix.dequantize(), latent.bias))
     assert not latent(x).allclose(quantized(x), atol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static", "int4", "binary"])
+def test_layers_in_training_compute_on_the_device_of_their_weights(scheme):
+    """The meta device stands for a GPU: the quantized layers are no submodules, which `to` moves."""
+    whole, x = nn.Linear(64, 8), torch.empty(5, 64, device="meta")
+    quantized = quantize_module(whole, scheme)
+    table = QuantizedEmbedding(64, None, quantize_module(nn.Linear(64, 8), scheme).matrix)
+    product = QatLinear(quantized, nn.Parameter(whole.weight.detach()))
+    lookup = QatEmbedding(table, nn.Parameter(torch.zeros(8, 64)))
+    model = nn.ModuleList([product, lookup]).to("meta")
+    ids = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    for context_of in (contextlib.nullcontext(), with_original_weights(model)):
+        with context_of:
+            assert product(x).device == lookup(ids).device == x.device
 
 
 @pytest.mark.parametrize("alone", [True, False, "tensor"])

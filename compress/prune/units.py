@@ -235,12 +235,13 @@ def _relative_bias(model: Any) -> RelativeBias | None:
 def _cut_linear(model: Any, edits: list[Edit], name: str, indices: Tensor, dim: int) -> None:
     """Keep `indices` of the rows (dim 0, with biases) or columns (dim 1) of a linear or factorized layer."""
     old = linear_with_outputs(model, name) if dim == 0 else linear_with_inputs(model, name)
-    weight = old.weight.detach().index_select(dim, indices)
+    places = indices.to(old.weight.device)
+    weight = old.weight.detach().index_select(dim, places)
     new = nn.Linear(weight.shape[1], weight.shape[0], bias=old.bias is not None)
     new.weight = nn.Parameter(weight.clone())
     if old.bias is not None:
         bias = old.bias.detach()
-        new.bias = nn.Parameter((bias.index_select(0, indices) if dim == 0 else bias).clone())
+        new.bias = nn.Parameter((bias.index_select(0, places) if dim == 0 else bias).clone())
     if is_masked(old):
         mark_masked(new)
     record_kept_indices(old, new, indices, dim)

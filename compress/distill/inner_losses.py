@@ -35,6 +35,7 @@ from smelt.compress.distill.settings import (
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Stack
 from smelt.models.families.model_blocks import blocks_of
+from smelt.models.hidden_width import hidden_width
 from smelt.training.extension import AveragedOver, LossTerm
 from smelt.training.losses import IGNORE_INDEX
 from smelt.training.samples import TOKEN_MASK_KEY
@@ -206,7 +207,7 @@ class InnerLosses:
             )
         self.pairs = stack_pairs(student, teacher, layer_map)
         self.ours, self.theirs = CapturedTensors(), CapturedTensors()
-        self.widths = tuple(_hidden_size(model) for model in (student, teacher))
+        self.widths = tuple(hidden_width(model) for model in (student, teacher))
         self.modules: dict[str, nn.Module] = {}
         if (weights.hidden_states or weights.input_embeddings) and self.widths[0] != self.widths[1]:
             with torch.random.fork_rng(devices=[]):
@@ -277,11 +278,7 @@ class InnerLosses:
         """
         found: dict[str, LossTerm] = {}
         for pair in self.pairs:
-            mask = (
-                batch[TOKEN_MASK_KEY if TOKEN_MASK_KEY in batch else "attention_mask"].bool()
-                if pair.averaged_over == "inputs"
-                else batch["labels"] != IGNORE_INDEX
-            )
+            mask = self._token_mask(pair, batch)
             for name in INNER_LOSSES:
                 weight = getattr(self.weights, name)
                 if weight:
@@ -289,6 +286,18 @@ class InnerLosses:
                     value: Tensor = getattr(self, f"_{name}")(pair, mask)
                     found[label] = LossTerm(weight * value, pair.averaged_over)
         return found
+
+    def _token_mask(self, pair: StackPairs, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return which tokens are compared, bool [B, L]: those of the texts, or all patches of images."""
+        if pair.averaged_over != "inputs":
+            return batch["labels"] != IGNORE_INDEX
+        known = batch.get(TOKEN_MASK_KEY, batch.get("attention_mask"))
+        if known is not None:
+            return known.bool()
+        ours = self.ours
+        captured = [*ours.states.values(), *(named["query"] for named in ours.projections.values())]
+        captured += [each.scores[:, 0] for of_block in ours.scores.values() for each in of_block]
+        return torch.ones(captured[0].shape[:2], dtype=torch.bool, device=captured[0].device)
 
     def _hidden_states(self, pair: StackPairs, mask: Tensor) -> Tensor:
         return self._states_distance(pair.stack.name, pair.blocks, mask)
@@ -366,10 +375,6 @@ def _sum_tensors(values: Any) -> Tensor:
     for value in found[1:]:
         total = total + value
     return total
-
-
-def _hidden_size(model: Any) -> int:
-    return int(model.get_input_embeddings().embedding_dim)
 
 
 def _attentions(model: Any, stack: str, number: int) -> tuple[Attention, ...]:

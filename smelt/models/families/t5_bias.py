@@ -71,7 +71,9 @@ def prune_bias_heads(model: Any, edits: list[dict[str, Any]], name: str, kept: T
     old = attention.relative_attention_bias.weight.detach() if attention.has_relative_attention_bias else None
     _make_independent(attention, len(kept), old is not None)
     if old is not None:
-        attention.relative_attention_bias.weight = nn.Parameter(old.index_select(1, kept).clone())
+        attention.relative_attention_bias.weight = nn.Parameter(
+            old.index_select(1, kept.to(old.device)).clone()
+        )
     edits.append(_own_bias_edit(name, len(kept)))
 
 

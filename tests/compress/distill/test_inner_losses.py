@@ -5,6 +5,7 @@ import random
 import causal
 import every_family
 import harness
+import images
 import pytest
 import tiny
 import torch
@@ -86,6 +87,33 @@ def test_a_narrower_student_learns_tinyberts_sum_through_one_projection(tmp_path
         rows = [squares[n, :, q, :length].mean() for n, length in enumerate((6, 3, 4)) for q in range(length)]
         expected += 0.7 * float(torch.stack(rows).mean())
     assert found["attention"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind", ["hidden_states", "input_embeddings", "attention", "self_attention_relations"]
+)
+def test_all_patches_of_images_are_compared(kind, tmp_path):
+    teacher = load_model(images.write_model(tmp_path / "t", hidden_size=32))[0]
+    student = load_model(images.write_model(tmp_path / "s", hidden_size=16))[0]
+    chosen = settings({kind: 1.0})
+    inner = make_inner_losses(student, teacher, chosen, seed=3)
+    size = student.config.image_size
+    batch = {"pixel_values": torch.randn(3, 3, size, size), "labels": torch.tensor([0, 1, 0])}
+    with torch.no_grad(), inner.capture():
+        found = distill_objective(teacher, chosen, inner)(student, batch)
+    with torch.no_grad():
+        ours, theirs = (m(batch["pixel_values"], output_hidden_states=True) for m in (student, teacher))
+    value = float(found[kind].value)
+    assert value > 0
+    if kind in ("hidden_states", "input_embeddings"):
+        weight = inner.modules["projection"].weight.detach()
+        assert weight.shape == (32, 16)
+        last = len(ours.hidden_states)
+        places = range(1, last) if kind == "hidden_states" else [0]
+        expected = sum(
+            F.mse_loss(ours.hidden_states[at] @ weight.T, theirs.hidden_states[at]) for at in places
+        )
+        assert value == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_relations_and_angles_are_those_of_the_last_layers(tmp_path):

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from smelt.core.artifact import MANIFEST, Artifact, read_artifact
+from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, RunError, combined_error
-from smelt.core.files import load_json, write_atomically
+from smelt.core.files import MANIFEST, load_json, write_atomically
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import stage_needs
 from smelt.data.splits import (

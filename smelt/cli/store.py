@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import MANIFEST, read_manifest, unexpected_files
+from smelt.core.artifact import read_manifest, unexpected_files
 from smelt.core.errors import InputError
-from smelt.core.files import folder_size, load_json, sha256_of
+from smelt.core.files import MANIFEST, folder_size, load_json, sha256_of
 from smelt.core.store import CachedFiles, Store, list_cached_files, list_step_checkpoints, remove_cached_files
 from smelt.pipeline.execute.run_folder import StoreRun, cleaning_lock, list_runs
 

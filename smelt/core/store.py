@@ -31,12 +31,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, is_artifact_file, read_artifact
+from smelt.core.artifact import Artifact, FileRecord, Manifest, read_artifact
 from smelt.core.errors import InputError
 from smelt.core.files import (
+    MANIFEST,
     apply_umask,
     folder_size,
     fsync_path,
+    is_artifact_file,
     json_hash,
     load_json,
     partial_files,

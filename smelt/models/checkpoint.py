@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from smelt.core.artifact import is_artifact_file
 from smelt.core.errors import InputError
-from smelt.core.files import read_json_object, write_json
+from smelt.core.files import is_artifact_file, read_json_object, write_json
 from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
 from smelt.core.system import require_memory

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import MANIFEST, is_artifact_file
 from smelt.core.errors import InputError
-from smelt.core.files import load_json, read_json_object
+from smelt.core.files import MANIFEST, is_artifact_file, load_json, read_json_object
 from smelt.models.families.registry import FAMILIES
 from smelt.models.text_rules import MODULES_FILE, SENTENCE_CONFIG_FILE
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from smelt.core.artifact import MANIFEST, Artifact, StepRecord
+from smelt.core.artifact import Artifact, StepRecord
 from smelt.core.errors import RunError, SmeltError
-from smelt.core.files import load_json
+from smelt.core.files import MANIFEST, load_json
 from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.core.system import available_bytes, memory_limit_bytes

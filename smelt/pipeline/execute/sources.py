@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import MANIFEST, Artifact, Format, Manifest
+from smelt.core.artifact import Artifact, Format, Manifest
 from smelt.core.errors import InputError, combined_error
-from smelt.core.files import json_hash, read_json_object, sha256_of, write_json
+from smelt.core.files import MANIFEST, json_hash, read_json_object, sha256_of, write_json
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, warning
 from smelt.data.labels import SINGLE_LABEL, class_names

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import MANIFEST
 from smelt.core.errors import InputError, combined_error
-from smelt.core.files import load_json
+from smelt.core.files import MANIFEST, load_json
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import with_article
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Task

@@ -170,8 +170,8 @@ def model_with_external_data(location: str, **options: str) -> Any:
 
 def make_artifact(folder: Path, model: Any, **details: Any) -> Any:
     """Write `model` as the first artifact of a run of the task `custom`, without a store."""
-    from smelt.core.artifact import MANIFEST, FileRecord, Manifest, read_artifact
-    from smelt.core.files import sha256_of, write_json
+    from smelt.core.artifact import FileRecord, Manifest, read_artifact
+    from smelt.core.files import MANIFEST, sha256_of, write_json
     from smelt.runtimes.third_party.graph_files import graph_signature
     from smelt.runtimes.third_party.signature import write_signature
 

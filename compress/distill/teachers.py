@@ -418,7 +418,7 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     """
     from smelt.generation.runners import is_causal
     from smelt.models.families.registry import family_of
-    from smelt.models.sentence_model import is_sentence_model
+    from smelt.models.text_rules import is_sentence_model
 
     ours, theirs = model.config, teacher.config
     reads = [family.input_kind if (family := family_of(each)) else "texts" for each in (model, teacher)]

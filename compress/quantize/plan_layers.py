@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.models.empty_model import quantized_bytes
 from smelt.models.families.model_blocks import token_lookup_modules
 from smelt.models.families.registry import family_of
 from smelt.quantization.groupwise import split_into_groups
@@ -28,7 +29,6 @@ from smelt.quantization.layers import (
     empty_quantized,
     is_embedding_table,
     is_quantized,
-    quantized_bytes,
     with_low_rank_correction,
 )
 from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix

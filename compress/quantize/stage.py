@@ -128,7 +128,6 @@ class Quantize:
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""
-        from smelt.compress.quantize.block_by_block import open_large_model, quantize_blocks
         from smelt.compress.quantize.plan_layers import (
             cp_convolutions,
             is_convolutional,
@@ -137,10 +136,15 @@ class Quantize:
         )
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.edits import fold_batch_norms
-        from smelt.models.empty_model import stored_dtypes, weight_files_size
+        from smelt.models.empty_model import stored_dtypes
+        from smelt.models.weight_files import is_large, weight_files_size
         from smelt.runtimes.device import torch_threads
 
-        streamed = open_large_model(src, settings, ctx)
+        streamed = None
+        if is_large(src.path):
+            from smelt.compress.quantize.block_by_block import open_large_model, quantize_blocks
+
+            streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
         for mistake in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"quantize: {mistake.message}", code=mistake.code, setting=mistake.setting)
@@ -281,7 +285,8 @@ def oversized_weight_warnings(model: Any, stored: int) -> list[Message]:
     """
     from torch import nn
 
-    from smelt.quantization.layers import is_quantized, quantized_bytes
+    from smelt.models.empty_model import quantized_bytes
+    from smelt.quantization.layers import is_quantized
 
     places: dict[int, tuple[str, Any]] = {}
     for name, m in model.named_modules():

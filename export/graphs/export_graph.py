@@ -49,7 +49,8 @@ from smelt.export.graphs.single_trace import single_trace, skip_unused_metadata
 from smelt.generation.runners import NUM_LOGITS_INPUT, is_causal
 from smelt.models.edits import fold_batch_norms
 from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
-from smelt.models.sentence_model import encoder_result, is_sentence_model
+from smelt.models.sentence_model import encoder_result
+from smelt.models.text_rules import is_sentence_model
 from smelt.quantization import emit
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, is_quantized
 from smelt.runtimes.images import PIXEL_VALUES

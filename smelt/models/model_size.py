@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
-# A model whose file is larger than this is processed block by block.
-LARGE_BYTES = 2**30
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _TABLE_WIDTH_KEYS = ("embedding_size", "word_embed_proj_dim")  # ELECTRA, OPT: projected to the model's width
 # The side of a patch of an image model without that config key.

@@ -20,7 +20,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.models.layers import LowRankLinear
 from smelt.quantization import emit
-from smelt.quantization.matrix import QuantizedActivation, QuantizedConv2d, QuantizedMatrix
+from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 from smelt.quantization.scheme import SchemeOptions
 from smelt.quantization.schemes.registry import find_scheme
 
@@ -192,25 +192,6 @@ def empty_quantized(module: nn.Module, scheme: str, options: SchemeOptions) -> Q
         f"scheme {scheme}: {with_article(type(module).__name__)} cannot be quantized; expected {fit}.",
         code="unsupported-layer",
     )
-
-
-def quantized_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the storage types of the tensors of quantized matrices, by tensor name."""
-    types = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedMatrix):
-            stored = module.scheme.stored_tensors(len(module.codes), module.width, module.options)
-            for part, tensor in stored.items():
-                types[f"{name}.{part}"] = getattr(torch, tensor.file_dtype or tensor.dtype)
-        elif isinstance(module, QuantizedActivation):  # equal in layers that read the same states
-            types[f"{name}.scale"] = torch.float32
-    return types
-
-
-def quantized_bytes(model: nn.Module) -> int:
-    """Return the bytes of the quantized weights and scales of `model` in a file, shared ones counted once."""
-    types = quantized_dtypes(model)
-    return sum(p.numel() * types[n].itemsize for n, p in model.named_parameters() if n in types)
 
 
 def concat_quantized(linears: Sequence[nn.Module]) -> QuantizedLinear | None:

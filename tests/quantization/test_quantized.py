@@ -7,15 +7,9 @@ from torch import nn
 from smelt.compress.quantize import plan_layers
 from smelt.core.errors import InputError
 from smelt.models.edits import apply_edits
+from smelt.models.empty_model import quantized_bytes, quantized_dtypes
 from smelt.quantization import matrix
-from smelt.quantization.layers import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    concat_quantized,
-    empty_quantized,
-    quantized_bytes,
-    quantized_dtypes,
-)
+from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, concat_quantized, empty_quantized
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
 
 pytestmark = pytest.mark.quick

@@ -133,7 +133,7 @@ def test_lookups_are_rows_of_the_values(scheme, options):
 
 @EACH
 def test_a_file_has_the_bits_per_weight_that_are_told(scheme, options):
-    from smelt.quantization.layers import quantized_bytes
+    from smelt.models.empty_model import quantized_bytes
 
     width = 1024
     matrix = nn.ModuleList([schemes.rounded_matrix(scheme, weights(4, width), **options)])

@@ -23,7 +23,7 @@ from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import fold_batch_norms
-from smelt.models.empty_model import weight_files_size
+from smelt.models.weight_files import weight_files_size
 from smelt.quantization.matrix import QuantizedActivation, QuantizedConv2d
 from smelt.runtimes.registry import open_folder
 

@@ -33,8 +33,10 @@ from smelt.compress.quantize.plan_layers import (
     plan_layers,
     quantize_layers,
     require_finite_layers,
+    scale_underflow_warnings,
+    small_weights,
 )
-from smelt.compress.quantize.ranges import calibrate_ranges, scale_underflow_warnings, small_weights
+from smelt.compress.quantize.ranges import calibrate_ranges
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.smoothquant import NormGroup, SmoothQuantRunner, smoothing_targets
 from smelt.core.artifact import Artifact

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.compress.quantize.scheme_options import two_bit_warnings
+from smelt.compress.quantize.settings import two_bit_warnings
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info

@@ -17,11 +17,10 @@ from smelt.compress.factorize.svd import ErrorMetric
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.low_rank_correction import (
     correction_metric,
-    dequantize_codes,
     oversized_correction_warnings,
     quantize_with_correction,
 )
-from smelt.compress.quantize.plan_layers import round_to_nearest
+from smelt.compress.quantize.plan_layers import dequantize_codes, round_to_nearest
 from smelt.compress.quantize.qat import prepare_qat
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize

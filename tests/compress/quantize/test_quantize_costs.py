@@ -7,9 +7,8 @@ import json
 import every_family
 import pytest
 
-from smelt.compress.quantize.costs import quantize_cost
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.stage import Quantize
+from smelt.compress.quantize.stage import Quantize, quantize_cost
 from smelt.export.onnx_stage import OnnxSettings, export_cost
 from smelt.models.costs import CostInputs
 from smelt.models.model_size import read_model_size, size_from_config

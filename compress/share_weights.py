@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smelt.models.edits import Edit
-    from smelt.models.families.model_blocks import Block
+    from smelt.models.families.registry import Block
 
 
 class LowRankDelta(Settings):
@@ -177,7 +177,7 @@ def share_layers(
     Raises:
         InputError: an unsupported family, or none of the stacks that the settings name.
     """
-    from smelt.models.families.model_blocks import blocks_of
+    from smelt.models.families.registry import blocks_of
 
     if family_of(model) is None:
         raise InputError(

@@ -31,7 +31,7 @@ from smelt.data.labels import REGRESSION, class_names, problem_type
 from smelt.data.splits import CLASSIFICATION_TASKS, TEXT_TO_TEXT_TASKS, Split, Task
 from smelt.models.checkpoint import load_model
 from smelt.models.families.family import Stack
-from smelt.models.families.model_blocks import Block, blocks_of, output_modules
+from smelt.models.families.registry import Block, blocks_of, output_modules
 from smelt.runtimes.device import torch_device
 from smelt.training.samples import TensorBatch, load_processor
 

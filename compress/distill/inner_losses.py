@@ -34,7 +34,7 @@ from smelt.compress.distill.settings import (
 )
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Stack
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.training.extension import AveragedOver, LossTerm
 from smelt.training.losses import IGNORE_INDEX, TOKEN_MASK_KEY
 

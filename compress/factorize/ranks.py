@@ -31,7 +31,7 @@ from smelt.compress.factorize.svd import LayerMetrics, low_rank_layer
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.edits import replace_layer
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.models.layers import SharedLinear
 from smelt.training.losses import IGNORE_INDEX
 from smelt.training.samples import TensorBatch

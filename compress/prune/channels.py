@@ -30,8 +30,7 @@ from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
 from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import Edit, replace_layer
-from smelt.models.families.model_blocks import model_attentions, norm_consumers
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import family_of, model_attentions, norm_consumers
 from smelt.models.hidden_width import hidden_axes
 from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.models.layers import LowRankConv, conv_end_names, resize_conv

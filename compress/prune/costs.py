@@ -23,8 +23,7 @@ from smelt.compress.prune.units import (
 )
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
-from smelt.models.families.model_blocks import Block, blocks_of
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import Block, blocks_of, family_of
 from smelt.models.layers import LowRankLinear
 from smelt.models.text_rules import position_limit
 

@@ -37,7 +37,7 @@ from smelt.compress.prune.costs import (
 )
 from smelt.compress.prune.units import AttentionGroup
 from smelt.core.stage import Context
-from smelt.models.families.model_blocks import Block, output_modules
+from smelt.models.families.registry import Block, output_modules
 from smelt.models.layers import LowRankLinear
 from smelt.runtimes.device import torch_threads
 

@@ -21,8 +21,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices, replace_layer
 from smelt.models.families.family import Attention, FeedForward, RelativeBias
-from smelt.models.families.model_blocks import blocks_of
-from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.families.registry import FAMILIES, blocks_of, family_of
 from smelt.models.layers import LowRankLinear, SharedLinear
 
 

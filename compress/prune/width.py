@@ -41,8 +41,7 @@ from smelt.core.stage import Context
 from smelt.models.checkpoint import count_stored_parameters, load_model, save_model
 from smelt.models.edits import is_masked
 from smelt.models.families.family import Attention, FeedForward
-from smelt.models.families.model_blocks import Block, has_norm_at, output_modules
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import Block, family_of, has_norm_at, output_modules
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
 from smelt.runtimes.device import torch_device
 from smelt.training.losses import label_objective

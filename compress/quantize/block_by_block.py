@@ -43,7 +43,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.models.edits import Edit
 from smelt.models.empty_model import stored_dtypes
-from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.families.registry import Block, blocks_of
 from smelt.models.streamed_model import StreamedModel, open_streamed
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.runtimes.device import torch_device

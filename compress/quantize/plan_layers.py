@@ -22,8 +22,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.data.labels import CLASSIFIER_SUFFIXES
 from smelt.models.empty_model import quantized_bytes
-from smelt.models.families.model_blocks import token_lookup_modules
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import family_of, token_lookup_modules
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     LowRankCorrectedLinear,

@@ -48,7 +48,7 @@ from smelt.models.edits import (
     replace_layer,
     replace_module,
 )
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.models.layers import ScaledLinear
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (

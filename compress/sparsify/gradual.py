@@ -33,7 +33,7 @@ from smelt.compress.sparsify.settings import GradualSparsitySettings, SparsityPa
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.edits import is_masked, mark_masked
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.models.layers import LowRankLinear, SharedLinear
 from smelt.training.extension import (
     LossTerm,

@@ -29,7 +29,7 @@ from smelt.compress.sparsify.settings import SparsityPattern
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.edits import is_masked, mark_masked
-from smelt.models.families.model_blocks import Block
+from smelt.models.families.registry import Block
 from smelt.models.layers import component_layers
 
 # Statistics of a layer's inputs that a method needs: none, norms, second moments.

@@ -225,7 +225,7 @@ def _sparsify_blocks(
 
     from smelt.calibration.sequential import ignore_block, run_blocks
     from smelt.compress.sparsify.methods import Sparsifier, linear_layers
-    from smelt.models.families.model_blocks import blocks_of
+    from smelt.models.families.registry import blocks_of
 
     draw = torch.Generator().manual_seed(ctx.seed)
     sparsifier = Sparsifier(model, _make_method(settings), settings.sparsity_pattern, draw)

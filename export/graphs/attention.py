@@ -33,8 +33,7 @@ from torch.nn import functional as F
 
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Family, RmsNormForm
-from smelt.models.families.model_blocks import blocks_of
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.layers import LowRankLinear, ScaledLinear
 from smelt.quantization import emit
 from smelt.quantization.layers import concat_quantized

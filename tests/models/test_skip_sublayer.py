@@ -21,8 +21,7 @@ from smelt.export.onnx_stage import Onnx
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.models.edits import apply_edits
-from smelt.models.families.model_blocks import blocks_of, norm_consumers
-from smelt.models.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES, blocks_of, norm_consumers
 from smelt.models.layers import skip_sublayer
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner

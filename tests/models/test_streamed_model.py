@@ -26,7 +26,7 @@ from smelt.generation.runners import token_nll
 from smelt.models import streamed_model, weight_files
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import read_edits
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.models.streamed_model import open_streamed
 from smelt.runtimes import torch_backend
 from smelt.runtimes.registry import open_folder

@@ -20,8 +20,7 @@ from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings
 from smelt.core.system import require_memory
 from smelt.data.splits import IMAGE_CLASSIFICATION, TASKS, Split, Task
-from smelt.export.onnx_settings import OnnxSettings, unsupported_model, unsupported_task
-from smelt.export.tensorrt.settings import ProviderSettings
+from smelt.export.settings import OnnxSettings, ProviderSettings, unsupported_model, unsupported_task
 from smelt.models.costs import CostInputs, StepCost, Work, certain_bytes, load_work, save_work
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
@@ -266,8 +265,7 @@ def _write_graph(
         homes: filled with the modules of each graph's nodes if the files will have another precision.
     """
     from smelt.export.graph_files import set_input_defaults, write_graph
-    from smelt.export.graphs.export_graph import export_graph
-    from smelt.export.graphs.fuse_bias import fuse_biases_in_file
+    from smelt.export.graphs.export_graph import export_graph, fuse_biases_in_file
     from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
 
     began = time.perf_counter()

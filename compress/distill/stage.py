@@ -24,7 +24,7 @@ from smelt.compress.distill.sequence_level import (
 )
 from smelt.compress.distill.settings import INNER_LOSSES, DistillSettings
 from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
-from smelt.compress.training_techniques import (
+from smelt.compress.finetune import (
     check_training,
     estimate_training,
     invalidated_by_training,

@@ -43,9 +43,9 @@ from smelt.export.generation_graph.step_model import DecoderOnlyModel, EncoderDe
 from smelt.export.graph_files import read_graph, share_weights
 from smelt.export.parity.check_parity import ExportedModel
 from smelt.export.parity.dequantized_copy import make_dequantized_copy
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
 from smelt.generation.search import generate_resolved, generation_feeds, graph_supports, run_generation_graph
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch
 from smelt.runtimes.registry import open_folder
 from smelt.runtimes.runner import read_model_files

@@ -28,6 +28,7 @@ from smelt.data.splits import (
     Task,
     input_texts,
 )
+from smelt.export.settings import ProviderSettings, TensorrtSettings
 from smelt.export.tensorrt.build_engine import (
     ProfileShapes,
     SizeRange,
@@ -37,7 +38,6 @@ from smelt.export.tensorrt.build_engine import (
     profile_shapes,
 )
 from smelt.export.tensorrt.preflight import check_profile, load_graph
-from smelt.export.tensorrt.settings import ProviderSettings, TensorrtSettings
 
 DimensionRanges = dict[str, SizeRange]
 # Tokenizing more examples does not change a percentile noticeably.

@@ -13,6 +13,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need, Settings
 from smelt.data.splits import ALL_TASKS, Task
+from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import (
     BuildOptions,
     ProfileShapes,
@@ -28,7 +29,6 @@ from smelt.export.tensorrt.profile_ranges import (
     third_party_ranges,
     third_party_shapes,
 )
-from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.models.costs import CostInputs, StepCost, one_shot_cost
 from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,

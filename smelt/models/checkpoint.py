@@ -28,7 +28,7 @@ from smelt.core.files import is_artifact_file, read_json_object, write_json
 from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
 from smelt.core.system import require_memory
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.edits import Edit, add_mask_edits, write_edits
 from smelt.models.empty_model import (
     cast_to_stored,

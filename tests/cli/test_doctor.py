@@ -19,7 +19,7 @@ def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
 def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    from smelt.export.onnx_settings import OnnxSettings
+    from smelt.export.settings import OnnxSettings
 
     every = ["TensorrtExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: every)

@@ -137,7 +137,7 @@ def test_a_table_that_is_the_head_too_has_one_scale_in_both_and_an_exact_twin(sc
 def run(model, ids):
     import onnxruntime
 
-    from smelt.runtimes.onnx_session import session_options
+    from smelt.runtimes.onnx_backend import session_options
 
     given = model.SerializeToString(), session_options()
     session = onnxruntime.InferenceSession(*given, providers=["CPUExecutionProvider"])

@@ -201,7 +201,7 @@ def test_the_graph_computes_what_torch_does_and_its_exact_form_what_the_values_d
 def run(model, ids):
     import onnxruntime
 
-    from smelt.runtimes.onnx_session import session_options
+    from smelt.runtimes.onnx_backend import session_options
 
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]

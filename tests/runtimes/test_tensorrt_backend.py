@@ -16,9 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, RunError
+from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import load_graph
-from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate

@@ -139,7 +139,7 @@ class LayerComparisons:
 
 @dataclass(frozen=True)
 class TokenComparisons:
-    """Compares the next-token distributions of steps (see `smelt.evaluate.token_divergence`)."""
+    """Compares the next-token distributions of steps (see `smelt.evaluate.layer_sqnr`)."""
 
     kind: ClassVar[str] = "token_divergence"
     recipe: Any
@@ -152,7 +152,7 @@ class TokenComparisons:
 
     def conditions(self, base: Artifact, step: Artifact) -> dict[str, Any]:
         """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
-        from smelt.evaluate.token_divergence import TOKEN_DIVERGENCE_VERSION
+        from smelt.evaluate.layer_sqnr import TOKEN_DIVERGENCE_VERSION
 
         score, device = self.recipe.score, self.recipe.device
         runtimes = [find_runtime(each.format, each.manifest.details.get("target")) for each in (base, step)]
@@ -168,7 +168,7 @@ class TokenComparisons:
         self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the result of each step of `missing`."""
-        from smelt.evaluate.token_divergence import TokenComparison
+        from smelt.evaluate.layer_sqnr import TokenComparison
         from smelt.training.samples import spread_indices
 
         if not missing:

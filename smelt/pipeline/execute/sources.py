@@ -40,7 +40,7 @@ from smelt.pipeline.recipe.stages import MODEL_STEP
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.scoring import Scorer
-    from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
+    from smelt.pipeline.inspect.model_info import ThirdPartyModel
     from smelt.runtimes.third_party.signature import GraphSignature
 
 

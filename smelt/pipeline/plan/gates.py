@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from smelt.core.messages import warning
 from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
 from smelt.evaluate.metrics import AGREEMENT_METRIC
-from smelt.export.tensorrt.settings import ProviderSettings
+from smelt.export.settings import ProviderSettings
 from smelt.pipeline.plan.plan import PlannedGate, PlanStep
 from smelt.pipeline.plan.plan_checker import PlanChecker
 from smelt.pipeline.plan.warnings import MIN_JUDGING_ROWS

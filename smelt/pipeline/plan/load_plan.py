@@ -33,8 +33,7 @@ from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTI
 from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, local_model_folder, read_config
-from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization
-from smelt.pipeline.inspect.onnx_files import is_onnx
+from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
 from smelt.pipeline.plan.gates import (
     check_baseline,
     check_latency_steps,

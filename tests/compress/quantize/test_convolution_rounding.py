@@ -19,8 +19,8 @@ from smelt.compress.quantize.qat import QatConv2d, load_trainable
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.messages import message_codes
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import fold_batch_norms
 from smelt.models.weight_files import weight_files_size

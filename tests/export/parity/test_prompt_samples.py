@@ -9,8 +9,8 @@ import tiny
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.parity.parity_samples import parity_samples
+from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.profile_ranges import profile_ranges
-from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.generation.config import GenerationSettings
 from smelt.generation.prompt_batches import encode_prompts
 from smelt.models.checkpoint import load_tokenizer, write_text_rules

@@ -13,10 +13,10 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
+from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange
 from smelt.export.tensorrt.preflight import check_profile
 from smelt.export.tensorrt.profile_ranges import third_party_ranges, third_party_shapes
-from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs
 from smelt.export.third_party.fp16 import Fp16, Fp16Settings
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings

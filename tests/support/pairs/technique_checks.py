@@ -76,7 +76,7 @@ def outputs_of(model: Any) -> Any:
 
 def count_model(folder: Path) -> ModelCounts:
     """Read and count what lies in `folder`."""
-    from smelt.generation.shortlist import read_shortlist
+    from smelt.generation.config import read_shortlist
     from smelt.models.checkpoint import load_model
     from smelt.models.edits import is_masked
     from smelt.models.families.registry import blocks_of, family_of

@@ -78,8 +78,7 @@ def tolerance_kind(model: Any, settings: OnnxSettings) -> str:
         InputError: the target cannot run the model's quantized layers.
     """
     from smelt.export.parity.torch_reference import INT8_CONVOLUTIONS
-    from smelt.quantization.layers import QuantizedLinear, layer_scheme
-    from smelt.quantization.matrix import QuantizedConv2d
+    from smelt.quantization.layers import QuantizedConv2d, QuantizedLinear, layer_scheme
     from smelt.quantization.schemes.registry import SCHEMES
 
     found = {layer_scheme(m) for m in model.modules()}
@@ -408,7 +407,7 @@ class Onnx:
         """Export `src` into `ctx.out`."""
         from smelt.export.tokenizer import add_tokenizer
         from smelt.models.checkpoint import copy_tokenizer, widened_bytes
-        from smelt.quantization.matrix import limit_weight_cache
+        from smelt.quantization.layers import limit_weight_cache
         from smelt.runtimes.registry import open_runner
 
         require_runtime(settings, ctx)

@@ -26,14 +26,15 @@ from smelt.models.families.registry import family_of, token_lookup_modules
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     LowRankCorrectedLinear,
+    QuantizedConv2d,
     QuantizedEmbedding,
     QuantizedLayer,
+    QuantizedMatrix,
     empty_quantized,
     is_embedding_table,
     is_quantized,
     with_low_rank_correction,
 )
-from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme, is_row_independent
 

@@ -55,13 +55,13 @@ from smelt.quantization.layers import (
     LowRankCorrectedLinear,
     QuantizedEmbedding,
     QuantizedLinear,
+    QuantizedMatrix,
     SplitLinear,
     copy_embed_scale,
     empty_quantized,
     is_quantized,
     with_low_rank_correction,
 )
-from smelt.quantization.matrix import QuantizedMatrix
 from smelt.quantization.scheme import QuantParams, UnpackedWeights
 
 # Rounds weights, float [N, k], of a layer with `InputStatistics`; returns the dequantized values.

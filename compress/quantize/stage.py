@@ -274,8 +274,12 @@ def quantization_details(model: Any, stored: int) -> dict[str, Any]:
     from torch import nn
 
     from smelt.compress.quantize.plan_layers import quantized_weight_bits
-    from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear, is_quantized
-    from smelt.quantization.matrix import QuantizedConv2d
+    from smelt.quantization.layers import (
+        LowRankCorrectedLinear,
+        QuantizedConv2d,
+        QuantizedLinear,
+        is_quantized,
+    )
 
     adapter_modules = {
         id(h) for m in model.modules() if isinstance(m, LowRankCorrectedLinear) for h in m.adapter.modules()

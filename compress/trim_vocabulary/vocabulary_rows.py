@@ -21,7 +21,7 @@ from smelt.generation.prompt_batches import encode_responses
 from smelt.models.families.family import Family
 from smelt.models.families.registry import FAMILIES, family_of, is_token_embedding, output_modules
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
-from smelt.runtimes.predict_texts import encode_texts
+from smelt.models.tokenizer import encode_texts
 from smelt.training.samples import encode_targets
 
 

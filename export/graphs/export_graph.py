@@ -57,11 +57,11 @@ from smelt.models.edits import fold_batch_norms
 from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
 from smelt.models.sentence_model import encoder_result
 from smelt.models.text_rules import is_sentence_model
+from smelt.models.tokenizer import uses_token_types
 from smelt.quantization import emit
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, is_quantized
 from smelt.runtimes.graph_walk import node_inputs
 from smelt.runtimes.images import PIXEL_VALUES
-from smelt.runtimes.predict_texts import uses_token_types
 from smelt.runtimes.runner import EMBEDDING_OUTPUT
 
 _SIGNATURES: dict[Any, Any] = {}

@@ -27,12 +27,11 @@ from smelt.export.graphs.attention import attention_modules, split_heads
 from smelt.export.parity.parity_samples import PARITY_STEPS
 from smelt.generation.runners import is_causal, position_ids
 from smelt.models.sentence_model import encoder_result
-from smelt.quantization.layers import QuantizedLinear
-from smelt.quantization.matrix import QuantizedActivation, QuantizedConv2d
+from smelt.models.tokenizer import uses_token_types
+from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
 from smelt.quantization.schemes.registry import SCHEMES
 from smelt.runtimes.backend import Batch, Tokens
 from smelt.runtimes.images import ImageBatch
-from smelt.runtimes.predict_texts import uses_token_types
 from smelt.runtimes.runner import EMBEDDING_OUTPUT
 
 FloatArray = NDArray[np.floating[Any]]

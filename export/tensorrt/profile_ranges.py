@@ -192,7 +192,7 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
     if not examples:
         return [], []
     from smelt.models.checkpoint import load_tokenizer
-    from smelt.runtimes.predict_texts import encode_texts
+    from smelt.models.tokenizer import encode_texts
 
     tokenizer = load_tokenizer(folder)
     texts, pairs = input_texts(examples, task)

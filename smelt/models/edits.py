@@ -341,7 +341,7 @@ def _fold(model: nn.Module, edit: Edit) -> None:
 
 
 def _round(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.matrix import QuantizedActivation
+    from smelt.quantization.layers import QuantizedActivation
 
     if not isinstance(edit["signed"], bool):
         raise TypeError(f"signed {edit['signed']!r}")
@@ -351,7 +351,7 @@ def _round(model: nn.Module, edit: Edit) -> None:
 
 
 def _unsigned(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.matrix import QuantizedConv2d
+    from smelt.quantization.layers import QuantizedConv2d
 
     layer = model.get_submodule(edit["module"])
     if not isinstance(layer, QuantizedConv2d):

@@ -39,7 +39,7 @@ from smelt.models.families.registry import family_of
 from smelt.models.sentence_model import sentence_class
 from smelt.models.text_rules import read_sentence_rules
 from smelt.models.weight_files import has_weights, value_count, weight_tensors
-from smelt.quantization.matrix import QuantizedActivation, QuantizedMatrix
+from smelt.quantization.layers import QuantizedActivation, QuantizedMatrix
 
 
 def replace_conv1d(model: Any) -> None:

@@ -19,7 +19,7 @@ from smelt.models.text_rules import MODULES_FILE
 from smelt.models.weight_files import has_weights, is_unused_tensor, value_count, weight_tensors
 
 if TYPE_CHECKING:
-    from smelt.quantization.matrix import QuantizedMatrix
+    from smelt.quantization.layers import QuantizedMatrix
 
 
 FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
@@ -313,7 +313,7 @@ def _quantized_matrices(folder: Path) -> dict[str, QuantizedMatrix]:
     """Return the quantized matrices by all of their names; shared ones have several."""
     from smelt.models.edits import read_edits
     from smelt.models.empty_model import empty_model
-    from smelt.quantization.matrix import QuantizedMatrix
+    from smelt.quantization.layers import QuantizedMatrix
 
     if not any(edit.get("op") == "quantize" for edit in read_edits(folder)):
         return {}

@@ -9,6 +9,7 @@ C = classes, D = dimension of a text's vector.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,13 @@ from smelt.core.files import read_json_object
 from smelt.core.stage import Progress, no_progress
 from smelt.data.labels import MULTI_LABEL, REGRESSION, class_names, problem_type
 from smelt.data.npz_arrays import SampleArrays
-from smelt.generation.config import GenerationConfig
-from smelt.models.text_rules import NO_LIMIT, lower_position_limit
-from smelt.models.tokenizer import TextTools
+from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
+from smelt.models.text_rules import (
+    NO_LIMIT,
+    lower_position_limit,
+    max_input_length,
+)
+from smelt.models.tokenizer import TextTokenizer, open_tokenizer
 from smelt.runtimes.backend import Backend, Batch, Feeds, GraphInterface, Logits, ModelGraphs, Tokens
 from smelt.runtimes.third_party.signature import GraphSignature, read_signature
 
@@ -48,6 +53,64 @@ def read_model_files(folder: Path) -> ModelFiles:
     return ModelFiles(
         folder, read_json_object(folder / "config.json"), read_json_object(folder / "generation_config.json")
     )
+
+
+_MAX_CACHED = 64  # settings; a caller with new ones in every call must not fill the memory
+
+
+class TextTools:
+    """Created when an artifact is opened, filled at first use, shared by all threads.
+
+    folder: of the tokenizer's files. config, generation_config: the model's, as dicts; a runner may
+    have corrected them. most: the runtime's maximum number of tokens of a text, where that is less than the
+    model's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any],
+        most: int = NO_LIMIT,
+    ) -> None:
+        self.folder, self.config, self.generation_config = folder, config, generation_config
+        self._most = most
+        self._lock = threading.Lock()
+        self._tokenizer: TextTokenizer | None = None
+        self._decodings: dict[GenerationSettings, GenerationConfig] = {}
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Return the model's tokenizer.
+
+        Raises:
+            InputError: its files are missing or do not match.
+        """
+        if self._tokenizer is None:
+            with self._lock:
+                if self._tokenizer is None:
+                    self._tokenizer = open_tokenizer(self.folder)
+        return self._tokenizer
+
+    @property
+    def max_input_length(self) -> int:
+        """Return the maximum number of tokens of a text."""
+        return min(self._most, max_input_length(self.tokenizer, self.config))
+
+    def resolved_generation(self, generation: GenerationSettings, runner: Any) -> GenerationConfig:
+        """Return `generation` completed by the settings of the model of `runner`, whose tools these are.
+
+        Raises:
+            InputError: the generation config has a setting that smelt's loop does not support.
+        """
+        found = self._decodings.get(generation)
+        if found is None:
+            found = resolve_generation(generation, runner)
+            if (
+                len(self._decodings) < _MAX_CACHED
+            ):  # a new dict, since another thread may be reading the old one
+                self._decodings = {**self._decodings, generation: found}
+        return found
 
 
 class TokenGenerator(Protocol):

@@ -22,10 +22,11 @@ from smelt.export.tensorrt.preflight import load_graph
 from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
+from smelt.models.tokenizer import encode_texts
 from smelt.runtimes import tensorrt_backend
 from smelt.runtimes import tensorrt_backend as tensorrt_engine
 from smelt.runtimes.backend import Batch
-from smelt.runtimes.predict_texts import class_logits, encode_texts, pad_batch
+from smelt.runtimes.predict_texts import class_logits, pad_batch
 from smelt.runtimes.registry import open_folder, open_runner
 from smelt.runtimes.tensorrt_engine import find_tensorrt
 

@@ -15,8 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
-from smelt.quantization.layers import QuantizedLinear, empty_quantized
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix, empty_quantized
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, StoredTensor, UnpackedWeights
 from smelt.quantization.schemes.int8 import Int8Dynamic
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme

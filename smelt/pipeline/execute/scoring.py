@@ -521,7 +521,7 @@ def pair_scores(split: Split) -> list[float] | None:
 def _count_too_long(
     runner: Any, examples: Sequence[Example], task: Task, generation: GenerationSettings
 ) -> int:
-    from smelt.runtimes.predict_texts import encode_texts
+    from smelt.models.tokenizer import encode_texts
 
     if task in (CUSTOM_TASK, IMAGE_CLASSIFICATION):
         return 0

@@ -32,7 +32,7 @@ depends only on its input row.
 In ONNX Runtime the same computation is fast in one form only: codes with 128 added (uint8, zero point 128) in
 MatMulIntegerToFloat. All other runtimes read QuantizeLinear and DequantizeLinear around a plain MatMul.
 
-Convolutions (`smelt/quantization/matrix.py`) are matrices with a row per output channel. Their inputs
+Convolutions (`smelt/quantization/layers.py`) are matrices with a row per output channel. Their inputs
 are mostly never negative (after ReLU): their codes are then 0 to 255, with range / 255.
 
 Shapes: N = outputs (rows), K = inputs (columns), g = inputs of a block, G = ceil(K / g).

@@ -24,7 +24,7 @@ from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import fold_batch_norms
 from smelt.models.weight_files import weight_files_size
-from smelt.quantization.matrix import QuantizedActivation, QuantizedConv2d
+from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d
 from smelt.runtimes.registry import open_folder
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [2, 1]}

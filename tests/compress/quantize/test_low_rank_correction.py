@@ -29,8 +29,7 @@ from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import copy_tokenizer, load_model
 from smelt.models.edits import read_edits
-from smelt.quantization.layers import LowRankCorrectedLinear
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedMatrix
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
 INT4 = {"scheme": "int4", "group_size": 16}

@@ -26,8 +26,7 @@ from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, TEXT_GENERATION, Split
 from smelt.models.costs import CostInputs, SampleLengths, StepCost
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.models.model_size import ModelSize
-from smelt.training.costs import lighter_trainings, training_cost
-from smelt.training.settings import TrainingSettings, needed_by_training
+from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training, training_cost
 from smelt.training.train import train
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ def _techniques(
 
     found: list[Callable[[], TrainingTechnique]] = []
     if settings.sparsify is not None:
-        from smelt.compress.sparsify.gradual import GradualSparsifier
+        from smelt.compress.sparsify.methods import GradualSparsifier
 
         found.append(partial(GradualSparsifier, model, settings.sparsify))
     if settings.learned_masks is not None:

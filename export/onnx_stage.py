@@ -28,7 +28,7 @@ from smelt.runtimes.images import ImageBatch
 
 if TYPE_CHECKING:
     from smelt.export.graphs.attention import GraphSpec
-    from smelt.export.parity.torch_reference import TorchReference
+    from smelt.export.parity.references import TorchReference
     from smelt.quantization.scheme import Scheme
     from smelt.runtimes.backend import Batch, Tokens
 
@@ -77,7 +77,7 @@ def tolerance_kind(model: Any, settings: OnnxSettings) -> str:
     Raises:
         InputError: the target cannot run the model's quantized layers.
     """
-    from smelt.export.parity.torch_reference import INT8_CONVOLUTIONS
+    from smelt.export.parity.references import INT8_CONVOLUTIONS
     from smelt.quantization.layers import QuantizedConv2d, QuantizedLinear, layer_scheme
     from smelt.quantization.schemes.registry import SCHEMES
 
@@ -272,7 +272,7 @@ def _write_graph(
     model = export_graph(graph, settings.graph_target, ctx.details["opset"])
     exported = time.perf_counter()
     if file_dtype(settings) != "fp32":
-        from smelt.export.precision.half_graphs import module_of_nodes
+        from smelt.export.half_graphs import module_of_nodes
 
         homes[graph.name] = module_of_nodes(model, graph.module)
     write_graph(model, path)
@@ -427,10 +427,10 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.export.generation_graph.write import add_generation_graphs
     from smelt.export.graphs.decoder_only import unfused_heads_warning
     from smelt.export.graphs.export_graph import model_graphs
+    from smelt.export.half_graphs import convert_graphs_to_half, overflow_samples
+    from smelt.export.kv_cache import export_int8_cache, require_int8_caches
     from smelt.export.parity.check_parity import ExportedModel, check_exported_graphs
-    from smelt.export.parity.torch_reference import run_reference
-    from smelt.export.precision.half_graphs import convert_graphs_to_half, overflow_samples
-    from smelt.export.precision.kv_cache import export_int8_cache, require_int8_caches
+    from smelt.export.parity.references import run_reference
     from smelt.generation.runners import is_causal
     from smelt.models.text_rules import MODULES_FILE
 

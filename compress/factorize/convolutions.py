@@ -46,9 +46,9 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import module_names, replace_layer
-from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, ImageProcessor
 from smelt.models.layers import LowRankConv, make_conv_steps
 from smelt.models.model_size import count_macs
+from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, ImageProcessor
 
 _CP_MAX_ITERATIONS = 200  # iterations
 _CP_TOLERANCE = 1e-8  # of an iteration, relative to the kernel's norm

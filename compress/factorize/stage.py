@@ -155,7 +155,7 @@ class Factorize:
     def _factorize_convolutions(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         from smelt.compress.factorize.convolutions import factorize_convolutions
         from smelt.models.checkpoint import save_model
-        from smelt.models.image_processor import read_processor
+        from smelt.runtimes.images import read_processor
 
         model, edits = load_float_model(src, self.name)
         for mistake in self.check_model(settings, model.config.to_dict())[0]:

@@ -32,9 +32,9 @@ from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import Edit, replace_layer
 from smelt.models.families.registry import family_of, model_attentions, norm_consumers
 from smelt.models.hidden_width import hidden_axes
-from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.models.layers import LowRankConv, conv_end_names, resize_conv
 from smelt.models.model_size import count_macs
+from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.training.losses import label_objective
 from smelt.training.samples import TensorBatch
 

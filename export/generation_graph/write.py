@@ -42,7 +42,7 @@ from smelt.export.generation_graph.graph_builder import (
 from smelt.export.generation_graph.step_model import DecoderOnlyModel, EncoderDecoderModel, StepModel
 from smelt.export.graph_files import read_graph, share_weights
 from smelt.export.parity.check_parity import ExportedModel
-from smelt.export.parity.dequantized_copy import make_dequantized_copy
+from smelt.export.parity.references import make_dequantized_copy
 from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
 from smelt.generation.search import generate_resolved, generation_feeds, graph_supports, run_generation_graph

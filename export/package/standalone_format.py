@@ -31,8 +31,8 @@ from smelt.data.splits import (
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
-from smelt.models.image_processor import read_processor
 from smelt.models.text_rules import read_prompt_template
+from smelt.runtimes.images import read_processor
 
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationConfig

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import link_external_data, write_graph
-from smelt.export.parity.torch_reference import TorchReference
+from smelt.export.parity.references import TorchReference
 from smelt.generation.runners import position_ids
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from smelt.quantization.schemes.registry import quantized_operators
@@ -288,7 +288,7 @@ def _widen(alone: Any, folder: Path) -> None:
     from onnx import TensorProto
     from onnx.external_data_helper import load_external_data_for_tensor
 
-    from smelt.export.parity.dequantized_copy import widen_to_float32
+    from smelt.export.parity.references import widen_to_float32
 
     for tensor in alone.graph.initializer:
         half = tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16)

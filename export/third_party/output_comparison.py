@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from smelt.core.errors import ParityError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
+from smelt.core.system import IsolatedProcessError, run_isolated
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleArrays, SampleAxes
 from smelt.export.third_party.graph_samples import Feeds
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, run_isolated
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.trial_run import read_feeds, trial_limits, write_feeds
 

@@ -197,7 +197,7 @@ class _CommandGroup(click.Group):
             sys.stdout = None
             ctx.exit(0)
         except Exception as error:
-            from smelt.pipeline.execute.failures import explain_command
+            from smelt.pipeline.execute.display import explain_command
 
             failure = explain_command(error, str(ctx.invoked_subcommand))
             print_untrusted(f"error[{failure.code}]: {failure}", err=True)
@@ -315,7 +315,7 @@ def run(
     Started by torchrun or srun, the processes train its stages together.
     """
     from smelt.pipeline.execute.run import RunOptions, run_plan
-    from smelt.pipeline.execute.run_result import summary_lines
+    from smelt.pipeline.execute.run_folder import summary_lines
     from smelt.pipeline.execute.training_processes import external_rank, serve_training, use_all_cores
     from smelt.pipeline.plan.load_plan import load_plan
 

@@ -40,10 +40,9 @@ from smelt.data.splits import (
 from smelt.generation.prompt_batches import encode_responses, fit_response
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.families.registry import reads_images
-from smelt.models.image_processor import read_processor
 from smelt.models.text_rules import cut_windows, max_input_length
 from smelt.models.tokenizer import encode_texts, uses_token_types
-from smelt.runtimes.images import ImageInput, split_images, stack_image_inputs
+from smelt.runtimes.images import ImageInput, read_processor, split_images, stack_image_inputs
 from smelt.training.losses import CACHE_INDEX_KEY, IGNORE_INDEX, TOKEN_MASK_KEY, model_problem_type
 
 TensorBatch: TypeAlias = dict[str, Tensor]

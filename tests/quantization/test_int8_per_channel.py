@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.parity.dequantized_copy import dequantize_graph
+from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.layers import concat_quantized
 from smelt.quantization.schemes.registry import find_scheme, is_row_independent

@@ -23,8 +23,7 @@ from smelt.core.store import Store
 from smelt.data.split_division import limit_split
 from smelt.data.splits import Split
 from smelt.evaluate.environment import cpu_model
-from smelt.pipeline.execute.display import Display
-from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback
+from smelt.pipeline.execute.display import Display, explain_step_error, unexpected_traceback
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.ray_cluster import TaskNeeds, open_node_store
 from smelt.pipeline.execute.reserved_nodes import (

@@ -24,7 +24,6 @@ from smelt.data.splits import (
     SENTENCE_SIMILARITY,
     Split,
 )
-from smelt.models.image_processor import PROCESSOR_FILE
 from smelt.models.text_rules import TextRules
 from smelt.models.weight_files import source_files
 from smelt.pipeline.execute.latency_scores import require_texts_fit
@@ -37,6 +36,7 @@ from smelt.pipeline.plan.warnings import decoding_warnings
 from smelt.pipeline.recipe.model_and_data import NewTokenizer, UntrainedModel, has_classifier
 from smelt.pipeline.recipe.recipe import ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.runtimes.images import PROCESSOR_FILE
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.scoring import Scorer

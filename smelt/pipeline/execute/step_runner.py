@@ -26,7 +26,7 @@ from smelt.data.labels import ProblemType
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
 from smelt.evaluate.environment import machine_id, physical_cores
 from smelt.models.text_rules import SentenceRules, TextRules
-from smelt.pipeline.execute.failures import explain_step_error
+from smelt.pipeline.execute.display import explain_step_error
 from smelt.pipeline.execute.scoring import Scorer, library_versions
 from smelt.pipeline.inspect.machine import gpu_names, has_bf16_instructions, training_device
 from smelt.pipeline.plan.task_checks import (

@@ -522,7 +522,7 @@ def check_tokenizer_files(folder: Path, kind: str) -> list[Message]:
 
 def _check_image_processor(folder: Path) -> list[Message]:
     """Return errors in the image processor in `folder`."""
-    from smelt.models.image_processor import read_processor
+    from smelt.runtimes.images import read_processor
 
     try:
         read_processor(folder)

@@ -34,7 +34,9 @@ from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, local_model_folder, read_config
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
-from smelt.pipeline.plan.gates import (
+from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
+from smelt.pipeline.plan.plan_checker import (
+    PlanChecker,
     check_baseline,
     check_latency_steps,
     choose_judging_split,
@@ -42,8 +44,6 @@ from smelt.pipeline.plan.gates import (
     set_engine_lengths,
     steps_until,
 )
-from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
-from smelt.pipeline.plan.plan_checker import PlanChecker
 from smelt.pipeline.plan.quantized_steps import (
     prequantized_mistakes,
     qat_mistakes,

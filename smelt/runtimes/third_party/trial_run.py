@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from smelt.core.artifact import Artifact, FileRecord
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
-from smelt.core.system import available_bytes
-from smelt.data.npz_arrays import SampleAxes, read_npz
-from smelt.runtimes.tensorrt_engine import require_trusted_engines
-from smelt.runtimes.third_party.isolated_process import (
+from smelt.core.system import (
     IsolatedProcessError,
     ProcessLimits,
+    available_bytes,
     raise_memory_limit,
     run_isolated,
 )
+from smelt.data.npz_arrays import SampleAxes, read_npz
+from smelt.runtimes.tensorrt_engine import require_trusted_engines
 from smelt.runtimes.third_party.signature import GraphSignature
 
 # A call of a small graph on small samples; a hostile one gets no more.

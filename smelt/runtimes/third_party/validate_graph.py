@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smelt.core.messages import Message, error_message, messages_to_json
-from smelt.core.system import available_bytes
+from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
 from smelt.runtimes.graph_walk import all_nodes, node_inputs, normalized_domain, opset_versions, subgraphs
 from smelt.runtimes.third_party.graph_files import GraphFileError
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
 from smelt.runtimes.third_party.signature import GraphSignature
 
 # The imports alone, with room for a small graph; a hostile file gets no more.

@@ -12,7 +12,7 @@ from smelt.evaluate import layer_sqnr
 from smelt.evaluate.report import sensitivity
 from smelt.evaluate.report.render import render_html, render_markdown
 from smelt.evaluate.report.schema import validate_report
-from smelt.pipeline.execute.run_result import step_row
+from smelt.pipeline.execute.run_folder import step_row
 
 
 def layer(name, part, db, removed=False):

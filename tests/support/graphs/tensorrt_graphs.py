@@ -42,7 +42,7 @@ def copy_graphs(family: str, out: Path, half: bool = False) -> Path:
     """Copy the graphs and all else to the new folder `out`; with `half` in fp16, as `dtype: fp16` does."""
     import onnx
 
-    from smelt.export.precision.convert_to_half import convert_to_half
+    from smelt.export.convert_to_half import convert_to_half
 
     shutil.copytree(exported_folder(family), out)
     for path in sorted(out.glob("*.onnx")) if half else ():

@@ -36,7 +36,7 @@ from smelt.data.splits import Split
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.check_parity import ExportedModel
 from smelt.export.parity.operator_checks import TensorsByName, open_with_outputs, run_graph_calls
-from smelt.export.parity.torch_reference import TorchReference, check_output, logits_for
+from smelt.export.parity.references import TorchReference, check_output, logits_for
 from smelt.export.settings import unsupported_head_dim, unsupported_model, unsupported_task
 from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, Tokens, past_input_name

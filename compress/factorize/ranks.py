@@ -201,7 +201,7 @@ def rank_sensitivities(
     assert metrics.rows is not None
     batches = _spread_batches(metrics.rows, _SENSITIVITY_SAMPLES, _SENSITIVITY_BATCHES)
     encoded = _with_encoder_outputs(model, batches)
-    inside = _encoder_modules(model) if encoded else set()
+    inside = set(model.get_encoder().modules()) if encoded else set()
     whole = list(_token_outputs(model, batches))
     values = sum(out.numel() for out in whole)
     damage = {}
@@ -245,10 +245,6 @@ def _with_encoder_outputs(model: Any, batches: Sequence[TensorBatch]) -> list[di
         rest = {name: value for name, value in batch.items() if name != "input_ids"}
         found.append({**rest, "encoder_outputs": BaseModelOutput(last_hidden_state=states)})
     return found
-
-
-def _encoder_modules(model: Any) -> set[nn.Module]:
-    return set(model.get_encoder().modules())
 
 
 def _token_outputs(model: Any, batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:

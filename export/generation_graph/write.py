@@ -127,7 +127,7 @@ def _add_inner_loop(
         LoopCarried("ids", ids, np.int64, (None, None)),
         LoopCarried("done", none, np.bool_, (None, 1)),
         *(
-            _with_initial(value, name)
+            LoopCarried(value.name, name, value.dtype, value.shape)
             for value, name in zip([*source.caches, *source.extra_state], state, strict=True)
         ),
     ]
@@ -189,10 +189,6 @@ def _next_tokens_from_shortlist(
     )
     forced = rule.forced_token(b)
     return b.op("Where", b.op("Less", forced, b.const(0)), best, forced)
-
-
-def _with_initial(value: LoopCarried, name: str) -> LoopCarried:
-    return LoopCarried(value.name, name, value.dtype, value.shape)
 
 
 START_TOKEN_INPUT = "decoder_start_token_id"

@@ -167,6 +167,17 @@ def install_command(package: str, oldest: str) -> str:
     return f"pip install '{package}>={oldest}'"
 
 
+def package_versions(names: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those packages in `names` that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def require_package(package: str, oldest: str, feature: str) -> None:
     """Require `package` at release `oldest` or a later one.
 

@@ -182,7 +182,7 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     table_width = next((n for key in _TABLE_WIDTH_KEYS if (n := _number(config.get(key)))), width)
     generates = family.architecture != "encoder"
     tied = bool(config.get("tie_word_embeddings", True))
-    separate = _has_separate_tables(config)
+    separate = config.get("share_encoder_decoder_embeddings") is False  # Marian's option
     return ModelSize(
         family=family.name,
         width=width,
@@ -269,11 +269,6 @@ def _heads(attention: Attention, config: Mapping[str, Any], width: int) -> tuple
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
-
-
-def _has_separate_tables(config: Mapping[str, Any]) -> bool:
-    """Return whether encoder and decoder have a token embedding each (Marian's option)."""
-    return config.get("share_encoder_decoder_embeddings") is False
 
 
 def _image_tokens(config: Mapping[str, Any]) -> int:

@@ -184,21 +184,20 @@ class Runner(Protocol):
             code="does-not-classify",
         )
 
-    def encode(self, batch: Batch) -> Any:
-        """Run the encoder or prompt of a batch; return the state that `decode_step` continues from."""
-        raise InputError(
+    def _not_generating(self) -> InputError:
+        return InputError(
             f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
             " generates text.",
             code="does-not-generate",
         )
 
+    def encode(self, batch: Batch) -> Any:
+        """Run the encoder or prompt of a batch; return the state that `decode_step` continues from."""
+        raise self._not_generating()
+
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Run one token per row (int64 [R]), update `state` in place, return float32 [R, V]."""
-        raise InputError(
-            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
-            " generates text.",
-            code="does-not-generate",
-        )
+        raise self._not_generating()
 
     def generate_sequences(self, graph: str, batch: Batch, feeds: Feeds) -> Tokens:
         """Run a graph with the generation loop; return int64 [B, T], each row's prompt and new tokens.
@@ -217,11 +216,7 @@ class Runner(Protocol):
 
         Beam search repeats and drops beams with it; so R may differ from the previous number of rows.
         """
-        raise InputError(
-            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
-            " generates text.",
-            code="does-not-generate",
-        )
+        raise self._not_generating()
 
     def close(self) -> None:
         """Free the memory and the runtime's threads."""

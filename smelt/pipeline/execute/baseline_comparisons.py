@@ -11,9 +11,9 @@ from smelt.core.artifact import Artifact
 from smelt.core.files import json_hash
 from smelt.core.stage import Progress
 from smelt.core.store import Store
+from smelt.core.system import package_versions
 from smelt.data.splits import Split
 from smelt.models.families.family import STACK_NAMES
-from smelt.pipeline.execute.scoring import library_versions
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.registry import find_runtime, open_runner
 
@@ -112,7 +112,7 @@ class LayerComparisons:
         """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
         from smelt.evaluate.layer_sqnr import SQNR_VERSION
 
-        libraries = library_versions(("torch", "transformers", "tokenizers"))
+        libraries = package_versions(("torch", "transformers", "tokenizers"))
         return {"version": SQNR_VERSION, "device": self.recipe.device, "libraries": libraries}
 
     def results(
@@ -161,7 +161,7 @@ class TokenComparisons:
             "generation": score.generation.model_dump(),
             "batch_size": score.batch_size,
             "devices": [artifact_device(each, device) for each in (base, step)],
-            "libraries": library_versions([name for runtime in runtimes for name in runtime.libraries]),
+            "libraries": package_versions([name for runtime in runtimes for name in runtime.libraries]),
         }
 
     def results(

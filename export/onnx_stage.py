@@ -479,7 +479,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     elif finish is not None:
         finish()
     if settings.target == "ort-tensorrt":
-        from smelt.export.tensorrt.profile_ranges import export_provider_options
+        from smelt.export.tensorrt.stage import export_provider_options
 
         engine = settings.engine or ProviderSettings()
         ctx.details["profile"] = export_provider_options(filed, engine, source, ctx)

@@ -19,7 +19,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.export.settings import ProviderSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import load_graph
-from smelt.export.tensorrt.profile_ranges import export_provider_options, tensorrt_options
+from smelt.export.tensorrt.stage import export_provider_options, tensorrt_options
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.models.tokenizer import encode_texts

@@ -14,7 +14,7 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings, TensorrtSettings
-from smelt.export.tensorrt.profile_ranges import profile_ranges
+from smelt.export.tensorrt.stage import profile_ranges
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_folder, open_runner
 

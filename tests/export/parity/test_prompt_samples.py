@@ -10,7 +10,7 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.parity.parity_samples import parity_samples
 from smelt.export.settings import TensorrtSettings
-from smelt.export.tensorrt.profile_ranges import profile_ranges
+from smelt.export.tensorrt.stage import profile_ranges
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules

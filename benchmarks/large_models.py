@@ -194,10 +194,10 @@ def run_stage(source: Path, stage: str, out: Path, threads: int, lines: int = SC
     from smelt.core.stage import Context
     from smelt.data.examples import read_split
     from smelt.data.splits import Columns
-    from smelt.models import streamed_model
+    from smelt.models import weight_files
     from smelt.pipeline.recipe.stages import load_stage
 
-    vars(streamed_model)["LARGE_BYTES"] = 0
+    vars(weight_files)["LARGE_BYTES"] = 0
     torch.set_num_threads(threads)
     text = out.with_suffix(".txt")
     text.write_text("\n".join(_page_lines()[:600]), encoding="utf-8")

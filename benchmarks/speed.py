@@ -59,8 +59,8 @@ def _artifact(folder: Path) -> Any:
 
 def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
     from smelt.core.stage import Context
-    from smelt.export.onnx_settings import OnnxSettings
     from smelt.export.onnx_stage import Onnx
+    from smelt.export.settings import OnnxSettings
 
     start = time.perf_counter()
     source = _artifact(model)
@@ -156,8 +156,8 @@ def _seconds_to_first_line(*command: str) -> float:
 
 def _compare_with_stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
     """Compare the report's latency with a stopwatch around `smelt.load`, on the graphs just exported."""
-    from smelt.core.artifact import MANIFEST, FileRecord
-    from smelt.core.files import sha256_of
+    from smelt.core.artifact import FileRecord
+    from smelt.core.files import MANIFEST, sha256_of
 
     files = {
         path.name: FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)

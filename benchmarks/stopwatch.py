@@ -100,7 +100,7 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
     from smelt.evaluate.latency.summary import spread_over_lengths
     from smelt.evaluate.latency.worker import batch_by_length
     from smelt.generation.config import GenerationSettings
-    from smelt.models.tokenizer import TextTools
+    from smelt.runtimes.runner import TextTools
 
     task: Any = read_artifact(artifact).manifest.task
     (size,) = settings.batch_sizes
@@ -173,7 +173,7 @@ def main(
     as_json: bool,
 ) -> None:
     """Compare the report's latency of ARTIFACT with a stopwatch."""
-    from smelt.api.benchmark import STANDARD_TEXTS, read_texts
+    from smelt.api.evaluate import STANDARD_TEXTS, read_texts
     from smelt.core.artifact import read_artifact
     from smelt.evaluate.latency import LatencySettings
 

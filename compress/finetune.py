@@ -1,26 +1,203 @@
-"""The stage `finetune`: training on labels, without a teacher."""
+"""The stage `finetune`: training on labels, without a teacher.
+
+`distill` shares its training loop with the techniques that change a model in training. smelt/training knows
+none of them: each is a `TrainingTechnique`, which `train_with_techniques` gives to the
+loop. Imports no torch, so that the table of stages loads quickly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from smelt.compress.training_techniques import (
-    TechniqueTrainingSettings,
-    check_training,
-    estimate_training,
-    invalidated_by_training,
-    provided_by_training,
-    train_with_techniques,
-    training_task_errors,
-)
+from pydantic import Field, model_validator
+
+from smelt.compress.drop_layers.settings import check_part_kinds
+from smelt.compress.prune.settings import EMBEDDER_WIDTH_ERROR, LearnedMasksSettings
+from smelt.compress.quantize.settings import QatSettings
+from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.core.artifact import Artifact, Format
-from smelt.core.messages import Message
+from smelt.core.errors import InputError, SettingError
+from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
-from smelt.models.costs import CostInputs, StepCost
-from smelt.training.costs import lighter_trainings
-from smelt.training.settings import TrainingSettings, needed_by_training
+from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, TEXT_GENERATION, Split, Task, missing_scores_errors
+from smelt.models.costs import CostInputs, SampleLengths, StepCost
+from smelt.models.families.registry import find_family, no_blocks_reason
+from smelt.models.model_size import ModelSize
+from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training, training_cost
+from smelt.training.train import train
+
+if TYPE_CHECKING:
+    from smelt.models.edits import Edit
+    from smelt.training.extension import Objective, TrainingExtension, TrainingTechnique
+
+
+# Stored weights of fewer bytes are quantized: float16 has two.
+_HALF_BYTES = 1.5
+
+
+class TechniqueTrainingSettings(TrainingSettings):
+    """Settings of a training with techniques."""
+
+    sparsify: GradualSparsitySettings | None = Field(
+        default=None, description="set single weights to zero during training"
+    )
+    learned_masks: LearnedMasksSettings | None = Field(
+        default=None,
+        description="learn which units to remove",
+    )
+    qat: QatSettings | None = Field(default=None, description="quantization-aware training, after `quantize`")
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        if self.lora is not None and self.qat is not None:
+            raise SettingError(
+                "lora does not train the quantized weights, so qat has no effect; remove qat or lora",
+                code="settings-conflict",
+            )
+        changing = [word for word in ("sparsify", "learned_masks") if getattr(self, word) is not None]
+        if len(changing) + (self.lora is not None) > 1:
+            raise SettingError(
+                "set only one of lora, sparsify and learned_masks",
+                code="settings-conflict",
+            )
+        return self
+
+
+def estimate_training(
+    settings: TechniqueTrainingSettings,
+    inputs: CostInputs,
+    *,
+    teachers: Sequence[ModelSize] = (),
+    samples: SampleLengths | None = None,
+) -> StepCost:
+    """Return the estimated cost of a training with its techniques (see `training_cost`).
+
+    A quantized model is trained through float weights, which each update rounds; sparsity and masks keep
+    scores of the linear layers' weights.
+    """
+    is_quantized = inputs.source.bytes_per_weight < _HALF_BYTES
+    copies = 2.0 * (is_quantized and settings.lora is None) + 2.0 * (settings.sparsify is not None)
+    cost = training_cost(settings, inputs, teachers=teachers, samples=samples, layer_copies=copies)
+    if not is_quantized or settings.lora is not None:
+        return cost
+    kept = settings.qat is None or settings.qat.save_master_weights
+    return replace(cost, disk_bytes=cost.disk_bytes + kept * inputs.result.float_bytes)
+
+
+def provided_by_training(settings: TechniqueTrainingSettings) -> frozenset[str]:
+    """Return what later steps may lose of a training, or cannot process."""
+    masks = settings.learned_masks
+    found = {
+        "widths": masks and set(masks.targets) - {"width"},
+        "parts": masks and masks.parts,
+        "zeros": settings.sparsify,
+    }
+    return frozenset({"training", *(word for word, provided in found.items() if provided)})
+
+
+def invalidated_by_training(settings: TechniqueTrainingSettings) -> Mapping[str, str]:
+    """Return what a training loses of earlier steps."""
+    if settings.lora is not None:  # next to quantized weights, which are not changed
+        return {}
+    units = {
+        "pattern": "removed inputs shift their neighbours, and the n:m pattern of '{step}' is lost;"
+        " remove units before '{step}'"
+    }
+    return (units if settings.learned_masks is not None and settings.learned_masks.targets else {}) | {
+        "codes": "training updates float weights and rounds them at the end, so the weights that '{step}'"
+        " calibrated are lost; train with lora, which does not change them, or remove method in"
+        " '{step}'"
+    }
+
+
+def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return the mistakes, each with its setting, of techniques that do not apply to a model.
+
+    config: the Hugging Face config of the step's input model, as a dict.
+    """
+    family = find_family(config)
+    if settings.packing and family is not None and not family.separates_packed_sequences:
+        text = f"transformers' {family.name} has attention between packed samples; remove packing."
+        return [error_message("does-not-fit-model", text, setting="packing")]
+    lack = no_blocks_reason(config)
+    words = [word for word in ("lora", "sparsify", "learned_masks") if getattr(settings, word) is not None]
+    if lack:
+        return [
+            error_message("does-not-fit-model", f"{lack}; remove it to train all weights.", setting=word)
+            for word in words
+        ]
+    masks = settings.learned_masks
+    return check_part_kinds(masks.parts if masks is not None else (), config, "learned_masks.parts")
+
+
+def training_task_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:
+    """Return the mistakes: width masks where outputs are hidden states, packing of other than responses."""
+    found = []
+    if settings.packing and task != TEXT_GENERATION:
+        text = f"only samples of {TEXT_GENERATION} are packed, not of {task}; remove packing."
+        found.append(error_message("does-not-fit-task", text, setting="packing"))
+    narrows = settings.learned_masks is not None and "width" in settings.learned_masks.targets
+    if narrows and task == SENTENCE_SIMILARITY:
+        found.append(error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="learned_masks.targets"))
+    return found
+
+
+def train_with_techniques(
+    model: Any,
+    src: Artifact,
+    settings: TechniqueTrainingSettings,
+    ctx: Context,
+    *,
+    edits: list[Edit],
+    stage: str,
+    objective: Objective | None = None,
+    extension: TrainingExtension | None = None,
+    random: bool | None = None,
+) -> None:
+    """Train `model`, from `load_trainable`, in place with the techniques that are set; see `train`.
+
+    Raises:
+        InputError: as `train`; or width masks are set for a model whose outputs are hidden states.
+    """
+    for found in training_task_errors(settings, ctx.task):
+        raise InputError(f"{stage}: {found.setting}: {found.message}", code=found.code, setting=found.setting)
+    train(
+        model,
+        src,
+        settings,
+        ctx,
+        objective=objective,
+        edits=edits,
+        stage=stage,
+        extension=extension,
+        techniques=_techniques(model, settings, edits, stage),
+        random=random,
+    )
+
+
+def _techniques(
+    model: Any, settings: TechniqueTrainingSettings, edits: list[Edit], stage: str
+) -> list[Callable[[], TrainingTechnique]]:
+    """Return what starts each technique; the quantized weights last, so that they are converted last."""
+    from smelt.compress.quantize.qat import QuantizedWeights
+
+    found: list[Callable[[], TrainingTechnique]] = []
+    if settings.sparsify is not None:
+        from smelt.compress.sparsify.methods import GradualSparsifier
+
+        found.append(partial(GradualSparsifier, model, settings.sparsify))
+    if settings.learned_masks is not None:
+        from smelt.compress.prune.learned_masks import LearnedMasks
+
+        found.append(partial(LearnedMasks, model, settings.learned_masks, edits))
+    if settings.qat is not None and settings.qat.scales == "lsq":
+        from smelt.compress.quantize.qat_extensions import StepSizeTraining
+
+        found.append(partial(StepSizeTraining, model, settings.qat, stage))
+    return [*found, partial(QuantizedWeights, model)]
 
 
 class FinetuneSettings(TechniqueTrainingSettings):

@@ -14,8 +14,6 @@ from smelt.core.errors import InputError
 from smelt.quantization.schemes.registry import SCHEMES
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from smelt.models.edits import Edit
 
 
@@ -75,9 +73,6 @@ class QuantizedInput:
         return None
 
 
-_KEPT_INDICES_ATTRIBUTE = "smelt_places_left"
-
-
 def load_float_model(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
     """Return the model of `src` (float32, CPU, eval mode) and its edits.
 
@@ -94,23 +89,3 @@ def load_float_model(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
             code=AFTER_QUANTIZE,
         )
     return load_model(src.path)
-
-
-def record_kept_indices(old: nn.Module, new: nn.Module, indices: Tensor, dim: int) -> None:
-    """Record that `new` has only the `indices` of the rows (dim 0) or columns (dim 1) of the Linear `old`."""
-    left = list(kept_indices(old))
-    before = left[dim]
-    left[dim] = indices if before is None else before[indices]
-    setattr(new, _KEPT_INDICES_ATTRIBUTE, tuple(left))
-
-
-def kept_indices(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Return the rows and columns kept of the original layer, int64, ascending; None where all are kept."""
-    found: tuple[Tensor | None, Tensor | None] = getattr(module, _KEPT_INDICES_ATTRIBUTE, (None, None))
-    return found
-
-
-def count_stored_parameters(model: Any) -> int:
-    """Return the number of stored parameters of `model`; fixed position tables are not stored."""
-    fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return sum(p.numel() for n, p in model.named_parameters() if n not in fixed)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from smelt.compress.model_input import count_stored_parameters, load_float_model
+from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smelt.models.edits import Edit
-    from smelt.models.families.model_blocks import Block
+    from smelt.models.families.registry import Block
 
 
 class LowRankDelta(Settings):
@@ -147,7 +147,7 @@ class ShareWeights:
 
     def __call__(self, src: Artifact, settings: ShareWeightsSettings, ctx: Context) -> None:
         """Share weights among the layers of `src` and write the model to `ctx.out`."""
-        from smelt.models.checkpoint import save_model
+        from smelt.models.checkpoint import count_stored_parameters, save_model
         from smelt.runtimes.device import torch_threads
 
         with torch_threads(ctx.threads):
@@ -177,7 +177,7 @@ def share_layers(
     Raises:
         InputError: an unsupported family, or none of the stacks that the settings name.
     """
-    from smelt.models.families.model_blocks import blocks_of
+    from smelt.models.families.registry import blocks_of
 
     if family_of(model) is None:
         raise InputError(

@@ -29,7 +29,7 @@ from smelt.core.stage import Context, Need, Progress, Settings, no_progress
 from smelt.data.splits import ENCODER_DECODER_TASKS, Task
 
 if TYPE_CHECKING:
-    from smelt.generation.shortlist import Shortlist
+    from smelt.generation.config import Shortlist
 
 
 IntArray = NDArray[np.int64]
@@ -186,7 +186,7 @@ class ShortlistStage:
 
     def __call__(self, src: Artifact, settings: ShortlistSettings, ctx: Context) -> None:
         """Learn a shortlist for the model of `src` and write both into `ctx.out`."""
-        from smelt.generation.shortlist import write_shortlist
+        from smelt.generation.config import write_shortlist
         from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 
         model, edits = load_model(src.path)
@@ -244,7 +244,7 @@ def learn_shortlist(
         settings: of the stage.
         progress: called with the progress of training.
     """
-    from smelt.generation.shortlist import make_shortlist, vocabulary_sizes
+    from smelt.generation.config import make_shortlist, vocabulary_sizes
 
     sources, targets = vocabulary_sizes(config)
     counts = np.bincount(np.concatenate([target for _, target in rows]), minlength=targets)
@@ -271,7 +271,7 @@ def shortlist_coverage(
     covered: fraction of reference tokens on the list of their sample. whole: fraction of samples with all
     reference tokens on the list. words: mean number of allowed tokens per sample.
     """
-    from smelt.generation.shortlist import vocabulary_sizes
+    from smelt.generation.config import vocabulary_sizes
     from smelt.runtimes.backend import Batch
 
     _, targets = vocabulary_sizes(config)
@@ -291,7 +291,7 @@ def shortlist_coverage(
 
 
 def _shortlist_sizes(shortlist: Shortlist, config: dict[str, Any]) -> dict[str, Any]:
-    from smelt.generation.shortlist import vocabulary_sizes
+    from smelt.generation.config import vocabulary_sizes
 
     size = shortlist.table.nbytes + shortlist.always.nbytes
     return {

@@ -11,11 +11,11 @@ import platform
 import subprocess
 from collections import Counter
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact
+from smelt.core.system import package_versions
 from smelt.models.weight_files import read_header, value_count
 
 RECORDED_PACKAGES = (
@@ -54,13 +54,7 @@ def describe_environment() -> dict[str, Any]:
 
 def installed_versions() -> dict[str, str]:
     """Return the installed packages of `PACKAGES` with their versions, read from metadata only."""
-    found = {}
-    for name in RECORDED_PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return package_versions(RECORDED_PACKAGES)
 
 
 def machine_id() -> str:

@@ -31,10 +31,9 @@ from torch import nn
 
 from smelt.core.stage import Context
 from smelt.export.graphs.attention import GraphSpec, PackedLinear, pack_projections
-from smelt.export.onnx_settings import AutotuneSettings
-from smelt.export.parity.torch_reference import TorchReference, rerun_reference
-from smelt.quantization.layers import QuantizedLinear
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.export.parity.references import TorchReference, rerun_reference
+from smelt.export.settings import AutotuneSettings
+from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, default_options, find_scheme
 from smelt.runtimes.backend import Batch
 

@@ -20,8 +20,7 @@ from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings
 from smelt.core.system import require_memory
 from smelt.data.splits import IMAGE_CLASSIFICATION, TASKS, Split, Task
-from smelt.export.onnx_settings import OnnxSettings, unsupported_model, unsupported_task
-from smelt.export.tensorrt.settings import ProviderSettings
+from smelt.export.settings import OnnxSettings, ProviderSettings, unsupported_model, unsupported_task
 from smelt.models.costs import CostInputs, StepCost, Work, certain_bytes, load_work, save_work
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
@@ -29,7 +28,7 @@ from smelt.runtimes.images import ImageBatch
 
 if TYPE_CHECKING:
     from smelt.export.graphs.attention import GraphSpec
-    from smelt.export.parity.torch_reference import TorchReference
+    from smelt.export.parity.references import TorchReference
     from smelt.quantization.scheme import Scheme
     from smelt.runtimes.backend import Batch, Tokens
 
@@ -78,9 +77,8 @@ def tolerance_kind(model: Any, settings: OnnxSettings) -> str:
     Raises:
         InputError: the target cannot run the model's quantized layers.
     """
-    from smelt.export.parity.torch_reference import INT8_CONVOLUTIONS
-    from smelt.quantization.layers import QuantizedLinear, layer_scheme
-    from smelt.quantization.matrix import QuantizedConv2d
+    from smelt.export.parity.references import INT8_CONVOLUTIONS
+    from smelt.quantization.layers import QuantizedConv2d, QuantizedLinear, layer_scheme
     from smelt.quantization.schemes.registry import SCHEMES
 
     found = {layer_scheme(m) for m in model.modules()}
@@ -266,8 +264,7 @@ def _write_graph(
         homes: filled with the modules of each graph's nodes if the files will have another precision.
     """
     from smelt.export.graph_files import set_input_defaults, write_graph
-    from smelt.export.graphs.export_graph import export_graph
-    from smelt.export.graphs.fuse_bias import fuse_biases_in_file
+    from smelt.export.graphs.export_graph import export_graph, fuse_biases_in_file
     from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
 
     began = time.perf_counter()
@@ -275,7 +272,7 @@ def _write_graph(
     model = export_graph(graph, settings.graph_target, ctx.details["opset"])
     exported = time.perf_counter()
     if file_dtype(settings) != "fp32":
-        from smelt.export.precision.half_graphs import module_of_nodes
+        from smelt.export.half_graphs import module_of_nodes
 
         homes[graph.name] = module_of_nodes(model, graph.module)
     write_graph(model, path)
@@ -410,7 +407,7 @@ class Onnx:
         """Export `src` into `ctx.out`."""
         from smelt.export.tokenizer import add_tokenizer
         from smelt.models.checkpoint import copy_tokenizer, widened_bytes
-        from smelt.quantization.matrix import limit_weight_cache
+        from smelt.quantization.layers import limit_weight_cache
         from smelt.runtimes.registry import open_runner
 
         require_runtime(settings, ctx)
@@ -430,10 +427,10 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.export.generation_graph.write import add_generation_graphs
     from smelt.export.graphs.decoder_only import unfused_heads_warning
     from smelt.export.graphs.export_graph import model_graphs
+    from smelt.export.half_graphs import convert_graphs_to_half, overflow_samples
+    from smelt.export.kv_cache import export_int8_cache, require_int8_caches
     from smelt.export.parity.check_parity import ExportedModel, check_exported_graphs
-    from smelt.export.parity.torch_reference import run_reference
-    from smelt.export.precision.half_graphs import convert_graphs_to_half, overflow_samples
-    from smelt.export.precision.kv_cache import export_int8_cache, require_int8_caches
+    from smelt.export.parity.references import run_reference
     from smelt.generation.runners import is_causal
     from smelt.models.text_rules import MODULES_FILE
 
@@ -482,7 +479,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     elif finish is not None:
         finish()
     if settings.target == "ort-tensorrt":
-        from smelt.export.tensorrt.profile_ranges import export_provider_options
+        from smelt.export.tensorrt.stage import export_provider_options
 
         engine = settings.engine or ProviderSettings()
         ctx.details["profile"] = export_provider_options(filed, engine, source, ctx)

@@ -295,7 +295,7 @@ def _float_difference(first: Path, second: Path, tokens: NDArray[np.int64] | Non
     It turns a difference in the last digit of a sum, which a simplifier may reorder, into a different int8
     value. Both graphs must quantize activations in the same way.
     """
-    from smelt.export.parity.dequantized_copy import make_dequantized_copy
+    from smelt.export.parity.references import make_dequantized_copy
 
     difference = _max_difference(first, second, tokens)
     if (
@@ -344,7 +344,7 @@ def _max_difference(first: Path, second: Path, tokens: NDArray[np.int64] | None)
         example_feeds,
         without_padding,
     )
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     def outputs(path: Path) -> Iterator[tuple[str, NDArray[Any], dict[str, Any]]]:
         session = open_onnx_session(path, threads=1)

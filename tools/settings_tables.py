@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, create_model
 
-from smelt.cli.stage_help import Setting, settings_of
+from smelt.cli.main import Setting, settings_of
 from smelt.core.stage import Settings
 from smelt.evaluate.latency import LatencySettings
 from smelt.evaluate.metrics import METRICS, OwnMetricSettings

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from smelt.models.families.family import Attention
-from smelt.models.families.model_blocks import Block, HiddenStateLocation, blocks_of, hidden_state_locations
+from smelt.models.families.registry import Block, HiddenStateLocation, blocks_of, hidden_state_locations
 
 _ATTENTION_NAME = "smelt_scores"  # of the attention whose scores are read
 _CAPTURE_ATTRIBUTE = "_smelt_reads"  # attribute of an attention module that holds its capture callback

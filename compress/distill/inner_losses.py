@@ -34,11 +34,10 @@ from smelt.compress.distill.settings import (
 )
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Stack
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.models.hidden_width import hidden_width
 from smelt.training.extension import AveragedOver, LossTerm
-from smelt.training.losses import IGNORE_INDEX
-from smelt.training.samples import TOKEN_MASK_KEY
+from smelt.training.losses import IGNORE_INDEX, TOKEN_MASK_KEY
 
 
 def attention_loss(student: Tensor, teacher: Tensor, visible: Tensor, mask: Tensor) -> Tensor:

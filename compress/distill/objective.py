@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from smelt.compress.distill.inner_losses import InnerLosses
 from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKLogits, top_k_loss
@@ -14,17 +15,14 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.core.stage import Context
-from smelt.models.sentence_model import is_sentence_model
-from smelt.training.extension import (
-    LossTerm,
-    Objective,
+from smelt.models.text_rules import is_sentence_model
+from smelt.training.extension import LossTerm, Objective
+from smelt.training.losses import (
     batch_sentence_vectors,
+    classification_loss,
     cosent_loss,
     model_logits,
-    pairwise_similarity_loss,
-    vector_distance_loss,
 )
-from smelt.training.losses import classification_loss
 
 if TYPE_CHECKING:
     from smelt.compress.distill.settings import LossWeights
@@ -192,3 +190,36 @@ def _output_loss(
         logits_weight=weights.logits, reverse_weight=reverse, terms=terms,
     )  # fmt: skip
     return more if loss is None else loss + more
+
+
+def vector_distance_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
+    """Return the squared distance of each vector from the teacher's, mean over texts.
+
+    It is D times torch's MSELoss, which Reimers & Gurevych 2020 (arXiv:2004.09813) train students with, so
+    that it is independent of the width: 2 - 2 cos for vectors of length 1.
+
+    Args:
+        vectors: float [T, D].
+        teacher: float [T, D]; no gradient flows into it.
+    """
+    return (vectors - teacher.detach()).square().sum(dim=1).mean()
+
+
+def pairwise_similarity_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean squared difference of all pairwise cosines in a batch, student against teacher.
+
+    Works for vectors of different widths: Tung & Mori 2019 (arXiv:1907.09682), with cosines for the rows of
+    its similarity matrix.
+
+    Args:
+        vectors: float [T, D].
+        teacher: float [T, any width]; no gradient flows into it.
+    """
+    return F.mse_loss(_cosine_matrix(vectors), _cosine_matrix(teacher.detach()))
+
+
+def _cosine_matrix(vectors: Tensor) -> Tensor:
+    """Return all pairwise cosines, [T, T]."""
+    directions = F.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=1)
+    with torch.autocast(vectors.device.type, enabled=False):  # otherwise matmul is bfloat16
+        return directions @ directions.t()

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.training_techniques import TechniqueTrainingSettings
+from smelt.compress.finetune import TechniqueTrainingSettings
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder

@@ -235,7 +235,7 @@ def map_teacher_tokens(
     table = torch.tensor(places)
 
     def read(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Any]:
-        return given, {n: _map_ids(v, table) if n in _TOKEN_ID_INPUTS else v for n, v in named.items()}
+        return given, {n: table.to(v.device)[v] if n in _TOKEN_ID_INPUTS else v for n, v in named.items()}
 
     def map_outputs(module: Any, given: tuple[Any, ...], result: Any) -> Any:
         result.logits = result.logits.index_select(-1, table.to(result.logits.device))
@@ -248,10 +248,6 @@ def map_teacher_tokens(
     if getattr(teacher.config, "decoder_vocab_size", None) is not None:
         teacher.config.decoder_vocab_size = words
     return places
-
-
-def _map_ids(ids: Tensor, table: Tensor) -> Tensor:
-    return table.to(ids.device)[ids]
 
 
 def _vocabulary_size(config: Any) -> int:
@@ -418,7 +414,7 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
     """
     from smelt.generation.runners import is_causal
     from smelt.models.families.registry import family_of
-    from smelt.models.sentence_model import is_sentence_model
+    from smelt.models.text_rules import is_sentence_model
 
     ours, theirs = model.config, teacher.config
     reads = [family.input_kind if (family := family_of(each)) else "texts" for each in (model, teacher)]

@@ -36,7 +36,7 @@ from smelt.core.stage import Context
 from smelt.data.splits import missing_scores_errors
 from smelt.models.edits import Edit
 from smelt.models.families.family import Attention, FeedForward
-from smelt.models.families.model_blocks import Block, blocks_of, skipped_parts
+from smelt.models.families.registry import Block, blocks_of, skipped_parts
 from smelt.models.layers import skip_sublayer, sublayer_name
 from smelt.models.streamed_model import StreamedModel
 from smelt.training.samples import TensorBatch

@@ -10,8 +10,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.models.edits import Edit
 from smelt.models.families.family import Stack
-from smelt.models.families.model_blocks import skipped_parts
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import family_of, skipped_parts
 from smelt.models.layers import renumber_caches, sublayer_name
 
 # Keyed by the number of layers, then by the student's: LAYERS_TO_COPY of make_student.py, from the examples

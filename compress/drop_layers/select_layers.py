@@ -29,11 +29,11 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.data.splits import missing_scores_errors
 from smelt.models.families.family import Stack
-from smelt.models.families.model_blocks import Block, skipped_parts
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import Block, family_of, skipped_parts
 from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device
-from smelt.training.extension import label_objective, mean_loss
+from smelt.training.extension import mean_loss
+from smelt.training.losses import label_objective
 from smelt.training.samples import TensorBatch
 
 # A layer: the name of its stack and its index there.

@@ -28,7 +28,7 @@ from smelt.compress.factorize.svd import (
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.models.edits import replace_layer
-from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.families.registry import Block, blocks_of
 from smelt.models.streamed_model import StreamedModel
 
 

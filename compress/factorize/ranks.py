@@ -31,7 +31,7 @@ from smelt.compress.factorize.svd import LayerMetrics, low_rank_layer
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.edits import replace_layer
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.models.layers import SharedLinear
 from smelt.training.losses import IGNORE_INDEX
 from smelt.training.samples import TensorBatch
@@ -201,7 +201,7 @@ def rank_sensitivities(
     assert metrics.rows is not None
     batches = _spread_batches(metrics.rows, _SENSITIVITY_SAMPLES, _SENSITIVITY_BATCHES)
     encoded = _with_encoder_outputs(model, batches)
-    inside = _encoder_modules(model) if encoded else set()
+    inside = set(model.get_encoder().modules()) if encoded else set()
     whole = list(_token_outputs(model, batches))
     values = sum(out.numel() for out in whole)
     damage = {}
@@ -245,10 +245,6 @@ def _with_encoder_outputs(model: Any, batches: Sequence[TensorBatch]) -> list[di
         rest = {name: value for name, value in batch.items() if name != "input_ids"}
         found.append({**rest, "encoder_outputs": BaseModelOutput(last_hidden_state=states)})
     return found
-
-
-def _encoder_modules(model: Any) -> set[nn.Module]:
-    return set(model.get_encoder().modules())
 
 
 def _token_outputs(model: Any, batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.model_input import count_stored_parameters, load_float_model
+from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
@@ -155,7 +155,7 @@ class Factorize:
     def _factorize_convolutions(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         from smelt.compress.factorize.convolutions import factorize_convolutions
         from smelt.models.checkpoint import save_model
-        from smelt.models.image_processor import read_processor
+        from smelt.runtimes.images import read_processor
 
         model, edits = load_float_model(src, self.name)
         for mistake in self.check_model(settings, model.config.to_dict())[0]:
@@ -164,7 +164,7 @@ class Factorize:
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
     def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        from smelt.models.checkpoint import save_model
+        from smelt.models.checkpoint import count_stored_parameters, save_model
 
         streamed = _open_streamed(src, settings, ctx)
         if streamed is not None:
@@ -208,6 +208,7 @@ class Factorize:
         """Factorize a large model block by block, from file to file."""
         from smelt.compress.factorize.block_by_block import factorize_blocks
         from smelt.compress.factorize.ranks import rank_limits
+        from smelt.models.checkpoint import count_stored_parameters
 
         model = streamed.model
         for mistake in self.check_model(settings, model.config.to_dict())[0]:

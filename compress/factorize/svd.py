@@ -41,7 +41,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.layers import LowRankLinear, SharedLinear
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 
 # Relative to the largest singular value: smaller ones are lost in the squares.
 _MIN_SINGULAR_VALUE = 1e-8

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from smelt.calibration.samples import load_calibration_samples
-from smelt.compress.model_input import count_stored_parameters
 from smelt.compress.prune.costs import (
     UnitCosts,
     UnitGroup,
@@ -34,6 +33,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.data.splits import IMAGE_CLASSIFICATION
+from smelt.models.checkpoint import count_stored_parameters
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.calibration.samples import model_outputs
-from smelt.compress.model_input import count_stored_parameters, load_float_model
+from smelt.compress.model_input import load_float_model
 from smelt.compress.prune.importance import ScoredModel, UnitScores, score_on_labelled_samples
 from smelt.compress.prune.settings import PruneSettings, check_units, count_kept_channels
 from smelt.compress.prune.units import allocate_globally
@@ -28,14 +28,14 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
+from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import Edit, replace_layer
-from smelt.models.families.model_blocks import model_attentions, norm_consumers
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import family_of, model_attentions, norm_consumers
 from smelt.models.hidden_width import hidden_axes
-from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.models.layers import LowRankConv, conv_end_names, resize_conv
 from smelt.models.model_size import count_macs
-from smelt.training.extension import label_objective
+from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
+from smelt.training.losses import label_objective
 from smelt.training.samples import TensorBatch
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from smelt.compress.model_input import count_stored_parameters
 from smelt.compress.prune.units import (
     AttentionGroup,
     FeedForwardGroup,
@@ -23,8 +22,8 @@ from smelt.compress.prune.units import (
     linear_with_outputs,
 )
 from smelt.core.errors import InputError
-from smelt.models.families.model_blocks import Block, blocks_of
-from smelt.models.families.registry import family_of
+from smelt.models.checkpoint import count_stored_parameters
+from smelt.models.families.registry import Block, blocks_of, family_of
 from smelt.models.layers import LowRankLinear
 from smelt.models.text_rules import position_limit
 

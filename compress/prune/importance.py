@@ -31,7 +31,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.data.splits import SENTENCE_SIMILARITY, missing_scores_errors
 from smelt.runtimes.device import torch_device
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 from smelt.training.samples import EncodedSample, collate, encode_split, group_by_length, load_processor
 
 

@@ -37,7 +37,7 @@ from smelt.compress.prune.costs import (
 )
 from smelt.compress.prune.units import AttentionGroup
 from smelt.core.stage import Context
-from smelt.models.families.model_blocks import Block, output_modules
+from smelt.models.families.registry import Block, output_modules
 from smelt.models.layers import LowRankLinear
 from smelt.runtimes.device import torch_threads
 
@@ -111,7 +111,7 @@ def _best_time(call: Callable[[], Any]) -> float:
 def _onnx_call(part: TimedPart, int8: bool, threads: int) -> Callable[[], Any]:
     import onnxruntime
 
-    from smelt.runtimes.onnx_session import session_options
+    from smelt.runtimes.onnx_backend import session_options
 
     graph = _OnnxPart(part, int8)
     session = onnxruntime.InferenceSession(
@@ -315,7 +315,7 @@ def latency_costs(
         rising = np.asarray(isotonic_regression(found).x)
         kind = tuple((n, round(float(ms), 4)) for n, ms in zip(counts, rising, strict=True))
         table.setdefault(kind, []).append(group.name)
-        of[group.name] = _interpolate(counts, rising, group.count(model))
+        of[group.name] = torch.from_numpy(np.interp(np.arange(group.count(model) + 1), counts, rising))
         ctx.progress(at, len(groups), f"timings of {group.name}")
     fixed = clock.ms([_head_parts(model, tokens)])[0]
     whole = fixed + sum(float(cost[-1]) for cost in of.values())
@@ -342,11 +342,6 @@ def _unit_counts(count: int, step: int) -> list[int]:
     """Return the numbers of units to time: multiples of `step`, and all units."""
     wanted = np.linspace(step, count, TIMING_POINTS) if count > step else np.array([count])
     return sorted({min(count, max(step, round(n / step) * step)) for n in wanted} | {count})
-
-
-def _interpolate(counts: list[int], found: Any, units: int) -> Tensor:
-    """Return the time of 0, 1, ... units, float64 [units + 1]; below the first timed size its time."""
-    return torch.from_numpy(np.interp(np.arange(units + 1), counts, found))
 
 
 def _timed_parts(

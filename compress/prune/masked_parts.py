@@ -35,8 +35,7 @@ from smelt.compress.prune.units import (
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.models.edits import Edit
-from smelt.models.families.model_blocks import blocks_of
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.hidden_width import (
     HiddenAxis,
     hidden_axes,

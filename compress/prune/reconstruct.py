@@ -40,7 +40,7 @@ from smelt.compress.prune.units import (
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.models.edits import Edit, is_masked
-from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.families.registry import Block, blocks_of
 from smelt.models.layers import LowRankLinear
 from smelt.models.streamed_model import StreamedModel
 

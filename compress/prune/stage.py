@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.model_input import QuantizedInput, count_stored_parameters
+from smelt.compress.model_input import QuantizedInput
 from smelt.compress.prune.settings import (
     EMBEDDER_WIDTH_ERROR,
     IMPORTANCES,
@@ -194,14 +194,14 @@ class Prune:
         from smelt.compress.prune.importance import UNIT_SCORES, ScoredModel
         from smelt.compress.prune.reconstruct import cut_units, load_reconstruction_samples
         from smelt.compress.prune.units import find_groups, rounding_warnings, update_config
-        from smelt.compress.quantize.requantize import load_dequantized
-        from smelt.models.checkpoint import save_model
+        from smelt.models.checkpoint import count_stored_parameters, load_model, save_model
 
         streamed, codes = _open_streamed(src, settings, ctx), None
-        if streamed is not None:
-            model, edits = streamed.model, streamed.edits
-        else:
-            model, edits, codes = load_dequantized(src, ctx, self.name)
+        model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
+        if any(edit["op"] == "quantize" for edit in edits):
+            from smelt.compress.quantize.requantize import dequantize_model
+
+            edits, codes = dequantize_model(model, edits, src, ctx, self.name)
         before = count_stored_parameters(model)
         attentions, blocks = find_groups(model)
         ctx.warnings.extend(fixed_heads_warnings(settings.targets, model.config.to_dict()))

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.model_input import AFTER_QUANTIZE, record_kept_indices
+from smelt.compress.model_input import AFTER_QUANTIZE
 from smelt.compress.prune.settings import PruneSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
-from smelt.models.edits import Edit, is_masked, mark_masked, replace_layer
+from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices, replace_layer
 from smelt.models.families.family import Attention, FeedForward, RelativeBias
-from smelt.models.families.model_blocks import blocks_of
-from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.families.registry import FAMILIES, blocks_of, family_of
 from smelt.models.layers import LowRankLinear, SharedLinear
 
 

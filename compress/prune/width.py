@@ -28,24 +28,23 @@ from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, observe_inputs
 from smelt.calibration.sequential import RunningBlock, run_blocks
-from smelt.compress.model_input import count_stored_parameters
 from smelt.compress.prune.channels import activation_scores, channel_magnitudes, gradient_scores
 from smelt.compress.prune.importance import ScoredModel, score_on_labelled_samples
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner, load_reconstruction_samples
 from smelt.compress.prune.settings import PruneSettings, count_kept_channels, fixed_width_error
 from smelt.compress.prune.units import linear_with_inputs
-from smelt.compress.quantize.requantize import load_dequantized
+from smelt.compress.quantize.requantize import dequantize_model
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.core.stage import Context
+from smelt.models.checkpoint import count_stored_parameters, load_model, save_model
 from smelt.models.edits import is_masked
 from smelt.models.families.family import Attention, FeedForward
-from smelt.models.families.model_blocks import Block, has_norm_at, output_modules
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import Block, family_of, has_norm_at, output_modules
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
 from smelt.runtimes.device import torch_device
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 
 
 @dataclass(frozen=True)
@@ -291,11 +290,10 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     Raises:
         InputError: the model's width cannot be pruned, or calibration samples are missing.
     """
-    from smelt.models.checkpoint import save_model
-
     if reason := fixed_width_error(read_json_object(src.path / "config.json"), ctx.task):
         raise InputError(f"prune: {reason.message}", code=reason.code, setting=reason.setting)
-    model, edits, codes = load_dequantized(src, ctx, "prune", everywhere=True)
+    model, edits = load_model(src.path)
+    edits, codes = dequantize_model(model, edits, src, ctx, "prune", everywhere=True)
     before, width = count_stored_parameters(model), hidden_width(model)
     kept = count_kept_channels(width, settings)
     ctx.details["parameters_before"], ctx.details["width_before"] = before, width

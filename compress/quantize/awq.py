@@ -58,7 +58,7 @@ from smelt.compress.quantize.smoothquant import DtypeOf, NormGroup, divide_norm,
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.edits import Edit, module_names, replace_layer
-from smelt.models.families.model_blocks import SharedInput, model_attentions, norm_consumers, shared_inputs
+from smelt.models.families.registry import SharedInput, model_attentions, norm_consumers, shared_inputs
 from smelt.models.layers import LowRankLinear, ScaledLinear
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, UnpackedWeights

@@ -33,15 +33,17 @@ from smelt.compress.quantize.plan_layers import (
     plan_layers,
     quantize_layers,
     require_finite_layers,
+    scale_underflow_warnings,
+    small_weights,
 )
-from smelt.compress.quantize.ranges import calibrate_ranges, scale_underflow_warnings, small_weights
+from smelt.compress.quantize.ranges import calibrate_ranges
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.smoothquant import NormGroup, SmoothQuantRunner, smoothing_targets
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.models.edits import Edit
 from smelt.models.empty_model import stored_dtypes
-from smelt.models.families.model_blocks import Block, blocks_of
+from smelt.models.families.registry import Block, blocks_of
 from smelt.models.streamed_model import StreamedModel, open_streamed
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.runtimes.device import torch_device

@@ -1,7 +1,7 @@
 """Calibration before layers are quantized: selection of layers, ranges, weights and corrections.
 
 A quantized convolution rounds its inputs. So that a runtime can pass integers from one to the next, residual
-sums and inputs of max pools are rounded too (`smelt/quantization/matrix.py`). Batch norms are folded
+sums and inputs of max pools are rounded too (`smelt/quantization/layers.py`). Batch norms are folded
 before, because the folded kernels are quantized.
 """
 
@@ -39,7 +39,7 @@ from smelt.models.edits import Edit, replace_module
 from smelt.models.empty_model import stored_dtypes
 from smelt.models.families.registry import family_of
 from smelt.models.layers import conv_end_names
-from smelt.quantization.matrix import QuantizedActivation
+from smelt.quantization.layers import QuantizedActivation
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight
 

@@ -36,11 +36,16 @@ from smelt.compress.quantize import plan_layers
 from smelt.compress.quantize.low_rank_correction import (
     CorrectedWeight,
     correction_metric,
-    dequantize_codes,
     layers_to_correct,
     quantize_with_correction,
 )
-from smelt.compress.quantize.plan_layers import GridFinder, PlannedLayer, concatenate_rows, rows_at_once
+from smelt.compress.quantize.plan_layers import (
+    GridFinder,
+    PlannedLayer,
+    concatenate_rows,
+    dequantize_codes,
+    rows_at_once,
+)
 from smelt.compress.quantize.settings import LowRankCorrection
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

@@ -31,13 +31,13 @@ from torch import Tensor
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.statistics import InputStatistics, cached_statistics, collect_statistics
 from smelt.compress.factorize.svd import ErrorMetric, asvd_metric, low_rank_factors, whitened_svd_metric
-from smelt.compress.quantize.plan_layers import PlannedLayer, WeightQuantizer, output_layer
+from smelt.compress.quantize.plan_layers import PlannedLayer, WeightQuantizer, dequantize_codes, output_layer
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
-from smelt.quantization.scheme import Scheme, SchemeOptions, UnpackedWeights
+from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme
 
 _MAX_LISTED = 3  # layers that a warning lists
@@ -202,13 +202,6 @@ def _correct_layer(
         low_rank,
         metric,
     )
-
-
-def dequantize_codes(
-    codes: UnpackedWeights, scheme: Scheme, options: SchemeOptions, weight: Tensor
-) -> Tensor:
-    """Return the dequantized `codes` of a matrix like `weight` [N, K], float32 [N, K]."""
-    return scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, : weight.shape[1]]
 
 
 def correction_details(

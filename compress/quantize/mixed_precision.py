@@ -38,7 +38,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.stage import Context, candidate_artifact
 from smelt.models.edits import replace_layer
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, stored_bytes
 
 UnitT = TypeVar("UnitT")  # a unit that is changed as a whole

@@ -1,11 +1,13 @@
 """Select the layers to quantize and their schemes, and quantize the planned layers.
 
 A quantizer chooses the quantized weights of a matrix, a scheme stores them. Fake quantization rounds in the
-forward pass and has an identity gradient in the backward pass (the straight-through estimator).
+forward pass and has an identity gradient in the backward pass (the straight-through estimator). Weights whose
+scales underflow in float16 are reported.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,23 +19,29 @@ from torch import Tensor, nn
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.data.labels import CLASSIFIER_SUFFIXES
-from smelt.models.families.model_blocks import token_lookup_modules
-from smelt.models.families.registry import family_of
+from smelt.models.empty_model import quantized_bytes
+from smelt.models.families.registry import family_of, token_lookup_modules
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     LowRankCorrectedLinear,
+    QuantizedConv2d,
     QuantizedEmbedding,
     QuantizedLayer,
+    QuantizedMatrix,
     empty_quantized,
     is_embedding_table,
     is_quantized,
-    quantized_bytes,
     with_low_rank_correction,
 )
-from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 from smelt.quantization.scheme import OptionValue, QuantParams, Scheme, SchemeOptions, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme, is_row_independent
+
+# Smaller weights are checked: float16 ends at 2^-24, and 8-bit steps are 1/255 of the largest weight.
+_SMALL_MAGNITUDE = 1e-3
+# Maximum relative error of a matrix that rounding its scales to float16 may add.
+_MAX_EXTRA_ERROR = 0.02
 
 
 @dataclass(frozen=True)
@@ -426,3 +434,67 @@ def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
     )
     weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
     return round(8 * found / weights, 3)
+
+
+def dequantize_codes(
+    codes: UnpackedWeights, scheme: Scheme, options: SchemeOptions, weight: Tensor
+) -> Tensor:
+    """Return the dequantized `codes` of a matrix like `weight` [N, K], float32 [N, K]."""
+    return scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, : weight.shape[1]]
+
+
+def small_weights(layers: Collection[PlannedLayer]) -> dict[str, Tensor]:
+    """Return copies of the weights of layers whose weights are all small, float32 [N, K], by name."""
+    found: dict[str, Tensor] = {}
+    for layer in layers:
+        weight = layer.module.weight.detach()
+        # without abs(), which would copy a large embedding
+        largest = max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
+        if 0 < largest < _SMALL_MAGNITUDE:
+            found[layer.name] = weight.float().clone()
+    return found
+
+
+def scale_underflow_warnings(
+    layers: Collection[PlannedLayer], weights: Mapping[str, Tensor]
+) -> list[Message]:
+    """Return a warning for each matrix whose scales lose too much precision in float16.
+
+    weights: the result of `small_weights` before any method changed the weights to their quantized values.
+    """
+    layers_by_weight: dict[int, list[str]] = {}
+    largest: dict[int, float] = {}
+    for layer in layers:
+        if layer.name in weights and _loses_digits(layer, weights[layer.name]):
+            layers_by_weight.setdefault(layer.weight_id, []).append(layer.name)
+            largest[layer.weight_id] = float(weights[layer.name].abs().max())
+    return [
+        warning(
+            "scale-underflow",
+            f"{', '.join(names)}: the largest weight is only {largest[weight]:g}, so float16 scales"
+            " lose precision or underflow to 0, and the quantized weights may be inaccurate. Keep"
+            f" the layer in float with exclude: {json.dumps(names)}.",
+        )
+        for weight, names in layers_by_weight.items()
+    ]
+
+
+def _loses_digits(layer: PlannedLayer, weight: Tensor) -> bool:
+    """Return whether rounding a matrix loses more than rounding the same matrix scaled up."""
+    rows, width = weight.shape
+    stored = SCHEMES[layer.scheme].stored_tensors(rows, width, layer.options).get("scales")
+    if stored is None or stored.file_dtype != "float16":
+        return False
+    return (
+        _relative_error(layer, weight) - _relative_error(layer, weight / weight.abs().max())
+        > _MAX_EXTRA_ERROR
+    )
+
+
+def _relative_error(layer: PlannedLayer, weight: Tensor) -> float:
+    """Return the rounding error of `weight` relative to its norm."""
+    scheme = SCHEMES[layer.scheme]
+    codes, grid = round_to_nearest(weight, scheme, layer.options)
+    values = scheme.dequantize(codes, grid, layer.options).flatten(1)[:, : weight.shape[1]]
+    # squares of 1e-25 underflow in float32
+    return float((values - weight).double().norm() / weight.double().norm())

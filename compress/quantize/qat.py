@@ -58,13 +58,14 @@ from smelt.models.empty_model import stored_dtypes
 from smelt.models.weight_files import WEIGHTS_FILE
 from smelt.quantization.layers import (
     LowRankCorrectedLinear,
+    QuantizedConv2d,
     QuantizedEmbedding,
     QuantizedLayer,
     QuantizedLinear,
+    QuantizedMatrix,
     copy_embed_scale,
     is_quantized,
 )
-from smelt.quantization.matrix import QuantizedConv2d, QuantizedMatrix
 from smelt.training.extension import Objective, TrainingExtension
 
 _MODEL_HASH_KEY = "model"  # in the file's metadata: the hash of the weights that it belongs to
@@ -270,7 +271,7 @@ class QatEmbedding(nn.Embedding):
         return found.reshape(*input.shape, self.embedding_dim)
 
 
-_Layer = TypeVar("_Layer", bound=QuantizedLayer)
+_Layer = TypeVar("_Layer", QuantizedLinear, QuantizedConv2d, QuantizedEmbedding)
 
 
 def _on_device_of(weight: Tensor, home: _Layer) -> _Layer:

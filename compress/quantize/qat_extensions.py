@@ -35,8 +35,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.edits import Edit, replace_module
 from smelt.quantization.groupwise import split_into_groups
-from smelt.quantization.layers import QuantizedLinear, SplitLinear
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix, SplitLinear
 from smelt.quantization.scheme import Scheme, UnpackedWeights
 from smelt.quantization.schemes.registry import SCHEMES, find_scheme
 from smelt.training.extension import Objective, ParameterGroup, TrainingExtension

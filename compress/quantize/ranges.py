@@ -1,4 +1,4 @@
-"""Calibration of activation ranges on samples, and warnings about weights with float16 scales that underflow.
+"""Calibration of activation ranges on samples.
 
 A calibration method returns the magnitude that maps to the largest quantized value:
 
@@ -16,8 +16,7 @@ therefore do not depend on the batches.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,11 +26,9 @@ from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ObserveInputs
-from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest
+from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, warning
-from smelt.quantization.schemes.registry import SCHEMES
 
 BINS = 2048
 _NUM_LEVELS = 128  # quantized bins of a histogram of both signs
@@ -260,66 +257,3 @@ def observe_ranges(
         key: ObservedRange(found.range_end(settings.calibration_percentile), signed[key])
         for key, found in counted.items()
     }
-
-
-# Maximum relative error of a matrix that rounding its scales to float16 may add.
-_MAX_EXTRA_ERROR = 0.02
-# Smaller weights are checked: float16 ends at 2^-24, and 8-bit steps are 1/255 of the largest weight.
-_SMALL_MAGNITUDE = 1e-3
-
-
-def small_weights(layers: Collection[PlannedLayer]) -> dict[str, Tensor]:
-    """Return copies of the weights of layers whose weights are all small, float32 [N, K], by name."""
-    found: dict[str, Tensor] = {}
-    for layer in layers:
-        weight = layer.module.weight.detach()
-        # without abs(), which would copy a large embedding
-        largest = max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
-        if 0 < largest < _SMALL_MAGNITUDE:
-            found[layer.name] = weight.float().clone()
-    return found
-
-
-def scale_underflow_warnings(
-    layers: Collection[PlannedLayer], weights: Mapping[str, Tensor]
-) -> list[Message]:
-    """Return a warning for each matrix whose scales lose too much precision in float16.
-
-    weights: the result of `small_weights` before any method changed the weights to their quantized values.
-    """
-    layers_by_weight: dict[int, list[str]] = {}
-    largest: dict[int, float] = {}
-    for layer in layers:
-        if layer.name in weights and _loses_digits(layer, weights[layer.name]):
-            layers_by_weight.setdefault(layer.weight_id, []).append(layer.name)
-            largest[layer.weight_id] = float(weights[layer.name].abs().max())
-    return [
-        warning(
-            "scale-underflow",
-            f"{', '.join(names)}: the largest weight is only {largest[weight]:g}, so float16 scales"
-            " lose precision or underflow to 0, and the quantized weights may be inaccurate. Keep"
-            f" the layer in float with exclude: {json.dumps(names)}.",
-        )
-        for weight, names in layers_by_weight.items()
-    ]
-
-
-def _loses_digits(layer: PlannedLayer, weight: Tensor) -> bool:
-    """Return whether rounding a matrix loses more than rounding the same matrix scaled up."""
-    rows, width = weight.shape
-    stored = SCHEMES[layer.scheme].stored_tensors(rows, width, layer.options).get("scales")
-    if stored is None or stored.file_dtype != "float16":
-        return False
-    return (
-        _relative_error(layer, weight) - _relative_error(layer, weight / weight.abs().max())
-        > _MAX_EXTRA_ERROR
-    )
-
-
-def _relative_error(layer: PlannedLayer, weight: Tensor) -> float:
-    """Return the rounding error of `weight` relative to its norm."""
-    scheme = SCHEMES[layer.scheme]
-    codes, grid = round_to_nearest(weight, scheme, layer.options)
-    values = scheme.dequantize(codes, grid, layer.options).flatten(1)[:, : weight.shape[1]]
-    # squares of 1e-25 underflow in float32
-    return float((values - weight).double().norm() / weight.double().norm())

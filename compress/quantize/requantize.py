@@ -1,6 +1,6 @@
 """Dequantization of a model for stages that remove weights or units, and requantization afterwards.
 
-    model, edits, codes = load_dequantized(src, ctx, "prune")
+    edits, codes = dequantize_model(model, edits, src, ctx, "prune")
     ...                                     # change the float layers of `model`
     edits = codes.requantize(model, edits, ctx)
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.calibration.statistics import InputStatistics, NotInvertibleError
-from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput, kept_indices
+from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput
 from smelt.compress.quantize.calibrate_layers import grid_finder
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import GridFinder, round_on_grid, scheme_grid
@@ -39,22 +39,29 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.models.checkpoint import load_model
-from smelt.models.edits import Edit, is_masked, mark_masked, module_names, replace_layer, replace_module
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.edits import (
+    Edit,
+    is_masked,
+    kept_indices,
+    mark_masked,
+    module_names,
+    replace_layer,
+    replace_module,
+)
+from smelt.models.families.registry import blocks_of
 from smelt.models.layers import ScaledLinear
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     LowRankCorrectedLinear,
     QuantizedEmbedding,
     QuantizedLinear,
+    QuantizedMatrix,
     SplitLinear,
     copy_embed_scale,
     empty_quantized,
     is_quantized,
     with_low_rank_correction,
 )
-from smelt.quantization.matrix import QuantizedMatrix
 from smelt.quantization.scheme import QuantParams, UnpackedWeights
 
 # Rounds weights, float [N, k], of a layer with `InputStatistics`; returns the dequantized values.
@@ -433,13 +440,21 @@ def _float_layer(layer: _DequantizedLayer, weight: nn.Parameter) -> nn.Module:
     return new
 
 
-def load_dequantized(
-    src: Artifact, ctx: Context, stage: str, everywhere: bool = False, keep_grids: bool = False
-) -> tuple[Any, list[Edit], Requantizer | None]:
-    """Return the dequantized model of `src` (float32, CPU, eval mode), its edits, and its requantizer.
+def dequantize_model(
+    model: Any,
+    edits: list[Edit],
+    src: Artifact,
+    ctx: Context,
+    stage: str,
+    everywhere: bool = False,
+    keep_grids: bool = False,
+) -> tuple[list[Edit], Requantizer | None]:
+    """Dequantize the `model` of `src` (float32, CPU); return its edits as a float model, and its requantizer.
 
     Args:
-        src: a float or quantized model.
+        model: a float or quantized model, with its `edits`.
+        edits: see there.
+        src: its artifact.
         ctx: the context of the stage.
         stage: the name of the stage.
         everywhere: whether to dequantize token embeddings and heads too, not only the linear layers of
@@ -447,14 +462,13 @@ def load_dequantized(
         keep_grids: whether scales are kept where weights change.
 
     Returns:
-        The model, its edits, and the requantizer; the last is None for a float model.
+        The edits, and the requantizer; the last is None for a float model.
 
     Raises:
         InputError: the model has quantized layers that cannot be quantized again.
     """
-    model, edits = load_model(src.path)
     if not any(edit.get("op") == "quantize" for edit in edits):
-        return model, edits, None
+        return edits, None
     settings = _find_quantize_settings(src, ctx.ancestors.values())
     aside = Requantizer(settings, keep_grids, stage)
     aside.dequantize(
@@ -462,7 +476,7 @@ def load_dequantized(
         everywhere,
         find_master_weights(model, src, ctx, settings is None or settings.method in _WEIGHT_ONLY_METHODS),
     )
-    return model, aside.edits_without_quantization(edits), aside
+    return aside.edits_without_quantization(edits), aside
 
 
 def _find_quantize_settings(src: Artifact, ancestors: Collection[Artifact]) -> QuantizeSettings | None:

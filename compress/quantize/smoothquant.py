@@ -7,7 +7,7 @@ each channel j of its output (X, on calibration samples; W, the concatenated wei
 
 The norm's weight and bias are divided by s, and the columns of the linear layers are multiplied by it, so the
 float model computes the same and its graph has no new nodes. Only these layers may read the norm
-(`smelt/models/families/model_blocks.py`): in post-norm blocks the residual sum reads it too. A channel
+(`smelt/models/families/registry.py`): in post-norm blocks the residual sum reads it too. A channel
 without activations or without weights is not changed, because the formula has no value.
 
 Norms are stored in their original dtype. The rounding error is included in s, so that norm and columns match
@@ -33,8 +33,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
 from smelt.models.edits import module_names
-from smelt.models.families.model_blocks import NormConsumers, norm_consumers
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import NormConsumers, family_of, norm_consumers
 from smelt.models.layers import LowRankLinear, SharedLinear
 from smelt.quantization.schemes.registry import SCHEMES
 

@@ -1,26 +1,48 @@
-"""The stage `quantize`: one scheme for linear layers, one for embeddings and the output layer."""
+"""The stage `quantize`: one scheme for linear layers, one for embeddings and the output layer; its cost."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.quantize.costs import quantize_cost
-from smelt.compress.quantize.scheme_options import scheme_table, two_bit_warnings
-from smelt.compress.quantize.settings import AUTO, QuantizeSettings
+from smelt.compress.quantize.settings import AUTO, QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Context, Need, Settings
 from smelt.data.splits import TASKS, Task
-from smelt.models.costs import CostInputs, StepCost
+from smelt.models.costs import (
+    Batch,
+    CostInputs,
+    StepCost,
+    Work,
+    calibration_batches,
+    cubic_solver_work,
+    forward_work,
+    is_streamed,
+    num_tokens,
+    one_shot_cost,
+    pass_bytes,
+    total,
+)
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
-from smelt.quantization.scheme import Scheme
-from smelt.quantization.schemes.registry import SCHEMES
+from smelt.models.model_size import FLOAT_BYTES, ModelSize
+from smelt.quantization.scheme import OptionValue, Scheme
+from smelt.quantization.schemes.registry import (
+    SCHEMES,
+    bits_per_weight,
+    default_options,
+    format_option,
+    supported_targets,
+)
 
 if TYPE_CHECKING:
     from smelt.compress.quantize.plan_layers import PlannedLayer
     from smelt.models.edits import Edit
+
 
 _MAX_LISTED = 3  # layers that a warning lists
 
@@ -128,7 +150,6 @@ class Quantize:
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""
-        from smelt.compress.quantize.block_by_block import open_large_model, quantize_blocks
         from smelt.compress.quantize.plan_layers import (
             cp_convolutions,
             is_convolutional,
@@ -137,10 +158,15 @@ class Quantize:
         )
         from smelt.models.checkpoint import load_model, save_model
         from smelt.models.edits import fold_batch_norms
-        from smelt.models.empty_model import stored_dtypes, weight_files_size
+        from smelt.models.empty_model import stored_dtypes
+        from smelt.models.weight_files import is_large, weight_files_size
         from smelt.runtimes.device import torch_threads
 
-        streamed = open_large_model(src, settings, ctx)
+        streamed = None
+        if is_large(src.path):
+            from smelt.compress.quantize.block_by_block import open_large_model, quantize_blocks
+
+            streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
         for mistake in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"quantize: {mistake.message}", code=mistake.code, setting=mistake.setting)
@@ -198,8 +224,7 @@ def _quantize_whole(
         quantizer_factory,
         report_corrections,
     )
-    from smelt.compress.quantize.plan_layers import quantize_layers
-    from smelt.compress.quantize.ranges import scale_underflow_warnings, small_weights
+    from smelt.compress.quantize.plan_layers import quantize_layers, scale_underflow_warnings, small_weights
 
     small = small_weights(layers)
     found = calibrate_layers(model, layers, src, settings, ctx)
@@ -249,8 +274,12 @@ def quantization_details(model: Any, stored: int) -> dict[str, Any]:
     from torch import nn
 
     from smelt.compress.quantize.plan_layers import quantized_weight_bits
-    from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear, is_quantized
-    from smelt.quantization.matrix import QuantizedConv2d
+    from smelt.quantization.layers import (
+        LowRankCorrectedLinear,
+        QuantizedConv2d,
+        QuantizedLinear,
+        is_quantized,
+    )
 
     adapter_modules = {
         id(h) for m in model.modules() if isinstance(m, LowRankCorrectedLinear) for h in m.adapter.modules()
@@ -281,7 +310,8 @@ def oversized_weight_warnings(model: Any, stored: int) -> list[Message]:
     """
     from torch import nn
 
-    from smelt.quantization.layers import is_quantized, quantized_bytes
+    from smelt.models.empty_model import quantized_bytes
+    from smelt.quantization.layers import is_quantized
 
     places: dict[int, tuple[str, Any]] = {}
     for name, m in model.named_modules():
@@ -307,3 +337,167 @@ def oversized_weight_warnings(model: Any, stored: int) -> list[Message]:
 def _is_padded(matrix: Any) -> bool:
     """Return whether the last group of a matrix is padded."""
     return bool(matrix.width % matrix.scheme.group_size(matrix.width, matrix.options))
+
+
+# columns and their widths; with two spaces before each, 79 in total
+_COLUMNS = {"scheme": 14, "bits": 4, "data": 4, "training": 8, "runtimes": 16, "pays": 21}
+
+
+def scheme_table() -> str:
+    """Return the table, each line indented by two spaces, and an explanation of its columns."""
+    rows = [list(_COLUMNS), *(_row_cells(scheme) for scheme in SCHEMES.values())]
+    lines = [line for row in rows for line in _wrap_row(row)]
+    explanation = (
+        "bits: per weight, scales and zero points included, with the default options. data:"
+        " calibration samples. training: whether training after quantization is needed. runtimes: targets of"
+        f" `onnx`; torch runs all schemes. pays: where the scheme is useful.{_restricted_schemes()}"
+    )
+    return "\n".join(lines) + "\n\n" + explanation
+
+
+def _restricted_schemes() -> str:
+    """Return sentences about schemes that a runtime supports only with certain options."""
+    sentences = [
+        f" For {target}, {scheme.name} needs"
+        f" {' and '.join(format_option(*option) for option in only.items())}."
+        for scheme in SCHEMES.values()
+        for target, only in scheme.required_options.items()
+    ]
+    return "".join(sentences).replace("`", "")
+
+
+def _row_cells(scheme: Scheme) -> list[str]:
+    return [
+        scheme.name,
+        f"{bits_per_weight(scheme, default_options(scheme)):.3g}",
+        "yes" if scheme.requires_calibration else "none",
+        "needed" if scheme.requires_training else "none",
+        ", ".join(supported_targets([scheme])) or "torch only",
+        scheme.recommended_for,
+    ]
+
+
+def _wrap_row(cells: list[str]) -> list[str]:
+    """Return the lines of a table row, with cells wrapped to their column widths."""
+    wrapped = [
+        textwrap.wrap(cell, width, break_on_hyphens=False)
+        for cell, width in zip(cells, _COLUMNS.values(), strict=True)
+    ]
+    return [
+        "".join(f"  {part:{width}}" for part, width in zip(parts, _COLUMNS.values(), strict=True)).rstrip()
+        for parts in zip_longest(*wrapped, fillvalue="")
+    ]
+
+
+_HESSIAN_BYTES = 8  # float64
+_MOMENT_COPIES = 3  # of the largest second moment, while its factor is computed
+_GPTQ_COLUMNS = 128  # that GPTQ updates at once
+_CALLS_PER_COLUMN = 60
+_STRIDE_FACTOR = 4  # of reading and writing columns, which are not contiguous
+_PASSES_PER_WEIGHT = 70  # of reading and writing, to find a grid and to round
+_CLIP_PASSES = 200  # to search clipping
+_SCALE_CANDIDATES = 20  # of AWQ, for each norm
+_HQQ_PASSES = 20 * 6
+_STATE_BYTES = 2**30  # of hidden states that are kept in memory
+
+
+def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
+    """Return the size of the quantized model in files: weights, scales and zero points of each matrix."""
+    if settings.mixed_precision is not None:
+        mixed = settings.mixed_precision
+        widths = [settings.scheme_options(SCHEMES[name].name) for name in settings.used_schemes()]
+        bits = mixed.target_bits or max(
+            bits_per_weight(SCHEMES[name], options)
+            for name, options in zip(settings.used_schemes(), widths, strict=True)
+        )
+        return size.stored_as(bits / 8, bits / 8)
+    options = settings.scheme_options(settings.scheme)
+    if not size.stacks:  # convolutions
+        each = bits_per_weight(SCHEMES[settings.scheme], options) / 8
+        return size.stored_as(each, each)
+    stored = weights = 0.0
+    for stack in size.stacks:
+        for rows, columns in stack.matrices:
+            weights += stack.layers * rows * columns
+            stored += stack.layers * rows * columns * _bytes(settings.scheme, options, columns)
+    if settings.correction is not None:
+        rank = settings.correction.rank
+        stored += (
+            size.bytes_per_weight
+            * rank
+            * sum(stack.layers * (n + m) for stack in size.stacks for n, m in stack.matrices)
+        )
+    other = size.other_weights * size.table_bytes_per_weight
+    table = settings.resolved_embedding_scheme
+    each = _bytes(table, settings.scheme_options(table), size.width)
+    for part, is_quantized in (
+        (size.table_weights, settings.embeddings), (size.head_weights, settings.output_layer)
+    ):  # fmt: skip
+        other += part * (each if is_quantized else size.table_bytes_per_weight)
+    outside = size.table_weights + size.head_weights + size.other_weights
+    return size.stored_as(stored / max(1.0, weights), other / max(1, outside))
+
+
+def _bytes(scheme: str, options: Mapping[str, OptionValue], columns: int) -> float:
+    return bits_per_weight(SCHEMES[scheme], options, columns) / 8
+
+
+def works_by_block(settings: QuantizeSettings, inputs: CostInputs) -> bool:
+    """Return whether a large model is quantized block by block (see `open_large_model`)."""
+    moves_scales = settings.scales_inputs or settings.smoothquant_alpha is not None
+    whole = settings.loads_whole_model or (moves_scales and inputs.source.is_encoder_decoder)
+    return not whole and not (settings.needs_calibration and inputs.is_gpu)
+
+
+def quantize_cost(settings: QuantizeSettings, inputs: CostInputs) -> StepCost:
+    """Return the cost of `quantize` with these settings."""
+    size, streamed = inputs.source, works_by_block(settings, inputs)
+    result = quantized_size(settings, inputs.result)
+    passes = _PASSES_PER_WEIGHT + (_CLIP_PASSES if settings.clip != "none" else 0)
+    passes += _HQQ_PASSES if settings.method == "hqq" else 0
+    work = Work.of("moved", passes * FLOAT_BYTES * size.parameters)
+    by_block = streamed and is_streamed(size)
+    # a float copy of the largest matrix, instead of a block's, or next to the quantized weights of all
+    more = float(FLOAT_BYTES * size.largest_matrix + 2 * (0 if by_block else result.stored_bytes))
+    more = max(0.0, more - 2 * FLOAT_BYTES * size.largest_block) if by_block else more
+    if not settings.needs_calibration:
+        return one_shot_cost(inputs, result=result, work=work, more_bytes=more, streamed=streamed)
+    batches = calibration_batches(inputs, settings.calibration_samples)
+    once = total([forward_work(size, batch, inputs.task) for batch in batches])
+    more = max(more, max((pass_bytes(size, batch) for batch in batches), default=0))
+    if settings.compensates_rounding:
+        solving, held = _gptq(size, batches, by_block=by_block)
+        work, more = work + solving + once * 2, more + held
+    if settings.scales_inputs:
+        work += once * _SCALE_CANDIDATES
+    if settings.needs_activation_ranges or settings.smoothquant_alpha is not None:
+        work += once * 2
+    if settings.mixed_precision is not None or AUTO in settings.exclude:
+        few = calibration_batches(inputs, settings.sensitivity_samples)
+        layers = sum(stack.layers * len(stack.matrices) for stack in size.stacks)
+        # each layer is quantized alone, and the model runs from its block on
+        work += total([forward_work(size, batch, inputs.task) for batch in few]) * (layers / 2)
+    cost = one_shot_cost(inputs, result=result, work=work, more_bytes=more, streamed=streamed)
+    return cost if batches else replace(cost, work=None)
+
+
+def _gptq(size: ModelSize, batches: list[Batch], by_block: bool) -> tuple[Work, float]:
+    """Return the work and the memory of second moments, their factors, and the columns of all layers."""
+    tokens, work = num_tokens(batches), Work()
+    largest, moments = 0.0, 0.0
+    for stack in size.stacks:
+        flops = sum(2 * tokens * columns**2 + rows * columns**2 for rows, columns in stack.matrices)
+        column_bytes = FLOAT_BYTES * (3 * _GPTQ_COLUMNS / 2 + 8) * _STRIDE_FACTOR
+        moved = sum(columns * rows * column_bytes for rows, columns in stack.matrices)
+        each = (
+            Work.of("matrix", flops)
+            + Work.of("moved", moved)
+            + Work.of("calls", sum(columns * _CALLS_PER_COLUMN for _, columns in stack.matrices))
+            + cubic_solver_work([columns for _, columns in stack.matrices]) * 2  # float64
+        )
+        work += each * stack.layers
+        moments = max(moments, sum(_HESSIAN_BYTES * columns**2 for _, columns in stack.matrices))
+        largest = max([largest, *(_HESSIAN_BYTES * columns**2 for _, columns in stack.matrices)])
+    states = min(_STATE_BYTES, FLOAT_BYTES * tokens * size.width)
+    codes = 0 if by_block else size.block_weights  # one byte a weight until they are packed
+    return work, moments + _MOMENT_COPIES * largest + states + codes

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from smelt.compress.quantize.plan_layers import WeightQuantizer, round_on_grid, straight_through
 from smelt.quantization.groupwise import safe_reciprocal, split_into_groups
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.layers import QuantizedMatrix
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, UnpackedWeights
 
 

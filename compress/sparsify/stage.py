@@ -168,17 +168,14 @@ class Sparsify:
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
         """Make the model of `src` sparse and write it to `ctx.out`."""
         from smelt.calibration.samples import load_calibration_samples
-        from smelt.compress.quantize.requantize import load_dequantized
-        from smelt.models.checkpoint import save_model
+        from smelt.compress.quantize.requantize import dequantize_model
+        from smelt.models.checkpoint import load_model, save_model
         from smelt.models.streamed_model import open_streamed
         from smelt.runtimes.device import torch_threads
 
         streamed = open_streamed(src.path, ctx.out, settings.dtype) if _can_stream(ctx) else None
-        codes = None
-        if streamed is not None:
-            model, edits = streamed.model, streamed.edits
-        else:
-            model, edits, codes = load_dequantized(src, ctx, self.name, keep_grids=True)
+        model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
+        edits, codes = dequantize_model(model, edits, src, ctx, self.name, keep_grids=True)
         if (
             codes is not None
             and (lack := self.quantized_input_error(settings, codes.quantized_input)) is not None
@@ -228,7 +225,7 @@ def _sparsify_blocks(
 
     from smelt.calibration.sequential import ignore_block, run_blocks
     from smelt.compress.sparsify.methods import Sparsifier, linear_layers
-    from smelt.models.families.model_blocks import blocks_of
+    from smelt.models.families.registry import blocks_of
 
     draw = torch.Generator().manual_seed(ctx.seed)
     sparsifier = Sparsifier(model, _make_method(settings), settings.sparsity_pattern, draw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.model_input import count_stored_parameters, load_float_model
+from smelt.compress.model_input import load_float_model
 from smelt.compress.trim_vocabulary.select_tokens import (
     TrimVocabularySettings,
     compose_kept_tokens,
@@ -100,7 +100,7 @@ class TrimVocabulary:
             keep_vocabulary_rows,
             tokenize_split,
         )
-        from smelt.models.checkpoint import load_tokenizer, save_model
+        from smelt.models.checkpoint import count_stored_parameters, load_tokenizer, save_model
 
         if "train" not in ctx.data:
             raise InputError(

@@ -394,7 +394,7 @@ def trim_shortlist(folder: Path, new_ids: Mapping[int, int], kept: list[int], si
 
     A removed candidate of a source token is replaced by a token that is always allowed.
     """
-    from smelt.generation.shortlist import make_shortlist, read_shortlist, write_shortlist
+    from smelt.generation.config import make_shortlist, read_shortlist, write_shortlist
 
     shortlist = read_shortlist(folder, {"vocab_size": size})
     if shortlist is None:

@@ -19,10 +19,9 @@ from smelt.core.errors import InputError
 from smelt.data.splits import ENCODER_DECODER_TASKS, TEXT_GENERATION, Split, Task, input_texts
 from smelt.generation.prompt_batches import encode_responses
 from smelt.models.families.family import Family
-from smelt.models.families.model_blocks import is_token_embedding, output_modules
-from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.families.registry import FAMILIES, family_of, is_token_embedding, output_modules
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
-from smelt.runtimes.predict_texts import encode_texts
+from smelt.models.tokenizer import encode_texts
 from smelt.training.samples import encode_targets
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from smelt.core.messages import Message, escape_controls
 from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.evaluate.report import chart, examples, sensitivity, view, waterfall
+from smelt.evaluate.report import chart, examples, sensitivity, view
 from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
     ReportData,
@@ -52,7 +52,7 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
     """
     checked = validate_report(report)
     picture = chart.scatter_chart(checked) if with_charts else None
-    losses = waterfall.find_waterfall(checked)
+    losses = chart.find_waterfall(checked)
     text: str = _template().render(
         report=checked,
         view=view,
@@ -85,9 +85,9 @@ def _drawings(picture: chart.Chart, report: ReportData) -> list[str]:
     return [page_svg(chart.page_figure(picture, size, label)) for size in (chart.WIDE, chart.NARROW)]
 
 
-def _loss_drawings(losses: waterfall.Waterfall) -> list[str]:
-    layouts = (waterfall.WIDE, waterfall.NARROW)
-    return [page_svg(waterfall.waterfall_figure(losses, layout)) for layout in layouts]
+def _loss_drawings(losses: chart.Waterfall) -> list[str]:
+    layouts = (chart.WATERFALL_WIDE, chart.WATERFALL_NARROW)
+    return [page_svg(chart.waterfall_figure(losses, layout)) for layout in layouts]
 
 
 @cache
@@ -146,7 +146,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         parts += ["## Cross-validation", f"{_plain_table(*folds, left=1)}\n\n{view.FOLDS_LEGEND}"]
     if len(view.batch_sizes(checked)) > 0:
         parts += ["## Latency", _latency_section(checked)]
-    if losses := waterfall.find_waterfall(checked):
+    if losses := chart.find_waterfall(checked):
         parts += ["## Changes by stage", _waterfall_section(losses)]
     if layers := sensitivity.find_layer_table(checked):
         table = _plain_table(*sensitivity.summary_rows(layers), left=3)
@@ -350,7 +350,7 @@ def _plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) 
     return markdown_table([*map(escaped, head)], [[*map(escaped, row)] for row in rows], left)
 
 
-def _waterfall_section(losses: waterfall.Waterfall) -> str:
+def _waterfall_section(losses: chart.Waterfall) -> str:
     """Return how each stage of one chain changed quality, latency and size."""
     found = [(row, [row.changes[at] for at in losses.panels]) for row in losses.rows]
     rows = [

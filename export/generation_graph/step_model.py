@@ -34,7 +34,7 @@ from smelt.export.generation_graph.graph_builder import (
     hoist_nodes,
     names_at,
 )
-from smelt.generation.shortlist import ALWAYS_TENSOR, SHORTLIST_FILE, TABLE_TENSOR
+from smelt.generation.config import ALWAYS_TENSOR, SHORTLIST_FILE, TABLE_TENSOR
 
 # operators that compute logits, and their inputs with a vocabulary axis, with that axis
 _VOCABULARY_AXES: dict[str, dict[int, int]] = {

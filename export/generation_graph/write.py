@@ -42,10 +42,10 @@ from smelt.export.generation_graph.graph_builder import (
 from smelt.export.generation_graph.step_model import DecoderOnlyModel, EncoderDecoderModel, StepModel
 from smelt.export.graph_files import read_graph, share_weights
 from smelt.export.parity.check_parity import ExportedModel
-from smelt.export.parity.dequantized_copy import make_dequantized_copy
+from smelt.export.parity.references import make_dequantized_copy
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
 from smelt.generation.search import generate_resolved, generation_feeds, graph_supports, run_generation_graph
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.runtimes.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch
 from smelt.runtimes.registry import open_folder
 from smelt.runtimes.runner import read_model_files
@@ -127,7 +127,7 @@ def _add_inner_loop(
         LoopCarried("ids", ids, np.int64, (None, None)),
         LoopCarried("done", none, np.bool_, (None, 1)),
         *(
-            _with_initial(value, name)
+            LoopCarried(value.name, name, value.dtype, value.shape)
             for value, name in zip([*source.caches, *source.extra_state], state, strict=True)
         ),
     ]
@@ -189,10 +189,6 @@ def _next_tokens_from_shortlist(
     )
     forced = rule.forced_token(b)
     return b.op("Where", b.op("Less", forced, b.const(0)), best, forced)
-
-
-def _with_initial(value: LoopCarried, name: str) -> LoopCarried:
-    return LoopCarried(value.name, name, value.dtype, value.shape)
 
 
 START_TOKEN_INPUT = "decoder_start_token_id"

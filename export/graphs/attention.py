@@ -33,8 +33,7 @@ from torch.nn import functional as F
 
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Family, RmsNormForm
-from smelt.models.families.model_blocks import blocks_of
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.layers import LowRankLinear, ScaledLinear
 from smelt.quantization import emit
 from smelt.quantization.layers import concat_quantized
@@ -500,7 +499,7 @@ def rms_norm(module: Any, kind: RmsNormForm, x: Tensor) -> Tensor:
     """Compute an RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467).
 
     Runtimes fuse x / sqrt(mean(x^2) + eps) * w into one operator. It remains float32 in fp16 graphs, because
-    x^2 overflows in fp16 from 256 on (`export/precision`).
+    x^2 overflows in fp16 from 256 on (`export/convert_to_half.py`).
     """
     weight, epsilon = module.weight, getattr(module, kind.epsilon_attribute)
     weight = 1 + weight if kind.adds_one_to_weight else weight

@@ -39,7 +39,7 @@ from smelt.export.graphs.attention import (
     pack_projections,
     split_heads,
 )
-from smelt.export.onnx_settings import supports_gqa
+from smelt.export.settings import supports_gqa
 from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.quantization import emit
 

@@ -279,7 +279,7 @@ def require_float_caches(source: Path, graph: str, tool: str) -> None:
         InputError: they are int8.
     """
     from smelt.export.graph_files import read_graph
-    from smelt.export.precision.kv_cache import has_int8_caches
+    from smelt.export.kv_cache import has_int8_caches
 
     path = source / f"{graph}.onnx"
     if path.is_file() and has_int8_caches(read_graph(path, values=False)):

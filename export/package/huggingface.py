@@ -27,7 +27,7 @@ from smelt.export.package.hub_files import (
 )
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.edits import read_edits
 
 _TAGS = {"language-modeling": "text-generation"}  # all other tasks have the Hub's own names

@@ -41,8 +41,8 @@ from smelt.export.package.hub_files import (
     with_prefix,
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.generation.runners import is_causal
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
 from smelt.models.text_rules import SENTENCE_FILES
 from smelt.runtimes.backend import past_input_name
 from smelt.runtimes.runner import EMBEDDING_OUTPUT

@@ -13,13 +13,14 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact, default_threads
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import read_json_object, write_json
+from smelt.core.system import package_versions
 from smelt.data.labels import class_names, problem_type
 from smelt.data.splits import (
     DECODER_ONLY_TASKS,
@@ -31,8 +32,8 @@ from smelt.data.splits import (
 )
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
-from smelt.models.image_processor import read_processor
 from smelt.models.text_rules import read_prompt_template
+from smelt.runtimes.images import read_processor
 
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationConfig
@@ -218,7 +219,7 @@ def requirements(reader: str, *more: str) -> list[str]:
     Raises:
         MissingDependencyError: ONNX Runtime is not installed.
     """
-    runtime = next(filter(None, map(_version, _RUNTIMES)), None)
+    runtime = next(iter(package_versions(_RUNTIMES).values()), None)
     if runtime is None:
         raise MissingDependencyError(
             "onnxruntime is not installed. Run: pip install onnxruntime", code="not-installed"
@@ -228,13 +229,6 @@ def requirements(reader: str, *more: str) -> list[str]:
         f"onnxruntime=={runtime}",
         *(f"{n}=={version(n)}" for n in (reader, *more)),
     ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def requirements_file(reader: str, *more: str) -> str:

@@ -27,11 +27,15 @@ from smelt.export.package.text_nodes import (
     string_constant,
 )
 from smelt.generation.config import MAX_NEW_TOKENS, GenerationConfig
-from smelt.generation.prompt_batches import encode_prompts, truncate_prompt
 from smelt.models.prompt_template import PROMPT_FIELD
 from smelt.models.text_rules import NO_LIMIT
-from smelt.models.tokenizer import EDGE_CASE_TEXTS, TextTokenizer
-from smelt.runtimes.predict_texts import encode_texts
+from smelt.models.tokenizer import (
+    EDGE_CASE_TEXTS,
+    TextTokenizer,
+    encode_prompts,
+    encode_texts,
+    truncate_prompt,
+)
 
 TEXTS_INPUT, GENERATED_OUTPUT, LABELS_OUTPUT, SEQUENCES_OUTPUT = "texts", "generated", "labels", "sequences"
 _NAME_PREFIX = "text/"  # prefix of the names of all new values

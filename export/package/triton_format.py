@@ -214,7 +214,7 @@ def _write_graph(
     import onnx
 
     from smelt.export.package.one_file_format import select_graph, self_contained_graph
-    from smelt.runtimes.predict_texts import uses_token_types
+    from smelt.models.tokenizer import uses_token_types
 
     config = read_json_object(artifact.path / "config.json")
     (folder / "1").mkdir(parents=True)

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smelt.core.artifact import CHECKSUMS_FILE, MANIFEST, Artifact, FileRecord, is_ignorable_file
+from smelt.core.artifact import CHECKSUMS_FILE, Artifact, FileRecord, is_ignorable_file
 from smelt.core.errors import InputError, RunError
 from smelt.core.files import (
+    MANIFEST,
     folder_size,
     fsync_path,
     read_json_object,

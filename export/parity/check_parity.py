@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from smelt.core.errors import MissingDependencyError, ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.graphs.attention import GraphSpec
-from smelt.export.parity.dequantized_copy import check_constants, make_dequantized_copy
 from smelt.export.parity.operator_checks import (
     GraphCall,
     TensorsByName,
@@ -30,19 +29,21 @@ from smelt.export.parity.operator_checks import (
     open_with_outputs,
     run_graph_calls,
 )
-from smelt.export.parity.torch_reference import (
+from smelt.export.parity.references import (
     LOGITS_TOLERANCES,
     ExactReference,
     TorchReference,
+    check_constants,
     check_output,
     logits_for,
+    make_dequantized_copy,
     round_weights_,
     run_exact,
 )
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.scheme import GRAPH_TARGETS
 from smelt.runtimes.device import cuda_device_count
-from smelt.runtimes.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_backend import open_onnx_session
 
 
 class LayerLocation(NamedTuple):

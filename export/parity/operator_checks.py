@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import link_external_data, write_graph
-from smelt.export.parity.torch_reference import TorchReference
+from smelt.export.parity.references import TorchReference
 from smelt.generation.runners import position_ids
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from smelt.quantization.schemes.registry import quantized_operators
@@ -87,7 +87,7 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     Raises:
         ParityError: an operator's output differs from its layer's, or it has no layer.
     """
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     found = [_match_layer(graph, model, module, node) for node in _quantized_nodes(model)]
     if not found:
@@ -288,7 +288,7 @@ def _widen(alone: Any, folder: Path) -> None:
     from onnx import TensorProto
     from onnx.external_data_helper import load_external_data_for_tensor
 
-    from smelt.export.parity.dequantized_copy import widen_to_float32
+    from smelt.export.parity.references import widen_to_float32
 
     for tensor in alone.graph.initializer:
         half = tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -375,7 +375,7 @@ def open_with_outputs(
     """
     from onnx import ValueInfoProto
 
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     graph = model.graph
     known = {"", *(value.name for value in (*graph.input, *graph.output, *graph.initializer))}
@@ -397,7 +397,7 @@ def run_graph_calls(
         name: of the graph.
         reference: the batch, and the input tokens of a decoder.
     """
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     batch = reference.batch
     if isinstance(batch, ImageBatch):

@@ -26,10 +26,10 @@ from smelt.data.splits import (
 from smelt.generation.runners import is_causal
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import max_input_length
-from smelt.models.tokenizer import EncodedTexts
+from smelt.models.tokenizer import EncodedTexts, encode_texts
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
-from smelt.runtimes.predict_texts import encode_texts, pad_batch
+from smelt.runtimes.predict_texts import pad_batch
 
 PARITY_ROWS, PARITY_LENGTH, PARITY_STEPS = 8, 48, 8
 # samples of the data to choose from
@@ -210,7 +210,8 @@ def _prompt_batch(split: Split, tokenizer: Any, limit: int, rows: int, length: i
 
     Prompts of similar length are truncated to different ones, so that all rows but the last are padded.
     """
-    from smelt.generation.prompt_batches import encode_prompts, pad_left, padding_token
+    from smelt.generation.prompt_batches import pad_left, padding_token
+    from smelt.models.tokenizer import encode_prompts
 
     most = max(2, min(length, limit - PARITY_STEPS))
     found = encode_prompts([e.text for e in split.examples[:_MAX_CANDIDATES]], tokenizer, most)

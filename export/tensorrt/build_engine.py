@@ -18,11 +18,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from smelt.core.errors import RunError, did_you_mean
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Progress
+from smelt.export.settings import HardwareCompatibility, WeightStorage
 from smelt.runtimes.tensorrt_engine import make_logger
 
 _ANY_OPERATOR = "*"
@@ -371,8 +372,6 @@ def _dimension_range(dimension: Any, name: str, known: Mapping[str, SizeRange], 
 
 # Logged for every model, about a timing cache that only costs time, or followed by a more exact line.
 _IGNORED_WARNINGS = ("has Int64 binding", "timing cache", "Detected layernorm nodes in FP16.")
-WeightStorage = Literal["embedded", "refittable", "stripped"]
-HardwareCompatibility = Literal["none", "ampere+", "same-cc"]
 _COMPATIBILITY_LEVELS: dict[HardwareCompatibility, str] = {
     "none": "NONE",
     "ampere+": "AMPERE_PLUS",

@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
-from smelt.core.system import child_environment, python_command
+from smelt.core.system import IsolatedProcessError, child_environment, python_command, run_isolated
 from smelt.export.tensorrt.build_engine import DIMENSION_NAMES, ProfileShapes
 from smelt.export.tensorrt.operator_rules import run_rules
 from smelt.export.tensorrt.value_rules import TensorrtProblem, missing_external_data, read_checked_graph
 from smelt.runtimes.third_party.graph_files import UNNAMED_DIMENSIONS
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, run_isolated
 from smelt.runtimes.third_party.validate_graph import validation_limits
 
 __all__ = ["TensorrtProblem", "check_profile", "load_graph", "preflight"]

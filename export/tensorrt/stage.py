@@ -1,7 +1,16 @@
-"""The stage `tensorrt`: build one engine per ONNX graph, for the lengths of the data."""
+"""The stage `tensorrt`: build one engine per ONNX graph, for the lengths and batch sizes of the data.
+
+For third-party graphs, ranges are by axis, independent of axis names. For inputs of texts axis 0 is the batch
+and axis 1 the length. For arrays one axis is the batch; every other axis without a fixed size gets the size
+of the samples in the data.
+
+Lengths and sizes come from the data or the recipe; ONNX Runtime's options for TensorRT have them too. Source
+of these: ONNX Runtime's documentation, "TensorRT Execution Provider"; its parser requires `True` and `False`.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,25 +19,33 @@ from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
+from smelt.core.files import load_json
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need, Settings
-from smelt.data.splits import ALL_TASKS, Task
+from smelt.data.splits import (
+    ALL_TASKS,
+    CUSTOM_TASK,
+    DECODER_ONLY_TASKS,
+    ENCODER_DECODER_TASKS,
+    IMAGE_CLASSIFICATION,
+    TEXT_GENERATION,
+    Example,
+    Task,
+    input_texts,
+)
+from smelt.export.settings import ProviderSettings, TensorrtSettings
 from smelt.export.tensorrt.build_engine import (
     BuildOptions,
     ProfileShapes,
     SizeRange,
     build_engine,
+    causal_ranges,
+    input_range,
+    past_range,
     profile_shapes,
     timing_cache_path,
 )
 from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
-from smelt.export.tensorrt.profile_ranges import (
-    largest_profile,
-    profile_ranges,
-    third_party_ranges,
-    third_party_shapes,
-)
-from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.models.costs import CostInputs, StepCost, one_shot_cost
 from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
@@ -217,3 +234,321 @@ def _copy_other_files(src: Path, out: Path) -> None:
         if (src / name).is_file():
             shutil.copyfile(src / name, out / name)
     copy_tokenizer(src, out)
+
+
+DimensionRanges = dict[str, SizeRange]
+# Tokenizing more examples does not change a percentile noticeably.
+_MAX_EXAMPLES = 5000
+_SPLIT_ORDER = ("train", "calibration", "validation")
+
+
+def profile_ranges(
+    folder: Path, settings: TensorrtSettings, ctx: Context, setting_path: str = "tensorrt: {%s}"
+) -> tuple[list[DimensionRanges], int | None]:
+    """Return the range of each dimension (batch, input, past) for each profile, and the position limit.
+
+    For images only the batch varies. Profiles are those of the recipe, in its order. setting_path: where such
+    settings are in a recipe, used in messages.
+
+    Raises:
+        InputError: there are no data to compute lengths from and no lengths are set, or no profile covers all
+            others.
+    """
+    from smelt.models.text_rules import position_limit
+
+    config = load_json(folder / "config.json")
+    limit = position_limit(config)
+    parts = settings.each_profile()
+    if ctx.task == IMAGE_CLASSIFICATION:
+        ranges: list[DimensionRanges] = [{"batch": _batch_range(part)} for part in parts]
+    elif ctx.task in DECODER_ONLY_TASKS:
+        ranges = _decoder_only_ranges(folder, config, parts, limit or 10**6, ctx)
+    else:
+        ranges = _text_ranges(folder, parts, limit or 10**6, ctx, setting_path)
+    largest_profile(ranges)
+    return ranges, limit
+
+
+def largest_profile(profiles: Sequence[Mapping[str, SizeRange]]) -> int:
+    """Return the index of the profile that covers all others.
+
+    Raises:
+        InputError: none does, so that a large batch of long texts would not fit any profile.
+    """
+    for at, profile in enumerate(profiles):
+        if all(profile[name].max >= other[name].max for other in profiles for name in profile):
+            return at
+    listed = "; ".join(
+        ", ".join(f"{name} up to {size.max}" for name, size in profile.items()) for profile in profiles
+    )
+    raise InputError(
+        f"tensorrt: no profile covers all others ({listed}), so a large batch of long texts would not fit"
+        " any. Add one with the largest max_batch_size and the longest lengths.",
+        code="no-covering-profile",
+        setting="profiles",
+    )
+
+
+def _batch_range(settings: TensorrtSettings) -> SizeRange:
+    return SizeRange(1, settings.opt_batch_size, settings.max_batch_size)
+
+
+def _decoder_only_ranges(
+    folder: Path, config: dict[str, Any], parts: Sequence[TensorrtSettings], limit: int, ctx: Context
+) -> list[DimensionRanges]:
+    """Return the ranges of a decoder-only graph; the cache is as long in each as the longest text."""
+    prompts = [_max_prompt_length(folder, config, part, ctx) for part in parts]
+    usual = [part.lengths.opt if part.lengths is not None and len(parts) > 1 else 1 for part in parts]
+    longest = parts[0].max_new_tokens or max_output_tokens(folder, ctx.task)
+    return [
+        {"batch": _batch_range(part)} | causal_ranges(prompt, longest, limit, max(prompts), opt)
+        for part, prompt, opt in zip(parts, prompts, usual, strict=True)
+    ]
+
+
+def _text_ranges(
+    folder: Path, parts: Sequence[TensorrtSettings], limit: int, ctx: Context, under: str
+) -> list[DimensionRanges]:
+    """Return the ranges of a graph that reads whole texts, and of the decoder after it if there is one."""
+    examples = _sample_examples(ctx)
+    if not examples and any(part.lengths is None for part in parts):
+        raise InputError(
+            "tensorrt: there is no train, calibration or validation data to compute text lengths from."
+            f" Add some to the recipe, or set {under % 'lengths: {opt: 32, max: 128}'}.",
+            code="missing-data",
+        )
+    lengths, outputs = _token_lengths(folder, examples, ctx.task)
+    profiles: list[DimensionRanges] = []
+    for part in parts:
+        ranges = {"batch": _batch_range(part), "input": _input_range(part, lengths, limit)}
+        if ctx.task in ENCODER_DECODER_TASKS:
+            longest = part.max_new_tokens or max_output_tokens(folder, ctx.task)
+            ranges["past"] = past_range(outputs or lengths or [2], longest, limit)
+        profiles.append(ranges)
+    most = max(ranges["input"].max for ranges in profiles)
+    longer = sum(n > most for n in lengths)
+    if longer:
+        are = "is" if longer == 1 else "are"
+        ctx.warn(
+            "longer-than-engine",
+            f"{longer:,} of {len(lengths):,} texts {are} longer than the {most} tokens of the engine and"
+            f" would be truncated. Increase {under % 'length_percentile, lengths'}.",
+        )
+    return profiles
+
+
+def _sample_examples(ctx: Context) -> list[Example]:
+    examples = [e for place in _SPLIT_ORDER if place in ctx.data for e in ctx.data[place].examples]
+    return examples[:: max(1, len(examples) // _MAX_EXAMPLES)]
+
+
+def _input_range(settings: TensorrtSettings, lengths: Sequence[int], limit: int) -> SizeRange:
+    if settings.lengths is not None:
+        return SizeRange(1, settings.lengths.opt, settings.lengths.max)
+    return input_range(lengths, settings.length_percentile, limit)
+
+
+def max_output_tokens(folder: Path, task: Task) -> int:
+    """Return the maximum number of new tokens of the model in `folder`, if no number is requested.
+
+    `max_length` counts the prompt too: a decoder's one start token, or a text. If the text alone is longer,
+    generation uses its own default.
+    """
+    from smelt.generation.config import MAX_NEW_TOKENS, GenerationConfig
+
+    files = (folder / "generation_config.json", folder / "config.json")
+    own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
+    limits = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
+    longest = GenerationConfig.model_validate(limits).max_total_length(1) - 1
+    prompted = task in DECODER_ONLY_TASKS and "max_new_tokens" not in limits
+    return max(longest, MAX_NEW_TOKENS) if prompted else longest
+
+
+def _max_prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtSettings, ctx: Context) -> int:
+    """Return the largest number of input tokens: `lengths: {max}`, else the window of cut texts.
+
+    For text generation it is the percentile of the prompts' lengths, of the data if there are any.
+    """
+    if settings.lengths is not None:
+        return settings.lengths.max
+    from smelt.models.checkpoint import load_tokenizer
+    from smelt.models.text_rules import max_input_length, window_length
+
+    if ctx.task == TEXT_GENERATION:
+        examples = _sample_examples(ctx)
+        lengths, _ = _token_lengths(folder, examples, ctx.task)
+        if lengths:
+            limit = max_input_length(load_tokenizer(folder), config)
+            return input_range(lengths, settings.length_percentile, limit).max
+    windows = next((ctx.data[name].windows for name in _SPLIT_ORDER if name in ctx.data), None)
+    return window_length(windows, max_input_length(load_tokenizer(folder), config))
+
+
+def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tuple[list[int], list[int]]:
+    """Return the lengths in tokens of the inputs, and of the references if texts are generated."""
+    if not examples:
+        return [], []
+    from smelt.models.checkpoint import load_tokenizer
+    from smelt.models.tokenizer import encode_texts
+
+    tokenizer = load_tokenizer(folder)
+    texts, pairs = input_texts(examples, task)
+    inputs = [len(ids) for ids in encode_texts(texts, tokenizer, 10**9, pairs).ids]
+    if task not in ENCODER_DECODER_TASKS:
+        return inputs, []
+    references = [e.references[0] for e in examples if e.references]
+    targets = tokenizer(text_target=references, verbose=False)["input_ids"] if references else []
+    return inputs, [len(ids) for ids in targets]
+
+
+_THIRD_PARTY_SPLIT_ORDER = ("calibration", "validation", "train")
+
+
+def third_party_ranges(
+    folder: Path, settings: TensorrtSettings, ctx: Context
+) -> tuple[list[DimensionRanges], int | None]:
+    """Return for each profile the range of the batch, and of each further axis of each input by `NAME.AXIS`.
+
+    Raises:
+        InputError: an axis has no fixed size, and there are no samples that a stage may use.
+    """
+    if ctx.task != CUSTOM_TASK:
+        return profile_ranges(folder, settings, ctx)
+    from smelt.runtimes.third_party.signature import read_signature
+
+    rows = next((ctx.data[place].arrays for place in _THIRD_PARTY_SPLIT_ORDER if place in ctx.data), None)
+    sizes: DimensionRanges = {}
+    batches: list[str] = []
+    for value in read_signature(folder).inputs:
+        for axis, length in enumerate(value.shape or ()):
+            if isinstance(length, int):
+                continue
+            if axis == value.axis:
+                batches += [f"{value.name}.{axis}"] if axis else []  # axis 0 is the batch for texts too
+                continue
+            if rows is None:
+                raise InputError(
+                    f"tensorrt: the input '{value.name}' has dynamic axes, and there are no calibration"
+                    " samples to take their sizes from. Add data: {calibration: FILE.npz}.",
+                    code="no-calibration-data",
+                )
+            # there the axis of the samples is the first
+            place = axis if value.axis is None or axis > value.axis else axis + 1
+            size = int(rows.values[value.name].shape[place])
+            sizes[f"{value.name}.{axis}"] = SizeRange(size, size, size)
+    profiles: list[DimensionRanges] = []
+    for part in settings.each_profile():
+        batch = SizeRange(1, part.opt_batch_size, part.max_batch_size)
+        profiles.append({"batch": batch, **dict.fromkeys(batches, batch), **sizes})
+    largest_profile(profiles)
+    return profiles, None
+
+
+def third_party_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
+    """Return min, opt and max shape of every input of an ONNX model with an axis without a fixed size.
+
+    Raises:
+        RunError: an input has more such axes than texts have.
+    """
+    weights = {tensor.name for tensor in model.graph.initializer}
+    shapes: ProfileShapes = {}
+    for value in model.graph.input:
+        sizes = value.type.tensor_type.shape.dim
+        if value.name in weights or all(d.dim_value > 0 for d in sizes):
+            continue
+        axes = [_axis_range(value.name, axis, size, ranges, graph) for axis, size in enumerate(sizes)]
+        shapes[value.name] = (
+            tuple(r.min for r in axes), tuple(r.opt for r in axes), tuple(r.max for r in axes),
+        )  # fmt: skip
+    return shapes
+
+
+def _axis_range(name: str, axis: int, size: Any, ranges: Mapping[str, SizeRange], graph: str) -> SizeRange:
+    if size.dim_value > 0:
+        return SizeRange(size.dim_value, size.dim_value, size.dim_value)
+    known = ranges.get(f"{name}.{axis}") or (ranges.get("batch") if axis == 0 else None)
+    known = known or (ranges.get("input") if axis == 1 else None)
+    if known is None:
+        raise RunError(
+            f"{graph}: axis {axis} of input '{name}' is dynamic, and no size is known for it. Export the"
+            " graph with a fixed size.",
+            code="unknown-axis-size",
+            file=graph,
+        )
+    return known
+
+
+_QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+
+
+def export_provider_options(
+    dtype: str, settings: ProviderSettings, source: Path, ctx: Context
+) -> dict[str, Any]:
+    """Write `provider.json` next to the finished graphs in `ctx.out`; return the sizes for the manifest.
+
+    Args:
+        dtype: of the graphs.
+        settings: of their engines.
+        source: the folder of the model, with config and tokenizer.
+        ctx: with the data that lengths are computed from.
+
+    Raises:
+        InputError: there are no data to compute lengths from, and no lengths are set.
+        RunError: the sizes do not fit a graph.
+    """
+    from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, write_provider_options
+
+    [ranges], limit = profile_ranges(source, settings.as_tensorrt_settings(), ctx, "onnx: {engine: {%s}}")
+    options: dict[str, ProviderOptions] = {}
+    for path in sorted(ctx.out.glob("*.onnx")):
+        model = load_graph(path)
+        shapes = profile_shapes(model, ranges, path.name)
+        wrong = [p.as_message() for p in check_profile(model, shapes, limit) if p.severity == "error"]
+        if wrong:
+            text = f"{path.name}: TensorRT in ONNX Runtime does not support these sizes:\n  " + "\n  ".join(
+                map(str, wrong)
+            )
+            raise RunError(text, code="does-not-fit-model", file=path.name, found=wrong)
+        coded = any(node.op_type in _QDQ_OPS for node in model.graph.node)
+        options[path.stem] = ProviderOptions(
+            graph_hash(path), tensorrt_options(settings, dtype, coded, shapes)
+        )
+    write_provider_options(ctx.out, options)
+    return {name: [r.min, r.opt, r.max] for name, r in ranges.items()}
+
+
+def tensorrt_options(
+    settings: ProviderSettings, dtype: str, quantized: bool, shapes: ProfileShapes
+) -> dict[str, str]:
+    """Return the options of TensorRT's provider for one graph.
+
+    The provider builds weakly typed networks: a precision is used only if an option allows it, and norms in
+    float32 have an option of their own.
+
+    Args:
+        settings: of the engines.
+        dtype: fp32, fp16 or bf16, of the graph.
+        quantized: whether the graph has QuantizeLinear and DequantizeLinear.
+        shapes: min, opt and max shape by input.
+    """
+    from smelt.runtimes.ort_tensorrt_backend import format_shapes
+
+    return {
+        "trt_fp16_enable": _bool_option(dtype == "fp16"),
+        "trt_bf16_enable": _bool_option(dtype == "bf16"),
+        "trt_int8_enable": _bool_option(quantized),
+        "trt_layer_norm_fp32_fallback": _bool_option(dtype == "fp16"),
+        "trt_max_workspace_size": str(settings.workspace_mib << 20),
+        "trt_builder_optimization_level": str(settings.optimization_level),
+        "trt_timing_cache_enable": _bool_option(settings.timing_cache),
+        "trt_engine_hw_compatible": _bool_option(settings.hardware_compatibility == "ampere+"),
+        "trt_context_memory_sharing_enable": _bool_option(settings.context_memory == "shared"),
+        **{
+            f"trt_profile_{end}_shapes": format_shapes({name: sizes[at] for name, sizes in shapes.items()})
+            for at, end in enumerate(("min", "opt", "max"))
+        },
+    }
+
+
+def _bool_option(on: bool) -> str:
+    return "True" if on else "False"

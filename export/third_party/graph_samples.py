@@ -131,7 +131,8 @@ def _text_samples(
 ) -> tuple[dict[str, list[Feeds]], bool]:
     from smelt.data.splits import input_texts
     from smelt.generation.runners import is_causal
-    from smelt.runtimes.predict_texts import encode_texts, pad_batch
+    from smelt.models.tokenizer import encode_texts
+    from smelt.runtimes.predict_texts import pad_batch
 
     split = next((ctx.data[place] for place in SPLIT_ORDER if place in ctx.data), None)
     texts, pairs = (
@@ -192,7 +193,7 @@ def iter_graph_outputs(path: Path, feeds: list[Feeds], threads: int | None) -> I
     Raises:
         RunError: ONNX Runtime cannot open or run it.
     """
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     try:
         session = open_onnx_session(path, threads or 1)

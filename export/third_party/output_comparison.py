@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from smelt.core.errors import ParityError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
+from smelt.core.system import IsolatedProcessError, run_isolated
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleArrays, SampleAxes
 from smelt.export.third_party.graph_samples import Feeds
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, run_isolated
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.trial_run import read_feeds, trial_limits, write_feeds
 
@@ -367,7 +367,7 @@ def subprocess_main(arguments: Sequence[str]) -> dict[str, str]:
 
     arguments: the graph's file, that of the samples, the names of its inputs and the axes of all, as JSON.
     """
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     feeds, axes = read_feeds(*arguments[1:3]), json.loads(arguments[3])
     count = next(v.shape[axes[n]] for n, v in feeds.items() if v.ndim and axes[n] is not None)

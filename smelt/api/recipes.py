@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from smelt.core.artifact import MANIFEST, Artifact, read_artifact
+from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, RunError, combined_error
-from smelt.core.files import load_json, write_atomically
+from smelt.core.files import MANIFEST, load_json, write_atomically
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import stage_needs
 from smelt.data.splits import (
@@ -34,9 +34,8 @@ from smelt.evaluate.report.render import render_html, render_markdown
 from smelt.evaluate.report.schema import validate_report
 from smelt.export.package.write_package import atomic_folder, require_empty_destination
 from smelt.pipeline.execute.run import RunOptions, run_plan
-from smelt.pipeline.execute.run_result import Report, Result, report_csv, summary_lines, write_report
-from smelt.pipeline.inspect.model_info import inspect_model
-from smelt.pipeline.inspect.onnx_files import is_onnx
+from smelt.pipeline.execute.run_folder import Report, Result, report_csv, summary_lines, write_report
+from smelt.pipeline.inspect.model_info import inspect_model, is_onnx
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.recipe.mistakes import dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.recipe import check_recipe, find_recipe

@@ -22,8 +22,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.data.splits import Split
 from smelt.models.edits import module_names
-from smelt.models.families.model_blocks import blocks_of
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.sentence_model import encoder_result
 from smelt.training.losses import IGNORE_INDEX
 from smelt.training.samples import (

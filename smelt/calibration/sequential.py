@@ -41,8 +41,7 @@ from smelt.calibration.statistics import batches_on_device
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.families.family import Stack
-from smelt.models.families.model_blocks import Block, blocks_of
-from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.families.registry import FAMILIES, Block, blocks_of, family_of
 from smelt.runtimes.device import torch_device, torch_threads
 from smelt.training.samples import TensorBatch
 

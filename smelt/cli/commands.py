@@ -145,8 +145,8 @@ def bench(
     """Measure the latency of ARTIFACTS and compare each with the first."""
     import json
 
-    from smelt.api.benchmark import time_artifacts as measure
-    from smelt.api.benchmark import timing_table
+    from smelt.api.evaluate import time_artifacts as measure
+    from smelt.api.evaluate import timing_table
     from smelt.pipeline.execute.display import Display
 
     settings = {

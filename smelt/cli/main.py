@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import click
+from pydantic import BaseModel
 
 from smelt.cli.commands import (
     FOLDER_TYPE,
@@ -26,8 +32,142 @@ from smelt.cli.commands import (
     store_option,
     tensorrt_check,
 )
+from smelt.core.errors import InputError, did_you_mean
 from smelt.core.system import SAFE_PATH_VARIABLE
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
+from smelt.pipeline.recipe.mistakes import other_name_hint
+from smelt.pipeline.recipe.stages import all_stages
+
+_WIDTH = 79
+
+
+def list_stages() -> str:
+    """Return the list of stages: name, input and output formats, summary."""
+    lines = []
+    for name, stage in all_stages().items():
+        formats = f"{'/'.join(sorted(stage.accepts))} -> {stage.produces}"
+        head = f"{name:16} {formats:17} "
+        lines += textwrap.wrap(head + _summary_line(stage), _WIDTH, subsequent_indent=" " * len(head))
+    return "\n".join([*lines, "", "smelt stages NAME describes a stage and its settings."])
+
+
+def describe_stage(name: str) -> str:
+    """Return the stage's description, its source, and each setting with type and default.
+
+    Raises:
+        InputError: there is no such stage.
+    """
+    table = all_stages()
+    if name not in table:
+        raise InputError(
+            f"unknown stage '{name}'. Known stages:"
+            f" {', '.join(table)}.{other_name_hint(name, table) or did_you_mean(name, table)}",
+            code="unknown-stage",
+        )
+    stage = table[name]
+    tasks = ", ".join(sorted(stage.tasks))
+    needs = ", ".join(sorted(stage.needs)) or "nothing else"
+    may = "may need" if hasattr(stage, "needs_with") else "needs"
+    parts = [
+        _fill_paragraphs(f"{name}: {inspect.cleandoc(stage.__doc__ or '')}"),
+        textwrap.fill(
+            f"input: {', '.join(sorted(stage.accepts))}; output: {stage.produces}; {may} {needs}; tasks:"
+            f" {tasks}",
+            _WIDTH,
+            break_on_hyphens=False,
+        ),
+        textwrap.fill(f"source: {stage.source}", _WIDTH),
+    ]
+    if any(info.description is None for info in stage.settings_type.model_fields.values()):
+        parts.append(_fill_paragraphs(inspect.cleandoc(stage.settings_type.__doc__ or "")))
+    if hasattr(stage, "extra_help"):
+        parts.insert(1, _fill_paragraphs(stage.extra_help()))
+    return "\n\n".join([*parts, "settings:"]) + "\n" + "\n".join(_settings_lines(stage.settings_type, "  "))
+
+
+def _fill_paragraphs(text: str) -> str:
+    """Wrap the paragraphs of `text`; indented ones are examples and are not changed."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(
+        p if p.startswith(" ") else textwrap.fill(p, _WIDTH, break_on_hyphens=False) for p in paragraphs
+    )
+
+
+def _settings_lines(model: type[BaseModel], indent: str) -> list[str]:
+    lines = []
+    for setting in settings_of(model):
+        default = "required" if setting.required else f"default {setting.default or 'none'}"
+        kind = "" if setting.kind == "mapping" else f"{setting.kind} ({default}) "
+        text = f"{setting.name}: {kind}{setting.description}".rstrip()
+        lines += textwrap.wrap(
+            text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_on_hyphens=False
+        )
+        for inner in setting.inner:
+            lines += _settings_lines(inner, indent + "  ")
+    return lines
+
+
+class Setting(NamedTuple):
+    """A setting as written in a recipe.
+
+    default: empty if it is null or a mapping of other settings. inner: the classes of nested settings.
+    """
+
+    name: str
+    kind: str
+    default: str
+    required: bool
+    description: str
+    inner: tuple[type[BaseModel], ...]
+
+
+def settings_of(model: type[BaseModel]) -> Iterator[Setting]:
+    """Yield the settings of a class in order."""
+    for name, info in model.model_fields.items():
+        required = info.is_required()
+        default = None if required else info.get_default(call_default_factory=True, validated_data={})
+        plain = "" if default is None or isinstance(default, BaseModel) else _recipe_text(default)
+        inner = tuple(dict.fromkeys(_models(info.annotation)))
+        yield Setting(name, _type_text(info.annotation), plain, required, info.description or "", inner)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the classes of settings in a type."""
+    if _is_settings_class(annotation):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def _is_settings_class(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _recipe_text(value: Any) -> str:
+    """Return `value` as written in a recipe."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _type_text(annotation: Any) -> str:
+    """Return the name of a type: `integer`, `uniform | first | last`, `list of string`."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(_recipe_text, inner))
+    if origin is Annotated:
+        return _type_text(inner[0])
+    if origin in (list, tuple):
+        return f"list of {_type_text(inner[0])}"
+    if origin is dict or _is_settings_class(annotation):
+        return "mapping"
+    if inner:
+        kinds = dict.fromkeys(_type_text(part) for part in inner if part is not NoneType)
+        return " | ".join(sorted(kinds, key="mapping".__eq__))
+    words = {str: "string", bool: "boolean", float: "number", int: "integer"}
+    return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _summary_line(stage: Any) -> str:
+    return (inspect.cleandoc(stage.__doc__ or "").splitlines() or [""])[0].rstrip(".")
 
 
 class _CommandGroup(click.Group):
@@ -44,8 +184,6 @@ class _CommandGroup(click.Group):
             print_untrusted(f"error[{error.code or DEFAULT_CODE}]: {error}", err=True)
             ctx.exit(error.exit_code)
         except click.NoSuchOption as error:
-            from smelt.pipeline.recipe.mistakes import other_name_hint
-
             known = [] if error.ctx is None else [o for p in error.ctx.command.params for o in p.opts]
             if hint := other_name_hint(error.option_name, known):
                 raise click.UsageError(f"{error.message}{hint}", error.ctx) from error
@@ -59,7 +197,7 @@ class _CommandGroup(click.Group):
             sys.stdout = None
             ctx.exit(0)
         except Exception as error:
-            from smelt.pipeline.execute.failures import explain_command
+            from smelt.pipeline.execute.display import explain_command
 
             failure = explain_command(error, str(ctx.invoked_subcommand))
             print_untrusted(f"error[{failure.code}]: {failure}", err=True)
@@ -69,8 +207,6 @@ class _CommandGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command, or raise an error that suggests the closest name."""
-        from smelt.core.errors import did_you_mean
-
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -179,7 +315,7 @@ def run(
     Started by torchrun or srun, the processes train its stages together.
     """
     from smelt.pipeline.execute.run import RunOptions, run_plan
-    from smelt.pipeline.execute.run_result import summary_lines
+    from smelt.pipeline.execute.run_folder import summary_lines
     from smelt.pipeline.execute.training_processes import external_rank, serve_training, use_all_cores
     from smelt.pipeline.plan.load_plan import load_plan
 
@@ -213,18 +349,14 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None, as_json: bo
 
     Exits with 2 if the recipe has mistakes, or if a step cannot run on this machine or cannot fit.
     """
-    from smelt.core.errors import InputError
-    from smelt.pipeline.execute.run_costs import plan_costs
+    from smelt.pipeline.execute.run_costs import cost_lines, plan_costs, plan_json
     from smelt.pipeline.plan.costs import require_fitting
     from smelt.pipeline.plan.load_plan import load_plan
-    from smelt.pipeline.plan.predictions import cost_lines, plan_json
     from smelt.training.processes import require_gpus
 
     loaded = load_plan(recipe, overrides, until)
     costs = plan_costs(loaded, **places)
     if as_json:
-        import json
-
         click.echo(json.dumps(plan_json(loaded, costs), indent=1))
     else:
         print_untrusted("\n".join([str(loaded), "", *cost_lines(costs)]))
@@ -282,8 +414,6 @@ def search(
 @click.argument("name", required=False)
 def stages(name: str | None) -> None:
     """List the stages, or describe one with its settings."""
-    from smelt.cli.stage_help import describe_stage, list_stages
-
     click.echo(list_stages() if name is None else describe_stage(name))
 
 
@@ -333,8 +463,6 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 
     scores = evaluate_artifact(artifact, **options, report=lambda text: print_untrusted(text, err=True))
     if as_json:
-        import json
-
         click.echo(json.dumps(scores, indent=1))
     else:
         click.echo("\n".join(quality_lines(scores)))
@@ -396,8 +524,6 @@ def compare(
 
     Scores are compared in pairs if the runs scored the same samples.
     """
-    import json
-
     from smelt.core.files import write_atomically
     from smelt.evaluate.report import comparison as comparing
 

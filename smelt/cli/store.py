@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import textwrap
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from smelt.core.artifact import MANIFEST, read_manifest, unexpected_files
+from smelt.core.artifact import read_manifest, unexpected_files
 from smelt.core.errors import InputError
-from smelt.core.files import folder_size, load_json, sha256_of
-from smelt.core.store import CachedFiles, Store, list_cached_files, list_step_checkpoints, remove_cached_files
+from smelt.core.files import MANIFEST, folder_size, sha256_of
+from smelt.core.store import (
+    CachedFiles,
+    Store,
+    list_cached_files,
+    list_step_checkpoints,
+    read_json_or_none,
+    remove_cached_files,
+)
 from smelt.pipeline.execute.run_folder import StoreRun, cleaning_lock, list_runs
 
 _WIDTH = 80
@@ -153,7 +158,7 @@ def find_damaged_files(root: Path) -> list[DamagedFile]:
             continue
         if manifest.key != path.name:
             found.append(DamagedFile(path / MANIFEST, "manifest of another artifact"))
-        noted = _read_json(root / "checked" / f"{path.name}.json") or {}
+        noted = read_json_or_none(root / "checked" / f"{path.name}.json") or {}
         if noted.get("manifest", digest := sha256_of(path / MANIFEST)) != digest:
             found.append(DamagedFile(path / MANIFEST, _HASH_MISMATCH))
         found += [DamagedFile(stranger, problem) for stranger, _, problem in unexpected_files(path, manifest)]
@@ -161,7 +166,7 @@ def find_damaged_files(root: Path) -> list[DamagedFile]:
             if problem := _file_problem(path / name, record.size_bytes, record.sha256):
                 found.append(DamagedFile(path / name, problem))
     for path in sorted((root / "scores").glob("*.json")):
-        if _read_json(path) is None:
+        if read_json_or_none(path) is None:
             found.append(DamagedFile(path, "not a JSON object; it is measured again when needed"))
     for kept in list_cached_files(root):
         if wrong := kept.find_damage():
@@ -253,16 +258,8 @@ def _has_live_sources(found: CachedFiles, used_keys: set[str]) -> bool:
 
 def _is_orphan(path: Path, used_keys: set[str]) -> bool:
     """Return whether a score is of an unused artifact; one that names no artifact is kept."""
-    of = (_read_json(path) or {}).get("artifact")
+    of = (read_json_or_none(path) or {}).get("artifact")
     return isinstance(of, str) and of not in used_keys
-
-
-def _read_json(path: Path) -> Mapping[str, Any] | None:
-    try:
-        value = load_json(path)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _file_problem(path: Path, size_bytes: int, sha256: str) -> str:

@@ -12,11 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from smelt.core.errors import InputError
-from smelt.core.files import load_json, sha256_of
-from smelt.core.messages import Message, escape_controls, messages_to_json
+from smelt.core.files import MANIFEST, is_artifact_file, load_json, sha256_of
+from smelt.core.messages import Message, messages_to_json
 
 Format = Literal["torch", "onnx", "tensorrt"]
-MANIFEST = "manifest.json"
 # Float master weights of a quantized model that was trained: a later training starts from them
 # (compress/quantize/qat.py). They are not part of the model.
 MASTER_WEIGHTS_FILE = "latent.safetensors"
@@ -241,33 +240,6 @@ def read_manifest(path: Path) -> Manifest:
                 code="unknown-file",
             )
     return manifest
-
-
-# The kinds of files that stages write. Other files (a script, a library, a pickle, a link for a shell)
-# could be executed when the artifact is opened, or by the software that it is packaged for.
-_ARTIFACT_SUFFIXES = frozenset(
-    {".json", ".safetensors", ".onnx", ".onnx_data", ".data", ".plan", ".spm", ".model", ".jinja"}
-)
-_ARTIFACT_TEXT_FILES = frozenset(
-    {"vocab.txt", "merges.txt"}
-)  # of tokenizers; others may be a requirements.txt
-# Names that are portable between systems and shells, and are not hidden.
-_SAFE_FILE_NAME = re.compile(
-    r"(?!(?:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[^.\-<>:\"|?*\\/\n\t][^<>:\"|?*\\/\n\t]*(?<![ .])",
-    re.IGNORECASE,
-)
-
-
-def is_artifact_file(name: str) -> bool:
-    """Return whether a file name, relative to an artifact's folder, is of a kind that stages write."""
-    path = PurePosixPath(name)
-    if (
-        name == MANIFEST
-        or escape_controls(name) != name
-        or not all(map(_SAFE_FILE_NAME.fullmatch, path.parts))
-    ):
-        return False
-    return path.suffix.lower() in _ARTIFACT_SUFFIXES or path.name in _ARTIFACT_TEXT_FILES
 
 
 def _is_inside(name: str) -> bool:

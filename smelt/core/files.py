@@ -8,13 +8,17 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.core.messages import BIDI_CONTROLS
+
+MANIFEST = "manifest.json"  # of an artifact
 
 _MAX_JSON_BYTES = 256_000_000  # bytes; the largest tokenizer.json has 34 million
 # Suffix of a file while it is being written.
@@ -201,3 +205,26 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: invalid JSON: {error}. Correct the file", code="invalid-json") from error
     return value if isinstance(value, dict) else {}
+
+
+# The kinds of files that stages write. Other files (a script, a library, a pickle, a link for a shell)
+# could be executed when the artifact is opened, or by the software that it is packaged for.
+_ARTIFACT_SUFFIXES = frozenset(
+    {".json", ".safetensors", ".onnx", ".onnx_data", ".data", ".plan", ".spm", ".model", ".jinja"}
+)
+_ARTIFACT_TEXT_FILES = frozenset(
+    {"vocab.txt", "merges.txt"}
+)  # of tokenizers; others may be a requirements.txt
+# Names that are portable between systems and shells, show as they are, and are not hidden.
+_UNSAFE = r"<>:\"|?*\\/\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029" + "".join(BIDI_CONTROLS)
+_SAFE_FILE_NAME = re.compile(
+    rf"(?!(?:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[^.\-{_UNSAFE}][^{_UNSAFE}]*(?<![ .])", re.IGNORECASE
+)
+
+
+def is_artifact_file(name: str) -> bool:
+    """Return whether a file name, relative to an artifact's folder, is of a kind that stages write."""
+    path = PurePosixPath(name)
+    if name == MANIFEST or not all(map(_SAFE_FILE_NAME.fullmatch, path.parts)):
+        return False
+    return path.suffix.lower() in _ARTIFACT_SUFFIXES or path.name in _ARTIFACT_TEXT_FILES

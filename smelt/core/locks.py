@@ -90,7 +90,11 @@ class LockOwner:
 def current_owner() -> LockOwner:
     """Return the current process."""
     return LockOwner(
-        platform.node() or "an unnamed machine", _boot_id(), _pid_namespace(), os.getpid(), _own_start_time()
+        platform.node() or "an unnamed machine",
+        _boot_id(),
+        _pid_namespace(),
+        os.getpid(),
+        _own_start_time_of(os.getpid()),
     )
 
 
@@ -133,10 +137,6 @@ def _pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-
-
-def _own_start_time() -> float | None:
-    return _own_start_time_of(os.getpid())
 
 
 @cache

@@ -102,7 +102,7 @@ def messages_to_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
 _KEPT_CONTROLS = frozenset("\n\t")
 # Controls (Cc), halves of surrogate pairs (Cs), and format characters (Cf) that change direction; joiners,
 # which Persian and emoji need, are kept.
-_BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 # Words that start with a vowel sound; in spelled-out names (mpnet, m2m_100, xlm), that of the letter.
 _TAKES_AN = re.compile(r"[aeio]|u[lmp]|un(?!i|et)|[fhlmnrx](?![aeiouhlr])[\w]|[mnx]l", re.IGNORECASE)
 
@@ -126,7 +126,7 @@ def find_lone_surrogate(text: str) -> str | None:
 def _is_unsafe(character: str) -> bool:
     if character in _KEPT_CONTROLS:
         return False
-    return character in _BIDI_CONTROLS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+    return character in BIDI_CONTROLS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
 
 
 def _escape(character: str) -> str:

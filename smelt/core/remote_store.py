@@ -19,9 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import MANIFEST, Artifact, Manifest, read_manifest
+from smelt.core.artifact import Artifact, Manifest, read_manifest
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
-from smelt.core.files import sha256_of
+from smelt.core.files import MANIFEST, sha256_of
 from smelt.core.messages import escape_controls, hide_password
 
 # Seconds for the first answer; the drivers would try again for minutes.

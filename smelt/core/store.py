@@ -31,12 +31,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, is_artifact_file, read_artifact
+from smelt.core.artifact import Artifact, FileRecord, Manifest, read_artifact
 from smelt.core.errors import InputError
 from smelt.core.files import (
+    MANIFEST,
     apply_umask,
     folder_size,
     fsync_path,
+    is_artifact_file,
     json_hash,
     load_json,
     partial_files,
@@ -215,7 +217,7 @@ class Store:
     def read_score(self, key: str) -> dict[str, Any] | None:
         """Return the score stored under `key`, or None."""
         path = self.root / "scores" / f"{key}.json"
-        value = _read_json_or_none(path)
+        value = read_json_or_none(path)
         if value is not None:
             self._push(lambda remote: remote.push_score(key, path))
             return value
@@ -293,7 +295,7 @@ class Store:
 
     def _read_checked(self, key: str) -> dict[str, Any]:
         """Return the note of the last comparison of the artifact's bytes; empty if there is none."""
-        return _read_json_or_none(self.root / "checked" / f"{key}.json") or {}
+        return read_json_or_none(self.root / "checked" / f"{key}.json") or {}
 
     def _write_checked(self, artifact: Artifact) -> None:
         """Note that the bytes of `artifact` are intact with the present states of its files."""
@@ -339,7 +341,7 @@ def _file_states(artifact: Artifact) -> dict[str, list[int]]:
     return states
 
 
-def _read_json_or_none(path: Path) -> dict[str, Any] | None:
+def read_json_or_none(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in `path`; None if there is none, or it is incomplete."""
     try:
         value = load_json(path)

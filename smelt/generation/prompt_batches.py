@@ -1,4 +1,4 @@
-"""Prompts for decoder-only language models: tokenizing, padding on the left, continuation, responses.
+"""Prompts for decoder-only language models: responses as tokens, padding on the left, continuation.
 
 Shapes: B = batch, L = tokens of the longest prompt.
 """
@@ -12,56 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from smelt.core.errors import InputError
 from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
 from smelt.core.stage import Progress, no_progress
 from smelt.data.prompt_rows import assistant_turns
 from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.models.prompt_template import PROMPT_FIELD, PromptTemplate, ResponseParts
 from smelt.models.text_rules import NO_LIMIT
-from smelt.models.tokenizer import TextTokenizer, as_text_tokenizer
+from smelt.models.tokenizer import (
+    as_text_tokenizer,
+    encode_prompts,
+    encode_rendered,
+    truncate_prompt,
+)
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import Runner
 
 OnTruncate = Callable[[int, int], None]
 """Called with the number of truncated texts of a call, and the token limit."""
-
-
-def encode_prompts(texts: Sequence[str], tokenizer: Any, max_tokens: int) -> list[list[int]]:
-    """Tokenize `texts`, truncated to their last `max_tokens` tokens. An empty one gets a first token.
-
-    The prompts of a model that answers them are rendered by its template first. A rendered chat contains its
-    special tokens, so none are added.
-
-    Raises:
-        InputError: an empty prompt, and the tokenizer has no first token; or a prompt does not fit the
-            template (see `PromptTemplate.render`).
-    """
-    words = as_text_tokenizer(tokenizer)
-    whole = _encode_rendered(_render(texts, words), words)
-    return [truncate_prompt(ids, max_tokens, words.bos_token_id) for ids in whole]
-
-
-def _render(texts: Sequence[str], words: TextTokenizer) -> list[str]:
-    return list(texts) if words.prompts is None else [words.prompts.render(text) for text in texts]
-
-
-def _encode_rendered(texts: Sequence[str], words: TextTokenizer) -> list[list[int]]:
-    if words.prompts is not None and words.prompts.is_chat:
-        found = words.encode_plain(texts)
-    else:
-        found = words.encode_batch(texts, NO_LIMIT).ids
-    for at, ids in enumerate(found):
-        if not ids:
-            first = words.bos_token_id if words.bos_token_id is not None else words.eos_token_id
-            if first is None:
-                raise InputError(
-                    "The prompt is empty, and this tokenizer has no beginning-of-text token. Pass a"
-                    " prompt that is not empty.",
-                    code="empty-prompt",
-                )
-            found[at] = [first]
-    return found
 
 
 @dataclass(frozen=True)
@@ -106,7 +73,7 @@ def encode_responses(
             owners.append(at)
             part = template.render_response(turn)
             parts.append(part if with_end else _without_end(part, turn[-1]["content"].strip()))
-    prompts = _encode_rendered([part.prompt for part in parts], words)
+    prompts = encode_rendered([part.prompt for part in parts], words)
     alone = words.encode_plain([part.response for part in parts])
     joint = words.encode_plain([part.prompt + part.response for part in parts]) if template.is_chat else alone
     end = [words.eos_token_id] if with_end and words.eos_token_id is not None else []
@@ -145,14 +112,6 @@ def fit_response(sample: EncodedResponse, limit: int, bos_token_id: int | None) 
     if prompt and prompt[0] != sample.ids[begin - kept]:  # the leading token is kept
         mask = [False, *mask[1:]]
     return EncodedResponse(prompt + response, mask + [True] * len(response))
-
-
-def truncate_prompt(ids: list[int], max_tokens: int, bos_token_id: int | None) -> list[int]:
-    """Return the last `max_tokens` tokens of a prompt, keeping a leading `bos_token_id`."""
-    if len(ids) <= max_tokens:
-        return ids
-    lead = ids[:1] if ids[0] == bos_token_id and max_tokens > 1 else []
-    return lead + ids[len(ids) - max_tokens + len(lead) :]
 
 
 def max_prompt_length(length: int, decoding: GenerationConfig, limit: int) -> int:

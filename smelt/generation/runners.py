@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from smelt.core.errors import RunError
 from smelt.core.process_group import merge_shares, own_batches, process_count
 from smelt.core.stage import Progress, no_progress
-from smelt.generation.shortlist import Shortlist, read_shortlist, vocabulary_sizes
+from smelt.generation.config import Shortlist, read_shortlist, vocabulary_sizes
 from smelt.models.families.registry import find_family
 from smelt.models.text_rules import TextWindows
 from smelt.runtimes.backend import (

@@ -23,26 +23,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from smelt.core.artifact import is_artifact_file
 from smelt.core.errors import InputError
-from smelt.core.files import read_json_object, write_json
+from smelt.core.files import is_artifact_file, read_json_object, write_json
 from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
 from smelt.core.system import require_memory
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.edits import Edit, add_mask_edits, write_edits
 from smelt.models.empty_model import (
     cast_to_stored,
     config_dtype,
     empty_model,
     load_config,
+    quantized_dtypes,
     silence_transformers,
     stored_dtypes,
     transpose_conv1d_tensors,
 )
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.prompt_template import CHAT
-from smelt.models.sentence_model import as_bare_encoder, is_sentence_model
+from smelt.models.sentence_model import as_bare_encoder
 from smelt.models.text_rules import (
     MODULES_FILE,
     SENTENCE_CONFIG_FILE,
@@ -50,6 +50,7 @@ from smelt.models.text_rules import (
     TEXT_RULES_FILE,
     TextRules,
     apply_text_rules,
+    is_sentence_model,
     language_token_id,
     read_prompt_template,
     read_text_rules,
@@ -65,7 +66,6 @@ from smelt.models.weight_files import (
     value_count,
     weight_tensors,
 )
-from smelt.quantization.layers import quantized_dtypes
 
 
 def require_no_unexpected(
@@ -298,6 +298,12 @@ def load_model(folder: Path, widen: bool = True) -> tuple[Any, list[Edit]]:
         _widen_on_use(model)
     model.eval()
     return model, edits
+
+
+def count_stored_parameters(model: Any) -> int:
+    """Return the number of stored parameters of `model`; fixed position tables are not stored."""
+    fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return sum(p.numel() for n, p in model.named_parameters() if n not in fixed)
 
 
 def widened_bytes(folder: Path) -> int:

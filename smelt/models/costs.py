@@ -14,7 +14,8 @@ from functools import reduce
 from typing import Literal, cast
 
 from smelt.data.splits import TEXT_TO_TEXT_TASKS, Task
-from smelt.models.model_size import FLOAT_BYTES, LARGE_BYTES, ModelSize
+from smelt.models.model_size import FLOAT_BYTES, ModelSize
+from smelt.models.weight_files import LARGE_BYTES
 
 # forward, training, decode: operations of blocks, in a pass, with gradients, and for one token of each text.
 # matrix: of large matrix products. solver: of decompositions and inverses. moved: bytes read and written by

@@ -145,6 +145,25 @@ def add_mask_edits(model: nn.Module, edits: list[Edit]) -> list[Edit]:
     return [*other_edits, *({"op": "mask", "module": name} for name in masked)]
 
 
+_KEPT_INDICES_ATTRIBUTE = "smelt_places_left"
+
+
+def record_kept_indices(old: nn.Module, new: nn.Module, indices: torch.Tensor, dim: int) -> None:
+    """Record that `new` has only the `indices` of the rows (dim 0) or columns (dim 1) of the Linear `old`."""
+    left = list(kept_indices(old))
+    before = left[dim]
+    left[dim] = indices if before is None else before[indices]
+    setattr(new, _KEPT_INDICES_ATTRIBUTE, tuple(left))
+
+
+def kept_indices(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the rows and columns kept of the original layer, int64, ascending; None where all are kept."""
+    found: tuple[torch.Tensor | None, torch.Tensor | None] = getattr(
+        module, _KEPT_INDICES_ATTRIBUTE, (None, None)
+    )
+    return found
+
+
 def quantize_edit_options(edit: Edit) -> dict[str, Any]:
     """Return the scheme's options in an edit `quantize`."""
     return {name: value for name, value in edit.items() if name not in ("op", "module", "scheme")}
@@ -322,7 +341,7 @@ def _fold(model: nn.Module, edit: Edit) -> None:
 
 
 def _round(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.matrix import QuantizedActivation
+    from smelt.quantization.layers import QuantizedActivation
 
     if not isinstance(edit["signed"], bool):
         raise TypeError(f"signed {edit['signed']!r}")
@@ -332,7 +351,7 @@ def _round(model: nn.Module, edit: Edit) -> None:
 
 
 def _unsigned(model: nn.Module, edit: Edit) -> None:
-    from smelt.quantization.matrix import QuantizedConv2d
+    from smelt.quantization.layers import QuantizedConv2d
 
     layer = model.get_submodule(edit["module"])
     if not isinstance(layer, QuantizedConv2d):

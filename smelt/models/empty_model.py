@@ -38,7 +38,8 @@ from smelt.models.edits import Edit, apply_edits, read_edits
 from smelt.models.families.registry import family_of
 from smelt.models.sentence_model import sentence_class
 from smelt.models.text_rules import read_sentence_rules
-from smelt.models.weight_files import find_weights, has_weights, value_count, weight_tensors
+from smelt.models.weight_files import has_weights, value_count, weight_tensors
+from smelt.quantization.layers import QuantizedActivation, QuantizedMatrix
 
 
 def replace_conv1d(model: Any) -> None:
@@ -241,11 +242,6 @@ class StoredDtypes:
         return self.default
 
 
-def weight_files_size(folder: Path) -> int:
-    """Return the total size of the weight files in `folder`, bytes."""
-    return sum(path.stat().st_size for path in find_weights(folder).files)
-
-
 def stored_dtypes(folder: Path, wanted: StoredDtype = "keep") -> StoredDtypes:
     """Return the storage types of the model in `folder`, or, unless `wanted` is keep, that one type for all.
 
@@ -312,3 +308,22 @@ def config_dtype(tensors: Iterable[Tensor]) -> str:
     common = values.most_common(1)[0][0] if values else torch.float32
     fits = all(bool(torch.isfinite(t.to(common)).all()) for t in floats)
     return str(common if fits else torch.float32).removeprefix("torch.")
+
+
+def quantized_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the storage types of the tensors of quantized matrices, by tensor name."""
+    types = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedMatrix):
+            stored = module.scheme.stored_tensors(len(module.codes), module.width, module.options)
+            for part, tensor in stored.items():
+                types[f"{name}.{part}"] = getattr(torch, tensor.file_dtype or tensor.dtype)
+        elif isinstance(module, QuantizedActivation):  # equal in layers that read the same states
+            types[f"{name}.scale"] = torch.float32
+    return types
+
+
+def quantized_bytes(model: nn.Module) -> int:
+    """Return the bytes of the quantized weights and scales of `model` in a file, shared ones counted once."""
+    types = quantized_dtypes(model)
+    return sum(p.numel() * types[n].itemsize for n, p in model.named_parameters() if n in types)

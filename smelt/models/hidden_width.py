@@ -20,8 +20,14 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
-from smelt.models.families.model_blocks import blocks_of, is_token_embedding, norm_consumers, output_modules
-from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.families.registry import (
+    FAMILIES,
+    blocks_of,
+    family_of,
+    is_token_embedding,
+    norm_consumers,
+    output_modules,
+)
 from smelt.models.layers import LowRankConv, LowRankEmbedding, LowRankLinear
 
 HiddenStream = Literal["hidden", "head"]
@@ -237,7 +243,7 @@ def write_width_to_config(
     inside = any(axis.stream == "head" for axis in hidden_axes(model))
     if not alone or inside or any(scale(config) != scale(after) for scale in scales):
         return [*before, edit]
-    from smelt.models.families.model_blocks import model_attentions
+    from smelt.models.families.registry import model_attentions
 
     for attention in model_attentions(model):
         width = int(getattr(model.get_submodule(attention.name), attention.head_dim_attribute))

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.models.families.family import Attention, Family, Stack
-from smelt.models.families.model_blocks import SKIPPED_PARTS_ATTRIBUTE, skipped_parts
-from smelt.models.families.registry import family_of
+from smelt.models.families.registry import SKIPPED_PARTS_ATTRIBUTE, family_of, skipped_parts
 
 
 class LowRankLinear(nn.Module):

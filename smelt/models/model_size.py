@@ -19,12 +19,10 @@ from smelt.models.text_rules import MODULES_FILE
 from smelt.models.weight_files import has_weights, is_unused_tensor, value_count, weight_tensors
 
 if TYPE_CHECKING:
-    from smelt.quantization.matrix import QuantizedMatrix
+    from smelt.quantization.layers import QuantizedMatrix
 
 
 FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
-# A model whose file is larger than this is processed block by block.
-LARGE_BYTES = 2**30
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _TABLE_WIDTH_KEYS = ("embedding_size", "word_embed_proj_dim")  # ELECTRA, OPT: projected to the model's width
 # The side of a patch of an image model without that config key.
@@ -184,7 +182,7 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     table_width = next((n for key in _TABLE_WIDTH_KEYS if (n := _number(config.get(key)))), width)
     generates = family.architecture != "encoder"
     tied = bool(config.get("tie_word_embeddings", True))
-    separate = _has_separate_tables(config)
+    separate = config.get("share_encoder_decoder_embeddings") is False  # Marian's option
     return ModelSize(
         family=family.name,
         width=width,
@@ -273,11 +271,6 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _has_separate_tables(config: Mapping[str, Any]) -> bool:
-    """Return whether encoder and decoder have a token embedding each (Marian's option)."""
-    return config.get("share_encoder_decoder_embeddings") is False
-
-
 def _image_tokens(config: Mapping[str, Any]) -> int:
     """Return the patches of an image and its class token."""
     side, patch = config.get("image_size", 224), config.get("patch_size", _PATCH)
@@ -315,7 +308,7 @@ def _quantized_matrices(folder: Path) -> dict[str, QuantizedMatrix]:
     """Return the quantized matrices by all of their names; shared ones have several."""
     from smelt.models.edits import read_edits
     from smelt.models.empty_model import empty_model
-    from smelt.quantization.matrix import QuantizedMatrix
+    from smelt.quantization.layers import QuantizedMatrix
 
     if not any(edit.get("op") == "quantize" for edit in read_edits(folder)):
         return {}

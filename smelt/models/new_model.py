@@ -18,7 +18,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import ProblemType
 from smelt.data.splits import ENCODER_DECODER_TASKS, IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS, Task
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_tokenizer, save_model
 from smelt.models.families.family import TokenizerSpec
 from smelt.models.families.registry import FAMILIES, family_of

@@ -79,11 +79,6 @@ def _without_pooler(body: Any) -> dict[str, bool]:
     return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
 
 
-def is_sentence_model(model: Any) -> bool:
-    """Return whether `model` is of `sentence_class`."""
-    return hasattr(model, "sentence_rules")
-
-
 def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Tensor:
     """Return one vector for each text, float [B, D].
 

@@ -26,12 +26,10 @@ from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
 from smelt.models.checkpoint import save_config_files
 from smelt.models.edits import Edit, add_mask_edits
-from smelt.models.empty_model import cast_to_stored, empty_model, stored_dtypes, weight_files_size
-from smelt.models.families.model_blocks import Block, blocks_of, output_modules
-from smelt.models.families.registry import family_of
-from smelt.models.model_size import LARGE_BYTES
-from smelt.models.weight_files import WEIGHTS_INDEX_FILE, weight_tensors
-from smelt.quantization.layers import is_quantized, quantized_dtypes
+from smelt.models.empty_model import cast_to_stored, empty_model, quantized_dtypes, stored_dtypes
+from smelt.models.families.registry import Block, blocks_of, family_of, output_modules
+from smelt.models.weight_files import WEIGHTS_INDEX_FILE, is_large, weight_tensors
+from smelt.quantization.layers import is_quantized
 
 
 class StreamedModel:
@@ -152,25 +150,21 @@ class StreamedModel:
         self._bytes += sum(t.numel() * t.element_size() for t in stored.values())
 
 
-def open_streamed(
-    src: Path, out: Path, dtype: StoredDtype = "keep", larger_than: int | None = None
-) -> StreamedModel | None:
+def open_streamed(src: Path, out: Path, dtype: StoredDtype = "keep") -> StreamedModel | None:
     """Return the model in `src` for processing block by block, None where it must be loaded whole.
 
-    The latter are models of at most `larger_than` bytes (LARGE_BYTES unless given), with quantized or shared
-    layers, or whose file has other names for weights of its blocks than the model (the old names of
-    some checkpoints).
+    The latter are models that are not large (`is_large`), with quantized or shared layers, or whose file has
+    other names for weights of its blocks than the model (the old names of some checkpoints).
 
     Args:
         src: its folder.
         out: an empty folder for the output.
         dtype: storage type of float weights.
-        larger_than: bytes of its files.
 
     Raises:
         InputError: the folder holds no readable model.
     """
-    if weight_files_size(src) <= (LARGE_BYTES if larger_than is None else larger_than):
+    if not is_large(src):
         return None
     model, edits = empty_model(src)
     family = family_of(model)

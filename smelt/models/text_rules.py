@@ -235,6 +235,11 @@ def write_sentence_rules(folder: Path, rules: SentenceRules, width: int) -> None
     )
 
 
+def is_sentence_model(model: Any) -> bool:
+    """Return whether `model` is of `sentence_class`."""
+    return hasattr(model, "sentence_rules")
+
+
 def default_prompt(folder: Path) -> str:
     """Return the prompt that sentence-transformers adds before every text of the model in `folder`.
 

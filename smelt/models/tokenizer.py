@@ -8,7 +8,7 @@ files, with the reader and the properties that these files do not have. `open_to
 reader that is verified to be exact; an artifact without that file is read by transformers. The readers'
 libraries are imported when a reader is created; transformers' tokenizers import torch.
 
-`TextTools` does not depend on the texts and is created once per opened artifact: tokenizer, limits, decoding.
+`encode_texts` tokenizes texts as a model reads them: prefix, pairs, prompts in their template, truncation.
 `EDGE_CASE_TEXTS` are texts on which two tokenizers are likely to differ.
 """
 
@@ -25,11 +25,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, read_json_object, write_json
-from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
+from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import PromptTemplate
 from smelt.models.text_rules import (
     NO_LIMIT,
-    max_input_length,
     read_prompt_template,
     read_text_rules,
     tokenizer_prefix,
@@ -339,6 +338,101 @@ def _load_transformers_tokenizer(folder: Path) -> Any:
     return load_tokenizer(folder)
 
 
+def encode_texts(
+    texts: Sequence[str], tokenizer: Any, max_length: int, pairs: Sequence[str | None] | None = None
+) -> EncodedTexts:
+    """Tokenize `texts`, each with the model's prefix, truncated to `max_length` tokens.
+
+    Prompts of a model that answers them are rendered by its template, and truncated on the left.
+
+    Args:
+        texts: n texts.
+        tokenizer: a `TextTokenizer`, or one of transformers.
+        max_length: the maximum number of tokens of a row; in a pair the longer text is truncated first.
+        pairs: each text's second text, or None where it has none.
+    """
+    words = as_text_tokenizer(tokenizer)
+    if words.prompts is not None:
+        whole = encode_prompts(texts, words, NO_LIMIT)
+        ids = [truncate_prompt(row, max_length, words.bos_token_id) for row in whole]
+        return EncodedTexts(ids, None, sum(len(row) > max_length for row in whole))
+    texts = [words.prefix + text for text in texts] if words.prefix else list(texts)
+    texts = [text.lower() for text in texts] if words.lower else texts
+    seconds = {i: p for i, p in enumerate(pairs or ()) if p is not None}
+    if seconds and len(seconds) < len(texts):
+        return _encode_mixed(texts, words, max_length, seconds)
+    return words.encode_batch(texts, max_length, list(seconds.values()) or None)
+
+
+def _encode_mixed(
+    texts: list[str], tokenizer: TextTokenizer, max_length: int, seconds: Mapping[int, str]
+) -> EncodedTexts:
+    """Tokenize texts of which only some have a second one: an empty one would add a separator."""
+    alone = [i for i in range(len(texts)) if i not in seconds]
+    ids: list[list[int]] = [[] for _ in texts]
+    types: list[list[int]] = [[] for _ in texts]
+    truncated = 0
+    for rows, pairs in ((alone, None), (list(seconds), list(seconds.values()))):
+        found = tokenizer.encode_batch([texts[i] for i in rows], max_length, pairs)
+        truncated += found.truncated
+        for at, i in enumerate(rows):
+            ids[i] = found.ids[at]
+            types[i] = found.types[at] if found.types else []
+    return EncodedTexts(ids, types if all(types) else None, truncated)
+
+
+def uses_token_types(config: Mapping[str, Any]) -> bool:
+    """Return whether a classifier distinguishes the two texts of a pair by token types, as BERT does."""
+    family = find_family(config)
+    return family is not None and family.token_types == "pairs"
+
+
+def encode_prompts(texts: Sequence[str], tokenizer: Any, max_tokens: int) -> list[list[int]]:
+    """Tokenize `texts`, truncated to their last `max_tokens` tokens. An empty one gets a first token.
+
+    The prompts of a model that answers them are rendered by its template first. A rendered chat contains its
+    special tokens, so none are added.
+
+    Raises:
+        InputError: an empty prompt, and the tokenizer has no first token; or a prompt does not fit the
+            template (see `PromptTemplate.render`).
+    """
+    words = as_text_tokenizer(tokenizer)
+    whole = encode_rendered(_render(texts, words), words)
+    return [truncate_prompt(ids, max_tokens, words.bos_token_id) for ids in whole]
+
+
+def _render(texts: Sequence[str], words: TextTokenizer) -> list[str]:
+    return list(texts) if words.prompts is None else [words.prompts.render(text) for text in texts]
+
+
+def encode_rendered(texts: Sequence[str], words: TextTokenizer) -> list[list[int]]:
+    """Tokenize prompts that their template has rendered; an empty one gets a first token."""
+    if words.prompts is not None and words.prompts.is_chat:
+        found = words.encode_plain(texts)
+    else:
+        found = words.encode_batch(texts, NO_LIMIT).ids
+    for at, ids in enumerate(found):
+        if not ids:
+            first = words.bos_token_id if words.bos_token_id is not None else words.eos_token_id
+            if first is None:
+                raise InputError(
+                    "The prompt is empty, and this tokenizer has no beginning-of-text token. Pass a"
+                    " prompt that is not empty.",
+                    code="empty-prompt",
+                )
+            found[at] = [first]
+    return found
+
+
+def truncate_prompt(ids: list[int], max_tokens: int, bos_token_id: int | None) -> list[int]:
+    """Return the last `max_tokens` tokens of a prompt, keeping a leading `bos_token_id`."""
+    if len(ids) <= max_tokens:
+        return ids
+    lead = ids[:1] if ids[0] == bos_token_id and max_tokens > 1 else []
+    return lead + ids[len(ids) - max_tokens + len(lead) :]
+
+
 SENTENCEPIECE_FILE, MARIAN_VOCAB_FILE = "source.spm", "vocab.json"
 _SPACE = "▁"
 
@@ -452,64 +546,6 @@ def _open_sentencepiece(path: Path) -> Any:
         raise InputError(
             f"{path}: the SentencePiece model cannot be read: {error}", code="damaged-tokenizer"
         ) from error
-
-
-_MAX_CACHED = 64  # settings; a caller with new ones in every call must not fill the memory
-
-
-class TextTools:
-    """Created when an artifact is opened, filled at first use, shared by all threads.
-
-    folder: of the tokenizer's files. config, generation_config: the model's, as dicts; a runner may
-    have corrected them. most: the runtime's maximum number of tokens of a text, where that is less than the
-    model's.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        config: Mapping[str, Any],
-        generation_config: Mapping[str, Any],
-        most: int = NO_LIMIT,
-    ) -> None:
-        self.folder, self.config, self.generation_config = folder, config, generation_config
-        self._most = most
-        self._lock = threading.Lock()
-        self._tokenizer: TextTokenizer | None = None
-        self._decodings: dict[GenerationSettings, GenerationConfig] = {}
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        """Return the model's tokenizer.
-
-        Raises:
-            InputError: its files are missing or do not match.
-        """
-        if self._tokenizer is None:
-            with self._lock:
-                if self._tokenizer is None:
-                    self._tokenizer = open_tokenizer(self.folder)
-        return self._tokenizer
-
-    @property
-    def max_input_length(self) -> int:
-        """Return the maximum number of tokens of a text."""
-        return min(self._most, max_input_length(self.tokenizer, self.config))
-
-    def resolved_generation(self, generation: GenerationSettings, runner: Any) -> GenerationConfig:
-        """Return `generation` completed by the settings of the model of `runner`, whose tools these are.
-
-        Raises:
-            InputError: the generation config has a setting that smelt's loop does not support.
-        """
-        found = self._decodings.get(generation)
-        if found is None:
-            found = resolve_generation(generation, runner)
-            if (
-                len(self._decodings) < _MAX_CACHED
-            ):  # a new dict, since another thread may be reading the old one
-                self._decodings = {**self._decodings, generation: found}
-        return found
 
 
 EDGE_CASE_TEXTS = [

@@ -23,15 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import MANIFEST, is_artifact_file
 from smelt.core.errors import InputError
-from smelt.core.files import load_json, read_json_object
+from smelt.core.files import MANIFEST, is_artifact_file, load_json, read_json_object
 from smelt.models.families.registry import FAMILIES
 from smelt.models.text_rules import MODULES_FILE, SENTENCE_CONFIG_FILE
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_CONFIG_KEY = "transformers_weights"  # in a config: the file with the weights, or their index
+LARGE_BYTES = 2**30  # a model whose files are larger is processed block by block
 # A safetensors header longer than this is damaged (the format's own limit, 100 MB).
 _MAX_HEADER_BYTES = 100_000_000
 _COPY_AGAIN_HINT = "Copy or download the file again."
@@ -88,6 +88,16 @@ def find_weights(folder: Path) -> WeightFiles:
     file_names = sorted(path.name for path in folder.glob("*.safetensors"))
     hint = f" There is {file_names[0]}; rename it if it contains the whole model." if file_names else ""
     raise InputError(f"{folder}: no weights found; expected {WEIGHTS_FILE}.{hint}", code="missing-weights")
+
+
+def weight_files_size(folder: Path) -> int:
+    """Return the total size of the weight files in `folder`, bytes."""
+    return sum(path.stat().st_size for path in find_weights(folder).files)
+
+
+def is_large(folder: Path) -> bool:
+    """Return whether the model in `folder` is processed block by block, where that gives the same result."""
+    return weight_files_size(folder) > LARGE_BYTES
 
 
 def has_weights(folder: Path) -> bool:

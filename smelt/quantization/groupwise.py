@@ -17,10 +17,11 @@ Shapes: N = outputs, K = inputs, g = group size, G = groups = ceil(K / g).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.quantization.scheme import PackedMatrix, SchemeOption, SchemeOptions
+from smelt.quantization.scheme import MatrixUse, PackedMatrix, Scheme, SchemeOption, SchemeOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,18 +103,43 @@ def quantizes_activation_blocks(options: SchemeOptions) -> bool:
     return bool(options[ACCURACY_LEVEL.name])
 
 
-def groupwise_linear(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the result of MatMulNBits, float32 [..., N]."""
-    from torch.nn import functional as F
+def nbits_float_activation_nodes(node: Any) -> list[Any]:
+    """Return a MatMulNBits node with the same codes and float32 activations."""
+    for attribute in node.attribute:
+        if attribute.name == ACCURACY_LEVEL.name:
+            attribute.i = 0
+    return [node]
 
-    if quantizes_activation_blocks(matrix.options):
-        x = fake_quantize_blocks(x, group_size(matrix.options))
-    return F.linear(x, matrix.dequantized(), bias)
 
+class GroupwiseScheme(Scheme):
+    """A scheme with one scale per group of inputs, exported to MatMulNBits."""
 
-def groupwise_constants(matrix: PackedMatrix) -> dict[str, Tensor]:
-    """Return the scales in float16: their rounding error is far below the quantization error."""
-    return {FLOAT16_SCALES: matrix.tensor("scales").detach().half()}
+    unsupported_targets: ClassVar[Mapping[str, str]] = NBITS_UNSUPPORTED_TARGETS
+    operators: ClassVar[Mapping[str, tuple[int, ...]]] = MATMUL_NBITS
+
+    def group_size(self, width: int, options: SchemeOptions) -> int:
+        """Return g."""
+        return group_size(options)
+
+    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""
+        from torch.nn import functional as F
+
+        if quantizes_activation_blocks(matrix.options):
+            x = fake_quantize_blocks(x, group_size(matrix.options))
+        return F.linear(x, matrix.dequantized(), bias)
+
+    def quantizes_activations(self, options: SchemeOptions) -> bool:
+        """Return whether the accuracy level is 4."""
+        return quantizes_activation_blocks(options)
+
+    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return the scales in float16: their rounding error is far below the quantization error."""
+        return {FLOAT16_SCALES: matrix.tensor("scales").detach().half()}
+
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Return the same operator at accuracy level 0."""
+        return nbits_float_activation_nodes(node)
 
 
 def emit_matmul_nbits(
@@ -142,14 +168,6 @@ def emit_matmul_nbits(
     scales = matrix.tensor(FLOAT16_SCALES) if scales is None else scales
     layout = emit.NBitsLayout(matrix.width, scales.shape[0], bits, group_size(options))
     return emit.matmul_nbits(x, codes, scales, zeros, bias, layout, int(options[ACCURACY_LEVEL.name]))
-
-
-def nbits_float_activation_nodes(node: Any) -> list[Any]:
-    """Return a MatMulNBits node with the same codes and float32 activations."""
-    for attribute in node.attribute:
-        if attribute.name == ACCURACY_LEVEL.name:
-            attribute.i = 0
-    return [node]
 
 
 def pack_nibbles(codes: Tensor, high_first: bool = False) -> Tensor:

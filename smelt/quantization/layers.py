@@ -4,25 +4,329 @@ A layer may have a low-rank correction that stays float, or be the sum of two: o
 two of fewer bits. Schemes are defined in `smelt/quantization/schemes`; the quantized weights and scales of a
 layer are computed in compress/quantize.
 
-Shapes: K = inputs, N = outputs, r = rank of a correction, V = rows of an embedding, D = its width.
+A convolution quantizes its input to 8 bits, and multiplies it with its quantized kernel. The branches of a
+residual block are quantized before the sum, and the input of a max pool before the pool: so ONNX Runtime
+keeps int8 values from one convolution to the next.
+
+    signed:    x_q = clamp(round(x / scale), -128, 127)    scale = range / 127
+    else:      x_q = clamp(round(x / scale), 0, 255)       scale = range / 255
+
+Source: Jacob et al. 2018, arXiv:1712.05877; ONNX operators QuantizeLinear, DequantizeLinear, QLinearConv.
+
+Shapes: K = inputs, N = outputs, r = rank of a correction, V = rows of an embedding, D = its width; of a
+convolution B = batch, S = input channels, T = output channels, h, w = height and width, D = taps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
+from smelt.core.system import require_package
 from smelt.models.layers import LowRankLinear
 from smelt.quantization import emit
-from smelt.quantization.matrix import QuantizedActivation, QuantizedConv2d, QuantizedMatrix
-from smelt.quantization.scheme import SchemeOptions
-from smelt.quantization.schemes.registry import find_scheme
+from smelt.quantization.scheme import (
+    CONV_UNSUPPORTED_TARGETS,
+    MatrixUse,
+    PackedMatrix,
+    Scheme,
+    SchemeOptions,
+    UnpackedWeights,
+)
+from smelt.quantization.schemes.registry import find_scheme, is_row_independent, validate_scheme_options
+
+_WEIGHTS_AT_ONCE = 2**22  # packed or dequantized: several copies of them are in memory
+
+
+class QuantizedMatrix(nn.Module):
+    """The tensors of a matrix [N, K] in the layout of a scheme; see its `stored_tensors`.
+
+    A module of its own, so that an embedding and the output layer tied to it can hold the same
+    one (edit `share`).
+    """
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        rows: int,
+        width: int,
+        options: SchemeOptions,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        validate_scheme_options(scheme, options)
+        for package, oldest in scheme.packages.items():
+            require_package(package, oldest, f"scheme {scheme.name}")
+        self.scheme, self.width, self.options = scheme, width, dict(options)
+        self.variant, self.caches_values = "", True
+        for name, stored in scheme.stored_tensors(rows, width, options).items():
+            kind: torch.dtype = getattr(torch, stored.dtype)
+            make = torch.ones if kind.is_floating_point else torch.zeros
+            room = make(stored.shape, dtype=kind, device=device)
+            self.register_parameter(name, nn.Parameter(room, requires_grad=False))
+        self._kept: dict[str, tuple[list[int], Tensor]] = {}
+
+    def set_weight_(self, decided: UnpackedWeights) -> None:
+        """Store the weights computed by a quantization method; calibrated tensors are kept."""
+        count = len(decided.q_weight)
+        step = max(1, _WEIGHTS_AT_ONCE // self.width) if self.is_row_independent() else count
+        if step >= count:
+            self._assign_tensors(self.scheme.pack(decided, self.options))
+            return
+        found: dict[str, Tensor] = {}
+        for begin in range(0, count, step):
+            grid = {name: tensor[begin : begin + step] for name, tensor in decided.qparams.items()}
+            rows = UnpackedWeights(decided.q_weight[begin : begin + step], grid)
+            for name, tensor in self.scheme.pack(rows, self.options).items():
+                if name not in found:
+                    self.get_parameter(name).data = tensor.new_empty(0)  # frees the previous values
+                    found[name] = tensor.new_empty(count, *tensor.shape[1:])
+                found[name][begin : begin + step] = tensor
+        self._assign_tensors(found)
+
+    def set_activation_range_(self, largest: float) -> None:
+        """Set the activation range to `largest` on both sides, where the scheme needs it."""
+        self._assign_tensors(self.scheme.activation_tensors(largest))
+
+    def _assign_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.get_parameter(name).data = tensor
+        self._kept.clear()
+        self._buffers.clear()  # the previous graph form
+
+    def select_variant(self, form: str) -> None:
+        """Select one of the scheme's `operator_variants` for computation and export."""
+        self.variant = form
+        self._buffers.clear()
+
+    def unpack(self) -> UnpackedWeights:
+        """Return the unpacked quantized weights, and their scales and zero points."""
+        return self.scheme.unpack(self)
+
+    def dequantize(self) -> Tensor:
+        """Return the values, float32 [N, K]."""
+        count = len(self.codes)
+        step = max(1, _WEIGHTS_AT_ONCE // self.width) if self.is_row_independent() else count
+        if step >= count:
+            return _values(self.scheme, self, self.width)
+        found = torch.empty(count, self.width, device=self.codes.device)
+        for begin in range(0, count, step):
+            rows = _MatrixRows(self, begin, begin + step)
+            found[begin : begin + step] = _values(self.scheme, rows, self.width)
+        return found
+
+    def dequantized(self) -> Tensor:
+        """Return `dequantize()`, computed once for the same memory unless `caches_values` is False."""
+        return self.cached("values", self.dequantize) if self.caches_values else self.dequantize()
+
+    def dequantized_uncached(self) -> Tensor:
+        """Return `dequantized()` where layers of the scheme cache it, else `dequantize()` without caching."""
+        return self.dequantized() if "values" in self._kept else self.dequantize()
+
+    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `make`, computed once for the same memory of the parameters."""
+        place = [p.data_ptr() for p in self._parameters.values() if p is not None]
+        kept = self._kept.get(word)
+        if kept is None or kept[0] != place:
+            kept = self._kept[word] = (place, make())
+        return kept[1]
+
+    def is_row_independent(self) -> bool:
+        """Return whether the quantized weights and scales of a row depend on that row only."""
+        return is_row_independent(self.scheme, self.width, self.options)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor `name`, stored or in the graph's form."""
+        return name in self._parameters or name in self._buffers
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, stored or in the graph's form."""
+        # getattr of nn.Module takes a microsecond; in `_parameters[name]` DeepSpeed gathers a divided one
+        stored = self._parameters
+        found = stored[name] if name in stored else self._buffers.get(name)
+        if found is None:
+            raise KeyError(f"a matrix of scheme {self.scheme.name} has no tensor '{name}' now")
+        return found
+
+    def prepare_export(self, use: MatrixUse, target: str = "") -> None:
+        """Store the graph's constants in their exported form, so that constants have names of their own."""
+        wanted = self.scheme.export_constants(self, use) | self.scheme.target_constants(target, self, use)
+        for name, tensor in wanted.items():
+            if not self.has(name):
+                self.register_buffer(name, tensor, persistent=False)
+        for name in sorted(self._buffers):  # in any order of requests, graphs list constants in this order
+            self._buffers[name] = self._buffers.pop(name)
+
+    def describe(self) -> str:
+        """Return the scheme and its options, for the representation of a layer."""
+        options = dict(self.options)
+        return ", ".join([self.scheme.name, *([str(options)] if options else [])])
+
+
+class _MatrixRows:
+    """The rows from `begin` to `end` of a matrix whose rows are independent, as a scheme accesses them."""
+
+    def __init__(self, matrix: QuantizedMatrix, begin: int, end: int) -> None:
+        self._matrix, self._rows = matrix, slice(begin, end)
+        self.options, self.width, self.variant = matrix.options, matrix.width, matrix.variant
+        stored = matrix.scheme.stored_tensors(len(matrix.codes), matrix.width, matrix.options)
+        self._per_row = {name for name, tensor in stored.items() if tensor.per_row}
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor `name`."""
+        return self._matrix.has(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the rows of a tensor, or the whole one if it has no rows."""
+        found = self._matrix.tensor(name)
+        return found[self._rows] if name in self._per_row else found
+
+    def cached(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `make`."""
+        return make()
+
+    def dequantized(self) -> Tensor:
+        """Return the values of the rows, float32."""
+        return _values(self._matrix.scheme, self, self.width)
+
+
+def _values(scheme: Scheme, matrix: PackedMatrix, width: int) -> Tensor:
+    codes, grid = scheme.unpack(matrix)
+    return scheme.dequantize(codes, grid, matrix.options).flatten(1)[:, :width]
+
+
+def limit_weight_cache(model: nn.Module, limit_bytes: int) -> None:
+    """Stop caching float32 values of quantized matrices if all of them need more than `limit_bytes`.
+
+    A matrix is then dequantized at each use. The results are the same.
+    """
+    matrices = {module for module in model.modules() if isinstance(module, QuantizedMatrix)}
+    needed = sum(4 * len(matrix.codes) * matrix.width for matrix in matrices)
+    for matrix in matrices:
+        matrix.caches_values = needed <= limit_bytes
+
+
+_INPUT_RANGES = {True: (-128, 127), False: (0, 255)}
+_SCALE = "input_scale"
+
+
+class QuantizedConv2d(nn.Module):
+    """A quantized convolution: its kernel is a matrix [T, S * D * D] of a scheme.
+
+    signed: whether its input may be negative.
+    """
+
+    def __init__(self, like: nn.Conv2d, matrix: QuantizedMatrix) -> None:
+        super().__init__()
+        if like.padding_mode != "zeros" or isinstance(like.padding, str):
+            raise InputError(
+                f"scheme {matrix.scheme.name}: only convolutions with zero padding can be quantized.",
+                code="unsupported-layer",
+            )
+        self.in_channels, self.out_channels = like.in_channels, like.out_channels
+        self.shape = tuple(like.weight.shape)
+        self.how: dict[str, Any] = {
+            "stride": like.stride,
+            "padding": like.padding,
+            "dilation": like.dilation,
+            "groups": like.groups,
+        }
+        self.matrix, self.signed = matrix, True
+        bias = torch.zeros(like.out_channels, device=matrix.codes.device)
+        self.bias = nn.Parameter(bias) if like.bias is not None else None
+
+    def set_activation_range_(self, largest: float) -> None:
+        """Set the input range to `largest`, on both sides if signed."""
+        _, high = _INPUT_RANGES[self.signed]
+        self.matrix.set_activation_range_(largest * 127 / high)  # the scheme's scale is for codes to 127
+
+    def quantize_input(self, x: Tensor) -> Tensor:
+        """Return the quantized values of float32 [B, S, h, w], as float32."""
+        return x.div(self.matrix.tensor(_SCALE)).round_().clamp_(*_INPUT_RANGES[self.signed])
+
+    def fake_quantize_input(self, x: Tensor) -> Tensor:
+        """Return float [B, S, h, w] after quantizing and dequantizing."""
+        return (self.quantize_input(x.float()) * self.matrix.tensor(_SCALE)).to(x.dtype)
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the convolution of `x` with a kernel given as a matrix [T, S * D * D]."""
+        return F.conv2d(x, weight.view(self.shape), bias, **self.how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float32 [B, S, h, w] to float32 [B, T, h', w']."""
+        matrix, target = self.matrix, emit.export_target()
+        scale = matrix.tensor(_SCALE)
+        if target is not None:
+            if target in CONV_UNSUPPORTED_TARGETS:
+                raise InputError(f"onnx: {CONV_UNSUPPORTED_TARGETS[target]}.", code="unsupported-target")
+            kernel = emit.dequantize_rows(matrix.tensor("kernel"), matrix.tensor("scales"))
+            return F.conv2d(emit.quantize_dequantize(x, scale, self.signed), kernel, self.bias, **self.how)
+        sums = self.convolve(self.quantize_input(x), matrix.tensor("codes").float(), None)
+        out = sums * (matrix.tensor("scales") * scale)[:, None, None]
+        return out if self.bias is None else out + self.bias[:, None, None]
+
+    def forward_float(self, x: Tensor) -> Tensor:
+        """Return the same with float activations."""
+        return self.convolve(x, self.matrix.dequantize(), self.bias)
+
+    def prepare_export(self, target: str) -> None:
+        """Convert the weights to the form of a graph for `target`."""
+        if not self.matrix.has("kernel"):
+            kernel = self.matrix.tensor("codes").detach().view(self.shape)
+            self.matrix.register_buffer("kernel", kernel, persistent=False)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the scheme, for printing."""
+        return f"{self.in_channels}, {self.out_channels}, signed={self.signed}, {self.matrix.describe()}"
+
+
+class QuantizedActivation(nn.Module):
+    """Quantizes and dequantizes states before `inner` reads them.
+
+    inner: identity, or a max pool. scale: float32 scalar.
+    """
+
+    scale: Tensor
+
+    def __init__(self, inner: nn.Module, signed: bool, device: torch.device | None = None) -> None:
+        super().__init__()
+        if not isinstance(inner, nn.Identity | nn.MaxPool2d):
+            raise TypeError("it is neither an identity nor a max pool")
+        self.inner, self.signed = inner, signed
+        self.register_buffer("scale", torch.ones((), device=device))
+
+    def set_activation_range_(self, largest: float) -> None:
+        """Set the range to `largest`, on both sides if signed."""
+        _, high = _INPUT_RANGES[self.signed]
+        # computed as a scheme does, so that layers which read the same states have the same scale
+        scale = torch.tensor(largest * 127 / high, dtype=torch.float32) / 127
+        self.scale = scale if scale > 0 else torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float32 [B, S, h, w] to `inner` of its quantized values; gradients are straight-through."""
+        if emit.export_target() is not None:
+            seen = emit.quantize_dequantize(x, self.scale, self.signed)
+        else:
+            with torch.no_grad():
+                seen = x.div(self.scale).round_().clamp_(*_INPUT_RANGES[self.signed]).mul_(self.scale)
+            seen = x + (seen - x).detach() if torch.is_grad_enabled() and x.requires_grad else seen
+        out: Tensor = self.inner(seen)
+        return out
+
+    def forward_float(self, x: Tensor) -> Tensor:
+        """Return the same with float states."""
+        out: Tensor = self.inner(x)
+        return out
 
 
 class QuantizedLinear(nn.Module):
@@ -192,25 +496,6 @@ def empty_quantized(module: nn.Module, scheme: str, options: SchemeOptions) -> Q
         f"scheme {scheme}: {with_article(type(module).__name__)} cannot be quantized; expected {fit}.",
         code="unsupported-layer",
     )
-
-
-def quantized_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the storage types of the tensors of quantized matrices, by tensor name."""
-    types = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedMatrix):
-            stored = module.scheme.stored_tensors(len(module.codes), module.width, module.options)
-            for part, tensor in stored.items():
-                types[f"{name}.{part}"] = getattr(torch, tensor.file_dtype or tensor.dtype)
-        elif isinstance(module, QuantizedActivation):  # equal in layers that read the same states
-            types[f"{name}.scale"] = torch.float32
-    return types
-
-
-def quantized_bytes(model: nn.Module) -> int:
-    """Return the bytes of the quantized weights and scales of `model` in a file, shared ones counted once."""
-    types = quantized_dtypes(model)
-    return sum(p.numel() * types[n].itemsize for n, p in model.named_parameters() if n in types)
 
 
 def concat_quantized(linears: Sequence[nn.Module]) -> QuantizedLinear | None:

@@ -91,7 +91,7 @@ class UnpackedWeights(NamedTuple):
 
 
 class PackedMatrix(Protocol):
-    """A stored matrix, as its scheme accesses it (`smelt/quantization/matrix.py`)."""
+    """A stored matrix, as its scheme accesses it (`smelt/quantization/layers.py`)."""
 
     @property
     def options(self) -> SchemeOptions:

@@ -1,7 +1,10 @@
-"""From images to logits, for every runner: decode, resize and normalize, batch, classify.
+"""From images to logits, for every runner: decode, preprocess as configured, batch, classify.
 
 Images of a split are decoded on demand: all of them would not fit in memory. A classifier is one call of one
 graph for a batch.
+
+Preprocessing (preprocessor_config.json) is equivalent to transformers' image processors with the Pillow
+backend: resize, crop, rescale, normalize, in this order. So no torch is needed to serve an exported model.
 
 Shapes: B = batch, C = classes, h, w = height and width of the model's input.
 """
@@ -9,25 +12,261 @@ Shapes: B = batch, C = classes, h, w = height and width of the model's input.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
+from smelt.core.files import read_json_object
 from smelt.core.process_group import merge_shares, own_batches
 from smelt.core.stage import Progress, no_progress
-from smelt.data.images import IMAGE_FORMATS, check_image, read_image_bytes
+from smelt.data.images import IMAGE_FORMATS, check_image, read_image_bytes, upright_rgb
 from smelt.data.splits import Split
-from smelt.models.image_processor import DEFAULT_IMAGE_SIZE, ImageProcessor, Pixels, read_processor
 from smelt.runtimes.backend import GraphInterface, Logits, ModelGraphs, check_finite_outputs
 from smelt.runtimes.runner import MODEL_GRAPH, Runner
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+PROCESSOR_FILE = "preprocessor_config.json"
+DEFAULT_IMAGE_SIZE = 224  # of an image, where a processor does not resize images
+_STANDARD = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers of filters
+# Defaults of missing settings, by kind of processor (transformers' classes).
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ViTImageProcessor": {**_STANDARD, "size": {"height": 224, "width": 224}, "resample": _BILINEAR},
+    "ConvNextImageProcessor": {
+        **_STANDARD, "size": {"shortest_edge": 384}, "resample": _BICUBIC, "crop_pct": 224 / 256,
+    },
+    "BitImageProcessor": {
+        **_CLIP, "size": {"shortest_edge": 224}, "resample": _BICUBIC, "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224},
+    },
+}  # fmt: skip
+# For this kind an image whose shorter side has a target below this is first enlarged, then cropped.
+_CROPS, _CROPS_BELOW = "ConvNextImageProcessor", 384
+_MAX_SIDE = 4096  # pixels of a side of the model's input
+Pixels = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Preprocessing of an image to float32 [3, h, w].
+
+    edge: target of the shorter side, the other in proportion; None where `size` sets both. size: target
+    height and width; None with an edge, or where the image is not resized. resample: Pillow's number of the
+    filter. crop: height and width of the center crop, padded with black if the image is smaller; None: no
+    crop. scale: factor of values of 0 to 255; None: no scaling. mean, std: of each channel, subtracted and
+    divided by; None: no normalization.
+    """
+
+    edge: int | None
+    size: tuple[int, int] | None
+    resample: int
+    crop: tuple[int, int] | None
+    scale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Return (h, w); None where they depend on the image."""
+        return self.crop or self.size
+
+    def __call__(self, image: Image) -> Pixels:
+        """Return float32 [3, h, w].
+
+        Raises:
+            InputError: values of 32 bits.
+        """
+        image = upright_rgb(image)
+        size = self.size if self.edge is None else _resize_keeping_aspect(image.size, self.edge)
+        if size is not None:
+            image = image.resize((size[1], size[0]), resample=self.resample)
+        values: NDArray[Any] = np.moveaxis(np.asarray(image), -1, 0)
+        if self.crop is not None:
+            values = _center_crop(values, self.crop)
+        values = values.astype(np.float64) * self.scale if self.scale is not None else values
+        found = values.astype(np.float32)
+        if self.mean is not None and self.std is not None:
+            found = (found - _channels(self.mean)) / _channels(self.std)
+        return np.ascontiguousarray(found)
+
+
+def _channels(values: tuple[float, ...]) -> NDArray[np.float32]:
+    return np.array(values, dtype=np.float32).reshape(-1, 1, 1)
+
+
+def _resize_keeping_aspect(size: tuple[int, int], edge: int) -> tuple[int, int]:
+    """Return height and width of an image of Pillow's `size` whose shorter side is made `edge`."""
+    width, height = size
+    short, long = (width, height) if width <= height else (height, width)
+    other = min(int(edge * long / short), _MAX_SIDE * 16)  # limits an image of one line of pixels
+    return (other, edge) if width <= height else (edge, other)
+
+
+def _center_crop(values: NDArray[Any], crop: tuple[int, int]) -> NDArray[Any]:
+    """Return the center of uint8 [3, H, W], [3, *crop]; smaller images get a border of zeros."""
+    high, wide = (max(have, want) for have, want in zip(values.shape[1:], crop, strict=True))
+    top, left = (math.ceil((a - b) / 2) for a, b in zip((high, wide), values.shape[1:], strict=True))
+    whole = np.zeros((values.shape[0], high, wide), dtype=values.dtype)
+    whole[:, top : top + values.shape[1], left : left + values.shape[2]] = values
+    # from the image's own corner, as transformers counts
+    y, x = ((have - want) // 2 for have, want in zip(values.shape[1:], crop, strict=True))
+    y, x = max(0, y + top), max(0, x + left)
+    return whole[:, y : y + crop[0], x : x + crop[1]]
+
+
+def default_processor_config(side: int) -> dict[str, Any]:
+    """Return a preprocessor_config.json for a new model of images of `side` pixels."""
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True, "size": {"height": side, "width": side}, "resample": _BILINEAR,
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, **_STANDARD,
+    }  # fmt: skip
+
+
+def read_processor(folder: Path) -> ImageProcessor:
+    """Read the image processor of the model in `folder`.
+
+    Raises:
+        InputError: there is none, or it has an unsupported setting, which is named.
+    """
+    path = folder / PROCESSOR_FILE
+    if not path.is_file():
+        raise InputError(
+            f"{folder}: {PROCESSOR_FILE} is missing, the settings for resizing and normalizing images."
+            " Save it there with processor.save_pretrained(FOLDER).",
+            code="missing-file",
+        )
+    return parse_processor(read_json_object(path), path)
+
+
+def parse_processor(values: Mapping[str, Any], path: Path) -> ImageProcessor:
+    """Return the processor with the settings `values` of the file `path`; see `read_processor`."""
+    kind = _processor_class(values, path)
+    settings = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
+    settings |= _DEFAULTS[kind] | {name: value for name, value in values.items() if value is not None}
+    if settings.get("do_pad"):
+        raise InputError(
+            f"{path}: do_pad is not supported; all images are resized to one size. Remove do_pad.",
+            code="unsupported-preprocessing",
+            setting="do_pad",
+        )
+    crop = _sides(settings.get("crop_size"), "crop_size", path) if settings.get("do_center_crop") else None
+    edge, size = None, None
+    if settings["do_resize"]:
+        edge, size = _resize_target(settings["size"], square=kind == "ViTImageProcessor", path=path)
+    if kind == _CROPS and size is not None:
+        raise InputError(
+            f"{path}: size: {kind} expects {{shortest_edge: N}}, got {settings['size']!r}.",
+            code="wrong-value",
+            setting="size",
+        )
+    if kind == _CROPS and edge is not None:
+        side = (edge, edge)
+        if edge < _CROPS_BELOW:
+            edge, crop = int(edge / _positive(settings["crop_pct"], "crop_pct", path)), crop or side
+        else:
+            edge, size = None, side
+    normal = bool(settings["do_normalize"])
+    return ImageProcessor(
+        edge=edge,
+        size=size,
+        resample=_resample_filter(settings["resample"], path),
+        crop=crop,
+        scale=_positive(settings["rescale_factor"], "rescale_factor", path)
+        if settings["do_rescale"]
+        else None,
+        mean=_numbers(settings["image_mean"], "image_mean", path) if normal else None,
+        std=_numbers(settings["image_std"], "image_std", path, least=1e-12) if normal else None,
+    )
+
+
+def _processor_class(values: Mapping[str, Any], path: Path) -> str:
+    word = values.get("image_processor_type") or values.get("feature_extractor_type") or ""
+    kind = str(word).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    if kind not in _DEFAULTS:
+        raise InputError(
+            f"{path}: image_processor_type is '{word}'; supported are {', '.join(_DEFAULTS)}. If one of them"
+            " is equivalent, set it there.",
+            code="unsupported-preprocessing",
+            setting="image_processor_type",
+        )
+    return kind
+
+
+def _resize_target(value: Any, square: bool, path: Path) -> tuple[int | None, tuple[int, int] | None]:
+    """Return the length of the shorter side, or height and width."""
+    if isinstance(value, Mapping) and set(value) == {"shortest_edge"}:
+        return _side(value["shortest_edge"], "size", path), None
+    if isinstance(value, int) and not square:
+        return _side(value, "size", path), None
+    return None, _sides(value, "size", path)
+
+
+def _sides(value: Any, name: str, path: Path) -> tuple[int, int]:
+    if isinstance(value, Mapping) and set(value) == {"height", "width"}:
+        return _side(value["height"], name, path), _side(value["width"], name, path)
+    if isinstance(value, Mapping) or value is None:
+        known = "{height: N, width: N}" + (" or {shortest_edge: N}" if name == "size" else "")
+        raise InputError(
+            f"{path}: {name}: expected {known}, got {value!r}.", code="wrong-value", setting=name
+        )
+    side = _side(value, name, path)
+    return side, side
+
+
+def _side(value: Any, name: str, path: Path) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MAX_SIDE:
+        return value
+    raise InputError(
+        f"{path}: {name}: expected a number of pixels from 1 to {_MAX_SIDE}, got {value!r}.",
+        code="wrong-value",
+        setting=name,
+    )
+
+
+def _positive(value: Any, name: str, path: Path) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
+        return float(value)
+    raise InputError(
+        f"{path}: {name}: expected a number above 0, got {value!r}.", code="wrong-value", setting=name
+    )
+
+
+def _resample_filter(value: Any, path: Path) -> int:
+    if isinstance(value, int) and value in range(6):
+        return value
+    raise InputError(
+        f"{path}: resample: expected the number of one of Pillow's filters, 0 to 5, got {value!r}.",
+        code="wrong-value",
+        setting="resample",
+    )
+
+
+def _numbers(value: Any, name: str, path: Path, least: float = -math.inf) -> tuple[float, ...]:
+    if isinstance(value, int | float):
+        value = [value] * 3
+    good = isinstance(value, Sequence) and len(value) == 3 and all(isinstance(n, int | float) for n in value)
+    if not good or not all(math.isfinite(n) and n > least for n in value):
+        raise InputError(
+            f"{path}: {name}: expected three numbers, one for each channel, got {value!r}.",
+            code="wrong-value",
+            setting=name,
+        )
+    return tuple(float(n) for n in value)
 
 
 PIXEL_VALUES = "pixel_values"

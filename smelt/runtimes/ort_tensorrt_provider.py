@@ -11,10 +11,10 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from smelt.core.system import package_versions
 from smelt.runtimes.device import DeviceType, cuda_device_count
 
 _WINDOWS = sys.platform == "win32"
@@ -131,18 +131,12 @@ def _missing_package() -> tuple[str, str] | None:
 
 def onnxruntime_version() -> str:
     """Return the package of ONNX Runtime and its version, as text."""
-    found = {name: _package_version(name) for name in ("onnxruntime-gpu", "onnxruntime")}
-    return next((f"{name} {number}" for name, number in found.items() if number), "no ONNX Runtime")
+    found = package_versions(("onnxruntime-gpu", "onnxruntime"))
+    return next((f"{name} {number}" for name, number in found.items()), "no ONNX Runtime")
 
 
 def tensorrt_packages() -> dict[str, str]:
     """Return the versions of the packages of TensorRT that are installed."""
-    names = ("tensorrt", "tensorrt-cu13", "tensorrt-cu13-libs", "tensorrt-cu12", "tensorrt-cu12-libs")
-    return {name: number for name in names if (number := _package_version(name)) is not None}
-
-
-def _package_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return package_versions(
+        ("tensorrt", "tensorrt-cu13", "tensorrt-cu13-libs", "tensorrt-cu12", "tensorrt-cu12-libs")
+    )

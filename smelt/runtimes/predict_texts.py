@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,68 +17,20 @@ from smelt.generation.prompt_batches import (
     OnTruncate,
     batch_prompts,
     continue_texts,
-    encode_prompts,
     padding_token,
-    truncate_prompt,
     truncated_prompts,
 )
 from smelt.generation.runners import is_causal
 from smelt.generation.search import generate_n_best
-from smelt.models.families.registry import find_family, reads_images
-from smelt.models.text_rules import NO_LIMIT
-from smelt.models.tokenizer import EncodedTexts, TextTokenizer, TextTools, as_text_tokenizer
+from smelt.models.families.registry import reads_images
+from smelt.models.tokenizer import (
+    EncodedTexts,
+    as_text_tokenizer,
+    encode_texts,
+)
 from smelt.runtimes.backend import Batch, check_finite_outputs
 from smelt.runtimes.images import image_logits
-from smelt.runtimes.runner import Runner
-
-
-def uses_token_types(config: Mapping[str, Any]) -> bool:
-    """Return whether a classifier distinguishes the two texts of a pair by token types, as BERT does."""
-    family = find_family(config)
-    return family is not None and family.token_types == "pairs"
-
-
-def encode_texts(
-    texts: Sequence[str], tokenizer: Any, max_length: int, pairs: Sequence[str | None] | None = None
-) -> EncodedTexts:
-    """Tokenize `texts`, each with the model's prefix, truncated to `max_length` tokens.
-
-    Prompts of a model that answers them are rendered by its template, and truncated on the left.
-
-    Args:
-        texts: n texts.
-        tokenizer: a `TextTokenizer`, or one of transformers.
-        max_length: the maximum number of tokens of a row; in a pair the longer text is truncated first.
-        pairs: each text's second text, or None where it has none.
-    """
-    words = as_text_tokenizer(tokenizer)
-    if words.prompts is not None:
-        whole = encode_prompts(texts, words, NO_LIMIT)
-        ids = [truncate_prompt(row, max_length, words.bos_token_id) for row in whole]
-        return EncodedTexts(ids, None, sum(len(row) > max_length for row in whole))
-    texts = [words.prefix + text for text in texts] if words.prefix else list(texts)
-    texts = [text.lower() for text in texts] if words.lower else texts
-    seconds = {i: p for i, p in enumerate(pairs or ()) if p is not None}
-    if seconds and len(seconds) < len(texts):
-        return _encode_mixed(texts, words, max_length, seconds)
-    return words.encode_batch(texts, max_length, list(seconds.values()) or None)
-
-
-def _encode_mixed(
-    texts: list[str], tokenizer: TextTokenizer, max_length: int, seconds: Mapping[int, str]
-) -> EncodedTexts:
-    """Tokenize texts of which only some have a second one: an empty one would add a separator."""
-    alone = [i for i in range(len(texts)) if i not in seconds]
-    ids: list[list[int]] = [[] for _ in texts]
-    types: list[list[int]] = [[] for _ in texts]
-    truncated = 0
-    for rows, pairs in ((alone, None), (list(seconds), list(seconds.values()))):
-        found = tokenizer.encode_batch([texts[i] for i in rows], max_length, pairs)
-        truncated += found.truncated
-        for at, i in enumerate(rows):
-            ids[i] = found.ids[at]
-            types[i] = found.types[at] if found.types else []
-    return EncodedTexts(ids, types if all(types) else None, truncated)
+from smelt.runtimes.runner import Runner, TextTools
 
 
 def pad_batch(encoded: EncodedTexts, rows: Sequence[int], pad: int) -> Batch:

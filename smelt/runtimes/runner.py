@@ -9,6 +9,7 @@ C = classes, D = dimension of a text's vector.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,13 @@ from smelt.core.files import read_json_object
 from smelt.core.stage import Progress, no_progress
 from smelt.data.labels import MULTI_LABEL, REGRESSION, class_names, problem_type
 from smelt.data.npz_arrays import SampleArrays
-from smelt.generation.config import GenerationConfig
-from smelt.models.text_rules import NO_LIMIT, lower_position_limit
-from smelt.models.tokenizer import TextTools
+from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
+from smelt.models.text_rules import (
+    NO_LIMIT,
+    lower_position_limit,
+    max_input_length,
+)
+from smelt.models.tokenizer import TextTokenizer, open_tokenizer
 from smelt.runtimes.backend import Backend, Batch, Feeds, GraphInterface, Logits, ModelGraphs, Tokens
 from smelt.runtimes.third_party.signature import GraphSignature, read_signature
 
@@ -48,6 +53,64 @@ def read_model_files(folder: Path) -> ModelFiles:
     return ModelFiles(
         folder, read_json_object(folder / "config.json"), read_json_object(folder / "generation_config.json")
     )
+
+
+_MAX_CACHED = 64  # settings; a caller with new ones in every call must not fill the memory
+
+
+class TextTools:
+    """Created when an artifact is opened, filled at first use, shared by all threads.
+
+    folder: of the tokenizer's files. config, generation_config: the model's, as dicts; a runner may
+    have corrected them. most: the runtime's maximum number of tokens of a text, where that is less than the
+    model's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any],
+        most: int = NO_LIMIT,
+    ) -> None:
+        self.folder, self.config, self.generation_config = folder, config, generation_config
+        self._most = most
+        self._lock = threading.Lock()
+        self._tokenizer: TextTokenizer | None = None
+        self._decodings: dict[GenerationSettings, GenerationConfig] = {}
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Return the model's tokenizer.
+
+        Raises:
+            InputError: its files are missing or do not match.
+        """
+        if self._tokenizer is None:
+            with self._lock:
+                if self._tokenizer is None:
+                    self._tokenizer = open_tokenizer(self.folder)
+        return self._tokenizer
+
+    @property
+    def max_input_length(self) -> int:
+        """Return the maximum number of tokens of a text."""
+        return min(self._most, max_input_length(self.tokenizer, self.config))
+
+    def resolved_generation(self, generation: GenerationSettings, runner: Any) -> GenerationConfig:
+        """Return `generation` completed by the settings of the model of `runner`, whose tools these are.
+
+        Raises:
+            InputError: the generation config has a setting that smelt's loop does not support.
+        """
+        found = self._decodings.get(generation)
+        if found is None:
+            found = resolve_generation(generation, runner)
+            if (
+                len(self._decodings) < _MAX_CACHED
+            ):  # a new dict, since another thread may be reading the old one
+                self._decodings = {**self._decodings, generation: found}
+        return found
 
 
 class TokenGenerator(Protocol):
@@ -121,21 +184,20 @@ class Runner(Protocol):
             code="does-not-classify",
         )
 
-    def encode(self, batch: Batch) -> Any:
-        """Run the encoder or prompt of a batch; return the state that `decode_step` continues from."""
-        raise InputError(
+    def _not_generating(self) -> InputError:
+        return InputError(
             f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
             " generates text.",
             code="does-not-generate",
         )
 
+    def encode(self, batch: Batch) -> Any:
+        """Run the encoder or prompt of a batch; return the state that `decode_step` continues from."""
+        raise self._not_generating()
+
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Run one token per row (int64 [R]), update `state` in place, return float32 [R, V]."""
-        raise InputError(
-            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
-            " generates text.",
-            code="does-not-generate",
-        )
+        raise self._not_generating()
 
     def generate_sequences(self, graph: str, batch: Batch, feeds: Feeds) -> Tokens:
         """Run a graph with the generation loop; return int64 [B, T], each row's prompt and new tokens.
@@ -154,11 +216,7 @@ class Runner(Protocol):
 
         Beam search repeats and drops beams with it; so R may differ from the previous number of rows.
         """
-        raise InputError(
-            f"{self.folder}: this model is a classifier and cannot generate text. Use a model that"
-            " generates text.",
-            code="does-not-generate",
-        )
+        raise self._not_generating()
 
     def close(self) -> None:
         """Free the memory and the runtime's threads."""

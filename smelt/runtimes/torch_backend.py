@@ -22,10 +22,10 @@ from smelt.core.errors import InputError
 from smelt.core.system import available_bytes
 from smelt.models.checkpoint import load_model, widened_bytes
 from smelt.models.sentence_model import encoder_result
-from smelt.quantization.matrix import limit_weight_cache
+from smelt.models.tokenizer import uses_token_types
+from smelt.quantization.layers import limit_weight_cache
 from smelt.runtimes.backend import Feeds, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.runtimes.device import TorchThreads, torch_device
-from smelt.runtimes.predict_texts import uses_token_types
 
 
 @dataclass

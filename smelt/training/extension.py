@@ -9,11 +9,7 @@ The gradient of an update is that of one batch with all its samples: a mean over
 their division into batches. Terms of a loss are means over different items (labels of the decoder, tokens of
 the encoder), so each names its items, and is weighted by its share of those.
 
-The objective with the labels, and the losses of a sentence embedder (the order of pairs' scores, and a
-teacher's embeddings), are here too, separate from the loop: stages that measure without training do not
-import transformers' Trainer, which takes seconds (it imports peft).
-
-Shapes: B = pairs or texts, T = texts of a batch (2 B for pairs: all first texts first), D = width.
+The objective with the labels is `label_objective` of `smelt/training/losses.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +22,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from smelt.core.process_group import gather_parts
 from smelt.core.stage import Context
-from smelt.models.sentence_model import is_sentence_model
-from smelt.training.losses import IGNORE_INDEX, classification_loss
-from smelt.training.samples import TOKEN_MASK_KEY, EncodedSample, TensorBatch, model_inputs
+from smelt.training.losses import IGNORE_INDEX, TOKEN_MASK_KEY
+from smelt.training.samples import EncodedSample, TensorBatch
 from smelt.training.training_state import autocast
 
 # labels: see `count_items`. inputs: input tokens without padding (of an encoder, of a classifier).
@@ -278,102 +272,6 @@ def split_parameter_groups(
             if mine:
                 found.append({**option, "params": mine, **group.optimizer_options()})
     return [option for option in found if option["params"]]
-
-
-COSENT_SCALE = 20.0  # scale of cosines, as in sentence-transformers' CoSENTLoss
-
-
-def batch_sentence_vectors(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the embeddings of a batch's texts, float32 [T, D]; `labels` are not passed to the model."""
-    out: Any = model(**model_inputs(batch))
-    vectors: Tensor = out.sentence_embedding
-    return vectors.float()
-
-
-def cosent_loss(vectors: Tensor, scores: Tensor) -> Tensor:
-    """Return CoSENT: log(1 + sum over pairs i, j with score_i > score_j of exp(20 (cos_j - cos_i))).
-
-    Only the order of the scores counts, so they may be on any scale. 0 if all scores of a batch are equal.
-    Huang et al. 2024, CoSENT: Consistent Sentence Embedding via Similarity Ranking, IEEE/ACM TASLP 32;
-    sentence-transformers' CoSENTLoss.
-
-    Args:
-        vectors: float [2 B, D].
-        scores: float [B] or [B, 1].
-    """
-    first, second = vectors.chunk(2)
-    cosines = COSENT_SCALE * F.cosine_similarity(first, second)
-    scores = scores.flatten()
-    higher = scores[:, None] > scores[None, :]
-    wrong = (cosines[None, :] - cosines[:, None])[higher]
-    return torch.cat([wrong.new_zeros(1), wrong]).logsumexp(dim=0)
-
-
-def vector_distance_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
-    """Return the squared distance of each vector from the teacher's, mean over texts.
-
-    It is D times torch's MSELoss, which Reimers & Gurevych 2020 (arXiv:2004.09813) train students with, so
-    that it is independent of the width: 2 - 2 cos for vectors of length 1.
-
-    Args:
-        vectors: float [T, D].
-        teacher: float [T, D]; no gradient flows into it.
-    """
-    return (vectors - teacher.detach()).square().sum(dim=1).mean()
-
-
-def pairwise_similarity_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean squared difference of all pairwise cosines in a batch, student against teacher.
-
-    Works for vectors of different widths: Tung & Mori 2019 (arXiv:1907.09682), with cosines for the rows of
-    its similarity matrix.
-
-    Args:
-        vectors: float [T, D].
-        teacher: float [T, any width]; no gradient flows into it.
-    """
-    return F.mse_loss(_cosine_matrix(vectors), _cosine_matrix(teacher.detach()))
-
-
-def _cosine_matrix(vectors: Tensor) -> Tensor:
-    """Return all pairwise cosines, [T, T]."""
-    directions = F.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=1)
-    with torch.autocast(vectors.device.type, enabled=False):  # otherwise matmul is bfloat16
-        return directions @ directions.t()
-
-
-def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits: float [B, T, V] for a generating model, [B, C] for a classifier.
-
-    `labels` are not passed to the model.
-    """
-    inputs = model_inputs(batch)
-    labels = batch["labels"]  # int64 [B, L] for generating models, which could return a cache
-    if labels.dim() == 2 and not labels.is_floating_point():
-        logits: Tensor = model(**inputs, use_cache=False).logits
-    else:
-        logits = model(**inputs).logits
-    return logits
-
-
-def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
-    """Return the function for the mean loss with the labels, smoothed only in training mode.
-
-    See `classification_loss`; for a sentence embedder it is `cosent_loss` with the scores.
-    """
-
-    def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        plain: Any = getattr(model, "module", model)
-        if is_sentence_model(plain):
-            return cosent_loss(batch_sentence_vectors(model, batch), batch["labels"])
-        return classification_loss(
-            plain.config,
-            model_logits(model, batch),
-            batch["labels"],
-            smoothing=smoothing if model.training else 0.0,
-        )
-
-    return objective
 
 
 def mean_loss(

@@ -24,10 +24,14 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.system import require_package
 from smelt.models.edits import Edit, is_masked, module_names, replace_layer, replace_module
-from smelt.models.families.model_blocks import blocks_of, output_modules
+from smelt.models.families.registry import blocks_of, output_modules
 from smelt.models.layers import LowRankLinear, ScaledLinear, component_layers
-from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedLinear, with_low_rank_correction
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.layers import (
+    LowRankCorrectedLinear,
+    QuantizedLinear,
+    QuantizedMatrix,
+    with_low_rank_correction,
+)
 from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
 from smelt.training.settings import PEFT_VERSION, LoraSettings
 

@@ -5,22 +5,31 @@ gradient. The gradients of the losses over large vocabularies have a closed form
 together with the value, in one pass in blocks of rows, and only one [N, V] tensor in the logits' own dtype is
 kept.
 
-The loss of a classifier depends on its problem type: single-label, multi-label, or regression.
+The loss of a classifier depends on its problem type: single-label, multi-label, or regression. A sentence
+embedder learns the order of pairs' scores. `label_objective` is the loss of a model with its labels; it needs
+no training loop, so that stages measure with it without transformers' Trainer, which takes seconds to import.
 
-Shapes: N = rows (batch times positions), V = vocabulary or classes, B = batch, C = classes.
+Shapes: N = rows (batch times positions), V = vocabulary or classes, B = batch (pairs or texts), C = classes,
+T = texts of a batch (2 B for pairs: all first texts first), D = width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.data.labels import REGRESSION, ProblemType, problem_type
+from smelt.models.text_rules import is_sentence_model
 
+CACHE_INDEX_KEY = "rows"  # key of a batch: the cache indices of its samples, if any
+# Key of a batch of packed samples: which positions are tokens. The model gets no attention mask then.
+TOKEN_MASK_KEY = "token_mask"
+_NON_INPUTS = frozenset({"labels", CACHE_INDEX_KEY, TOKEN_MASK_KEY})
+COSENT_SCALE = 20.0  # scale of cosines, as in sentence-transformers' CoSENTLoss
 IGNORE_INDEX = -100  # the label of ignored positions, as in torch and transformers
 _MIN_LOG_PROBABILITY = -1e4  # of log-probabilities: if a teacher masks a token, the loss is large but finite
 _BLOCK_BYTES = 8 * 2**20  # of float32 per block: fits the caches, and is large enough for threads
@@ -312,3 +321,68 @@ def regression_loss(
     if teacher is not None and logits_weight:
         parts["logits"] = logits_weight * F.mse_loss(z, teacher.detach().float())
     return _add_terms(parts, terms, z)
+
+
+def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model inputs in `batch`."""
+    return {name: value for name, value in batch.items() if name not in _NON_INPUTS}
+
+
+def batch_sentence_vectors(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the embeddings of a batch's texts, float32 [T, D]; `labels` are not passed to the model."""
+    out: Any = model(**model_inputs(batch))
+    vectors: Tensor = out.sentence_embedding
+    return vectors.float()
+
+
+def cosent_loss(vectors: Tensor, scores: Tensor) -> Tensor:
+    """Return CoSENT: log(1 + sum over pairs i, j with score_i > score_j of exp(20 (cos_j - cos_i))).
+
+    Only the order of the scores counts, so they may be on any scale. 0 if all scores of a batch are equal.
+    Huang et al. 2024, CoSENT: Consistent Sentence Embedding via Similarity Ranking, IEEE/ACM TASLP 32;
+    sentence-transformers' CoSENTLoss.
+
+    Args:
+        vectors: float [2 B, D].
+        scores: float [B] or [B, 1].
+    """
+    first, second = vectors.chunk(2)
+    cosines = COSENT_SCALE * F.cosine_similarity(first, second)
+    scores = scores.flatten()
+    higher = scores[:, None] > scores[None, :]
+    wrong = (cosines[None, :] - cosines[:, None])[higher]
+    return torch.cat([wrong.new_zeros(1), wrong]).logsumexp(dim=0)
+
+
+def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits: float [B, T, V] for a generating model, [B, C] for a classifier.
+
+    `labels` are not passed to the model.
+    """
+    inputs = model_inputs(batch)
+    labels = batch["labels"]  # int64 [B, L] for generating models, which could return a cache
+    if labels.dim() == 2 and not labels.is_floating_point():
+        logits: Tensor = model(**inputs, use_cache=False).logits
+    else:
+        logits = model(**inputs).logits
+    return logits
+
+
+def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
+    """Return the function for the mean loss with the labels, smoothed only in training mode.
+
+    See `classification_loss`; for a sentence embedder it is `cosent_loss` with the scores.
+    """
+
+    def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        plain: Any = getattr(model, "module", model)
+        if is_sentence_model(plain):
+            return cosent_loss(batch_sentence_vectors(model, batch), batch["labels"])
+        return classification_loss(
+            plain.config,
+            model_logits(model, batch),
+            batch["labels"],
+            smoothing=smoothing if model.training else 0.0,
+        )
+
+    return objective

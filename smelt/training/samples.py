@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,16 +40,11 @@ from smelt.data.splits import (
 from smelt.generation.prompt_batches import encode_responses, fit_response
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.families.registry import reads_images
-from smelt.models.image_processor import read_processor
 from smelt.models.text_rules import cut_windows, max_input_length
-from smelt.runtimes.images import ImageInput, split_images, stack_image_inputs
-from smelt.runtimes.predict_texts import encode_texts, uses_token_types
-from smelt.training.losses import IGNORE_INDEX, model_problem_type
+from smelt.models.tokenizer import encode_texts, uses_token_types
+from smelt.runtimes.images import ImageInput, read_processor, split_images, stack_image_inputs
+from smelt.training.losses import CACHE_INDEX_KEY, IGNORE_INDEX, TOKEN_MASK_KEY, model_problem_type
 
-CACHE_INDEX_KEY = "rows"  # key of a batch: the cache indices of its samples, if any
-# Key of a batch of packed samples: which positions are tokens. The model gets no attention mask then.
-TOKEN_MASK_KEY = "token_mask"
-_NON_INPUTS = frozenset({"labels", CACHE_INDEX_KEY, TOKEN_MASK_KEY})
 TensorBatch: TypeAlias = dict[str, Tensor]
 
 
@@ -244,11 +239,6 @@ def classifier_targets(
         sets = multi_label_targets(examples, names, split_name)
         return [tuple(float(i in found) for i in range(len(names))) for found in sets]
     return class_targets(examples, names, split_name)
-
-
-def model_inputs(batch: Mapping[str, Tensor]) -> TensorBatch:
-    """Return the model inputs in `batch`."""
-    return {name: value for name, value in batch.items() if name not in _NON_INPUTS}
 
 
 def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:

@@ -63,7 +63,8 @@ def train(
         RunError: the loss became infinite or NaN.
     """
     from smelt.training.checkpoints import CheckpointScorer, RoundingCheck
-    from smelt.training.extension import TrainingExtension, combine_extensions, label_objective
+    from smelt.training.extension import TrainingExtension, combine_extensions
+    from smelt.training.losses import label_objective
     from smelt.training.samples import encode_split, load_processor, pack_samples, spread_indices
     from smelt.training.trainer import run_training
 

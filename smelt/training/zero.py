@@ -19,9 +19,8 @@ import transformers
 from torch import Tensor, nn
 
 from smelt.training.extension import ParameterGroup
-from smelt.training.module_state import ModuleState, buffers_on_cpu
 from smelt.training.processes import LaunchSettings
-from smelt.training.sharding import divided_like, in_first, whole_tensor
+from smelt.training.sharding import ModuleState, buffers_on_cpu, divided_like, in_first, whole_tensor
 
 # Values that are exchanged at once, 20 MB; DistributedDataParallel exchanges 25 MiB. Buffers of DeepSpeed's
 # default, 500 million, take more memory than ZeRO saves (docs/measurements/deepspeed.md).

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from expected_errors import command_error, raises_code
 
-from smelt.api.benchmark import open_artifacts, read_texts, timing_table
+from smelt.api.evaluate import open_artifacts, read_texts, timing_table
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
 from smelt.pipeline.execute import display

@@ -11,7 +11,7 @@ import tiny
 from expected_errors import raises_code
 
 import smelt
-from smelt.pipeline.execute.run_result import summary_lines
+from smelt.pipeline.execute.run_folder import summary_lines
 from smelt.pipeline.execute.step_runner import StepRunner
 
 RECIPE = """

@@ -14,7 +14,7 @@ from smelt.core.errors import RunError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from every_family import DISTINCT_FAMILIES
 from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.calibration.sequential import PrefixCachedModel
 from smelt.models.checkpoint import load_model
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 
 
 def rows_for(model):

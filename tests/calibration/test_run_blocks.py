@@ -12,7 +12,7 @@ from smelt.calibration.sequential import run_blocks
 from smelt.compress.share_weights import ShareWeightsSettings, share_layers
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 
 
 def rows_for(model, lengths=((2, 9), (3, 7))):

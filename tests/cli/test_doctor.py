@@ -19,11 +19,12 @@ def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
 def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    from smelt.export.onnx_settings import OnnxSettings
+    from smelt.export.settings import OnnxSettings
 
     every = ["TensorrtExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: every)
-    monkeypatch.setattr("smelt.evaluate.environment.version", lambda name: "1.0")  # all is installed
+    everywhere = "smelt.evaluate.environment.package_versions"
+    monkeypatch.setattr(everywhere, lambda names: dict.fromkeys(names, "1.0"))
     monkeypatch.setattr(doctor, "_test_bf16", lambda: "")  # it takes seconds
     findings = run_checks()
     named = {f.name for f in findings if f.group == "runtimes"}

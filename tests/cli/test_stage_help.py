@@ -7,7 +7,7 @@ import yaml
 from expected_errors import raises_code
 from pydantic import Field
 
-from smelt.cli.stage_help import _settings_lines, describe_stage
+from smelt.cli.main import _settings_lines, describe_stage
 from smelt.core.errors import InputError
 from smelt.core.stage import Settings, StepName
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, load_stage

@@ -12,7 +12,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 from smelt.training.samples import collate, encode_split
 
 

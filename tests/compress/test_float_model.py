@@ -7,9 +7,10 @@ import tiny
 from expected_errors import raises_code
 from safetensors import safe_open
 
-from smelt.compress.model_input import count_stored_parameters, load_float_model
+from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
+from smelt.models.checkpoint import count_stored_parameters
 
 pytestmark = pytest.mark.quick
 

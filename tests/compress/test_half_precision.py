@@ -24,8 +24,8 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, save_model
 
 PAIRS = zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)

@@ -27,8 +27,8 @@ from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.trim_vocabulary.vocabulary_rows import keep_vocabulary_rows
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import is_masked, read_edits
 from smelt.models.layers import SharedLinear

@@ -83,6 +83,7 @@ def test_a_stage_uses_one_device_and_computes_what_the_cpu_computes(case, source
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].shape == value.shape
-        # the gradients of keys' biases are rounding errors, which Adam scales to the learning rate
-        if not name.endswith("k_proj.bias"):
+        if not value.is_floating_point():  # a code at the border between two may be either
+            assert (found[name] == value).float().mean() > 0.95, name
+        elif not name.endswith("k_proj.bias"):  # of rounding errors only, which Adam scales up
             assert torch.allclose(found[name].double(), value.double(), rtol=1e-3, atol=1e-4), name

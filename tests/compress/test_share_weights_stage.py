@@ -16,7 +16,7 @@ from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings, gro
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.models.layers import skip_sublayer
 
 

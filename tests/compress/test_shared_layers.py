@@ -18,10 +18,10 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 
 SOME = ["gpt2", "phi3", "t5"] if is_full_matrix() else ["phi3", "t5"]
 

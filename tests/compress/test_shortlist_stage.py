@@ -15,9 +15,9 @@ from smelt.core.errors import InputError
 from smelt.core.stage import stage_needs
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.generation.shortlist import SHORTLIST_FILE, make_shortlist, read_shortlist
+from smelt.export.settings import OnnxSettings
+from smelt.generation.config import SHORTLIST_FILE, make_shortlist, read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.pipeline.plan.load_plan import load_plan
 

@@ -15,8 +15,9 @@ import pytest
 from concurrent_processes import disable_file_locks
 from expected_errors import raises_code
 
-from smelt.core.artifact import MANIFEST, Manifest, read_artifact
+from smelt.core.artifact import Manifest, read_artifact
 from smelt.core.errors import InputError
+from smelt.core.files import MANIFEST
 from smelt.core.locks import STALE_AFTER_S, current_owner, read_owner, write_owner
 from smelt.core.store import Store
 

@@ -26,7 +26,7 @@ from smelt.evaluate.layer_sqnr import (
     output_sqnr,
 )
 from smelt.models.checkpoint import load_model
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.pipeline.execute.baseline_comparisons import kept_blocks
 
 BATCHES = [

@@ -7,8 +7,8 @@ import torch
 from exported_artifacts import exported_artifact
 from torch.nn import functional
 
-from smelt.evaluate import token_divergence
-from smelt.evaluate.token_divergence import TokenComparison, summed_divergence
+from smelt.evaluate import layer_sqnr
+from smelt.evaluate.layer_sqnr import TokenComparison, summed_divergence
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtimes.registry import open_folder
@@ -70,7 +70,7 @@ def test_the_divergence_is_torchs_on_the_logits_of_transformers(kind, changed, m
         assert found["kl_divergence"] == pytest.approx(float(rows.mean()), rel=1e-4) != 0
         assert (found["kl_n"], found["kl_tokens"], found["kl_reason"]) == (3, len(rows), None)
     # room for the logits of two tokens of each output
-    monkeypatch.setattr(token_divergence, "_MAX_LOGITS_BYTES", 3 * 2 * 4 * own.shape[-1])
+    monkeypatch.setattr(layer_sqnr, "_MAX_LOGITS_BYTES", 3 * 2 * 4 * own.shape[-1])
     with open_folder(changed(kind), "torch") as runner:
         short = TokenComparison(runner, TEXTS, GENERATION, 2).compare(runner)
     assert short["kl_tokens"] == (3 if kind == "mbart" else 6) < len(rows)

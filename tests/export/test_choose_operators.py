@@ -16,9 +16,9 @@ from smelt.core.messages import message_codes
 from smelt.export import autotune
 from smelt.export.autotune import choose_variants, fastest_variant, quantized_layers
 from smelt.export.graphs.export_graph import model_graphs
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
 from smelt.export.parity import check_parity
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.registry import default_options, find_scheme
 

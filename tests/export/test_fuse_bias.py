@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.export.graphs.fuse_bias import fuse_biases
+from smelt.export.graphs.export_graph import fuse_biases
 
 
 def graph(nodes, shape=("r", 1, 4), outputs=("y",)):

@@ -27,10 +27,10 @@ from smelt.export.graph_files import (
     set_input_defaults,
     write_graph,
 )
-from smelt.export.onnx_settings import OnnxSettings
+from smelt.export.half_graphs import open_with_measurements
 from smelt.export.onnx_stage import Onnx
 from smelt.export.parity.parity_samples import example_feeds
-from smelt.export.precision.half_graphs import open_with_measurements
+from smelt.export.settings import OnnxSettings
 from smelt.runtimes.registry import open_runner
 from smelt.runtimes.tensorrt_engine import external_data_files, graph_hash
 

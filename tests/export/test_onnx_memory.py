@@ -8,8 +8,8 @@ from expected_errors import raises_code
 from smelt.core import system
 from smelt.core.errors import RunError
 from smelt.export import onnx_stage
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 
 
 def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.splits import Example, Split
 from smelt.export.autotune import available_cores
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.models.edits import apply_edits, replace_module
 from smelt.models.tokenizer import RustTokenizer, open_tokenizer, read_tokenizer_info

@@ -11,8 +11,8 @@ from ort_sessions import needs_vnni
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.runtimes import openvino_backend
 
 

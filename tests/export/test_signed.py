@@ -11,10 +11,10 @@ from torch import nn
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.parity.dequantized_copy import dequantize_graph
+from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.schemes.registry import default_options, find_scheme
-from smelt.runtimes.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_backend import open_onnx_session
 
 
 def coded(module, size=64):

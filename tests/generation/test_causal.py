@@ -21,9 +21,10 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Windows
 from smelt.generation import runners as code
 from smelt.generation.config import GenerationSettings
-from smelt.generation.prompt_batches import encode_prompts, pad_left
+from smelt.generation.prompt_batches import pad_left
 from smelt.generation.runners import is_causal, nll_from_logits, position_ids, token_nll
 from smelt.models.checkpoint import load_model, save_model
+from smelt.models.tokenizer import encode_prompts
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.predict_texts import generate_texts

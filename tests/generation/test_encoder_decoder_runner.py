@@ -7,9 +7,9 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
+from smelt.generation.config import make_shortlist, write_shortlist
 from smelt.generation.runners import EncoderDecoderRunner
 from smelt.generation.search import generate_resolved
-from smelt.generation.shortlist import make_shortlist, write_shortlist
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import ModelFiles
 

@@ -18,13 +18,12 @@ from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.generation.prompt_batches import (
     batch_prompts,
     decode_continuation,
-    encode_prompts,
     max_prompt_length,
     pad_left,
     padding_token,
-    truncate_prompt,
 )
 from smelt.models.checkpoint import load_tokenizer
+from smelt.models.tokenizer import encode_prompts, truncate_prompt
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
 

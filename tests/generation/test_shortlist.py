@@ -8,7 +8,7 @@ from expected_errors import raises_code
 from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
-from smelt.generation.shortlist import (
+from smelt.generation.config import (
     ALWAYS_TENSOR,
     SHORTLIST_FILE,
     TABLE_TENSOR,

@@ -79,7 +79,7 @@ def test_the_graph_knows_imports_of_every_kind() -> None:
     found = imports(sources())
     assert len(found) > 150
     assert "smelt.api.recipes" in found["smelt"], "an import inside a function"
-    assert "smelt.pipeline.execute.run_result" in found["smelt"], "an import for type checking"
+    assert "smelt.pipeline.execute.run_folder" in found["smelt"], "an import for type checking"
     assert "smelt.compress.finetune" in found["smelt.pipeline.recipe.stages"], "a module that a table names"
     assert "smelt.evaluate.report.view" in found["smelt.evaluate.report.render"], "a module from its package"
 

@@ -13,8 +13,7 @@ from smelt.compress.prune.units import AttentionGroup
 from smelt.core.errors import InputError
 from smelt.models.edits import replace_module
 from smelt.models.empty_model import replace_conv1d
-from smelt.models.families.model_blocks import blocks_of, model_attentions
-from smelt.models.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES, blocks_of, model_attentions
 from smelt.models.hidden_width import hidden_axes
 
 

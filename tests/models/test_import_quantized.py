@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
 from smelt.models.import_model import import_model

@@ -11,7 +11,8 @@ from transformers import AutoModelForSeq2SeqLM
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import NO_LIMIT, max_input_length, position_limit, position_table_size
-from smelt.runtimes.predict_texts import encode_texts, generate_texts, pad_batch
+from smelt.models.tokenizer import encode_texts
+from smelt.runtimes.predict_texts import generate_texts, pad_batch
 from smelt.runtimes.registry import open_runner
 
 pytestmark = pytest.mark.quick

@@ -12,8 +12,8 @@ from untrained_models import CONFIGS, ENCODER, make_untrained
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
-from smelt.generation.shortlist import make_shortlist, write_shortlist
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.config import make_shortlist, write_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.new_model import config_for_tokenizer, create_model
 

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.model_size import count_parameters
-from smelt.models.sentence_model import is_sentence_model, pool_hidden_states
-from smelt.models.text_rules import POOLINGS, SentenceRules
+from smelt.models.sentence_model import pool_hidden_states
+from smelt.models.text_rules import POOLINGS, SentenceRules, is_sentence_model
 from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.registry import open_folder
 

@@ -16,13 +16,12 @@ from smelt.compress.distill.inner_losses import InnerLosses
 from smelt.compress.distill.settings import LossWeights
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.models.edits import apply_edits
-from smelt.models.families.model_blocks import blocks_of, norm_consumers
-from smelt.models.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES, blocks_of, norm_consumers
 from smelt.models.layers import skip_sublayer
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner

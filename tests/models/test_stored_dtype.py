@@ -14,13 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.empty_model import (
-    StoredDtypes,
-    cast_to_stored,
-    config_dtype,
-    stored_dtypes,
-    weight_files_size,
-)
+from smelt.models.empty_model import StoredDtypes, cast_to_stored, config_dtype, stored_dtypes
+from smelt.models.weight_files import weight_files_size
 
 MADE = {
     "marian": tiny.write_marian,

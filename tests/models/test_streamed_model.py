@@ -23,10 +23,10 @@ from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core import system
 from smelt.core.errors import RunError
 from smelt.generation.runners import token_nll
-from smelt.models import streamed_model
+from smelt.models import streamed_model, weight_files
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import read_edits
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.models.streamed_model import open_streamed
 from smelt.runtimes import torch_backend
 from smelt.runtimes.registry import open_folder
@@ -42,8 +42,9 @@ def llama(tmp_path_factory):
     return out
 
 
-def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path):
-    made = open_streamed(llama, tmp_path, larger_than=0)
+def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
+    made = open_streamed(llama, tmp_path)
     assert made is not None
 
     def there():
@@ -132,7 +133,7 @@ def test_memory_between_pieces_that_stay_is_given_back():
 def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_path, monkeypatch):
     stage = (stage, settings, llama, "llama")
     whole = every_family.run_stage(*stage, tmp_path / "whole")
-    monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
+    monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
     parts = every_family.run_stage(*stage, tmp_path / "parts")
     assert (parts.out / "model.safetensors.index.json").is_file()
     for ctx in (whole, parts):
@@ -156,18 +157,17 @@ def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_
 def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, stage, settings, tmp_path, monkeypatch):
     stage = (stage, settings, every_family.model_with_layers(family, 2), family)
     whole = every_family.run_stage(*stage, tmp_path / "whole")
-    monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
+    monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
     parts = every_family.run_stage(*stage, tmp_path / "parts")
     assert parts.details == whole.details
     a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_models_that_have_to_be_whole_are(llama, tmp_path):
+def test_models_that_have_to_be_whole_are(llama, tmp_path, monkeypatch):
     assert open_streamed(llama, tmp_path) is None  # it is small
-    assert (
-        open_streamed(every_family.model_with_layers("gpt2", 1), tmp_path, larger_than=0) is None
-    )  # turned around
+    monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
+    assert open_streamed(every_family.model_with_layers("gpt2", 1), tmp_path) is None  # turned around
     shared = every_family.run_stage(
         ShareWeights(),
         ShareWeightsSettings(),
@@ -175,4 +175,4 @@ def test_models_that_have_to_be_whole_are(llama, tmp_path):
         "bert",
         tmp_path / "s",
     )
-    assert open_streamed(shared.out, tmp_path, larger_than=0) is None
+    assert open_streamed(shared.out, tmp_path) is None

@@ -10,7 +10,7 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import copy_tokenizer, load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules, read_text_rules
-from smelt.runtimes.predict_texts import encode_texts
+from smelt.models.tokenizer import encode_texts
 
 pytestmark = pytest.mark.quick
 

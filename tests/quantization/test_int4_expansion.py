@@ -1,8 +1,8 @@
 import numpy as np
 import torch
 
-from smelt.quantization.affine_groupwise import int4_expansion_table, shift_zero_points
 from smelt.quantization.groupwise import pack_codes, unpack_nibbles
+from smelt.quantization.schemes.affine import int4_expansion_table, shift_zero_points
 
 
 def test_a_byte_of_four_codes_becomes_two_of_nibbles():

@@ -8,8 +8,12 @@ import torch
 from onnx import TensorProto, helper
 from ort_sessions import ort_session
 
-from smelt.quantization import int8
-from smelt.quantization.int8 import dynamic_scale_zero_point, fake_quantize_dynamic, is_int8_matmul_exact
+from smelt.quantization.schemes import int8
+from smelt.quantization.schemes.int8 import (
+    dynamic_scale_zero_point,
+    fake_quantize_dynamic,
+    is_int8_matmul_exact,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -55,7 +59,7 @@ def test_sums_are_exact_where_torch_has_no_instructions_for_them():
     """What torch's library does on x86 without VNNI, where it adds pairs of products in 16 bits."""
     code = """
 import torch
-from smelt.quantization.int8 import int8_matmul, is_int8_matmul_exact
+from smelt.quantization.schemes.int8 import int8_matmul, is_int8_matmul_exact
 for rows in (1, 40):
     x = torch.randint(-128, 128, (rows, 300), dtype=torch.int8)
     codes = torch.randint(-127, 128, (50, 300), dtype=torch.int8)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.parity.dequantized_copy import dequantize_graph
+from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.layers import concat_quantized
 from smelt.quantization.schemes.registry import find_scheme, is_row_independent
@@ -137,7 +137,7 @@ def test_a_table_that_is_the_head_too_has_one_scale_in_both_and_an_exact_twin(sc
 def run(model, ids):
     import onnxruntime
 
-    from smelt.runtimes.onnx_session import session_options
+    from smelt.runtimes.onnx_backend import session_options
 
     given = model.SerializeToString(), session_options()
     session = onnxruntime.InferenceSession(*given, providers=["CPUExecutionProvider"])

@@ -7,15 +7,9 @@ from torch import nn
 from smelt.compress.quantize import plan_layers
 from smelt.core.errors import InputError
 from smelt.models.edits import apply_edits
-from smelt.quantization import matrix
-from smelt.quantization.layers import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    concat_quantized,
-    empty_quantized,
-    quantized_bytes,
-    quantized_dtypes,
-)
+from smelt.models.empty_model import quantized_bytes, quantized_dtypes
+from smelt.quantization import layers
+from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, concat_quantized, empty_quantized
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
 
 pytestmark = pytest.mark.quick
@@ -148,18 +142,18 @@ def test_a_product_under_autocast_has_a_gradient_in_the_type_of_its_input(scheme
 def test_large_matrices_in_parts_of_their_rows_equal_the_whole(scheme, monkeypatch):
     weight = torch.randn(21, 128, generator=torch.Generator().manual_seed(0))
     whole = schemes.rounded_matrix(scheme, weight)
-    for module, name in ((plan_layers, "_ROUNDED_AT_ONCE"), (matrix, "_WEIGHTS_AT_ONCE")):
+    for module, name in ((plan_layers, "_ROUNDED_AT_ONCE"), (layers, "_WEIGHTS_AT_ONCE")):
         monkeypatch.setattr(module, name, 4 * 128)
     parts = schemes.rounded_matrix(scheme, weight)
     stored = dict(parts.named_parameters())
     assert all(torch.equal(tensor, stored[name]) for name, tensor in whole.named_parameters())
-    assert torch.equal(parts.dequantize(), matrix._values(whole.scheme, whole, 128))
+    assert torch.equal(parts.dequantize(), layers._values(whole.scheme, whole, 128))
 
 
 @pytest.mark.parametrize("limit", [0, 4 * 3 * 4])
 def test_values_are_cached_up_to_a_limit(limit):
     layer = torch.nn.ModuleList([schemes.rounded_matrix("int8-dynamic", torch.rand(3, 4))])
-    matrix.limit_weight_cache(layer, limit)
+    layers.limit_weight_cache(layer, limit)
     first, second = layer[0].dequantized(), layer[0].dequantized()
     assert (first is second) == (limit > 0)
     assert torch.equal(first, second)

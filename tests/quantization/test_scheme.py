@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.parity.dequantized_copy import dequantize_graph
+from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.layers import concat_quantized
 from smelt.quantization.scheme import GRAPH_TARGETS
@@ -133,7 +133,7 @@ def test_lookups_are_rows_of_the_values(scheme, options):
 
 @EACH
 def test_a_file_has_the_bits_per_weight_that_are_told(scheme, options):
-    from smelt.quantization.layers import quantized_bytes
+    from smelt.models.empty_model import quantized_bytes
 
     width = 1024
     matrix = nn.ModuleList([schemes.rounded_matrix(scheme, weights(4, width), **options)])
@@ -201,7 +201,7 @@ def test_the_graph_computes_what_torch_does_and_its_exact_form_what_the_values_d
 def run(model, ids):
     import onnxruntime
 
-    from smelt.runtimes.onnx_session import session_options
+    from smelt.runtimes.onnx_backend import session_options
 
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]

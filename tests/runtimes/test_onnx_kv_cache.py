@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from shared_folders import make_once
 
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.onnx_backend import grow_cache
 from smelt.runtimes.registry import open_folder

@@ -1,6 +1,6 @@
 import pytest
 
-from smelt.runtimes.onnx_session import lacks_vnni
+from smelt.runtimes.onnx_backend import lacks_vnni
 
 
 @pytest.mark.parametrize(

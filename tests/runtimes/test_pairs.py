@@ -9,7 +9,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from smelt.data.splits import Example
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import max_input_length, position_limit
-from smelt.runtimes.predict_texts import class_logits, encode_texts
+from smelt.models.tokenizer import encode_texts
+from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_runner
 
 pytestmark = pytest.mark.quick

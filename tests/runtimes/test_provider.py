@@ -31,7 +31,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ort_tensorrt_provider, "find_spec", lambda name: None)
     monkeypatch.setattr(ort_tensorrt_provider, "_SYSTEM", ())
     monkeypatch.setattr(
-        ort_tensorrt_provider, "_package_version", {"onnxruntime-gpu": "1.31.1", "tensorrt": "11.4.0"}.get
+        ort_tensorrt_provider,
+        "package_versions",
+        lambda names: {
+            name: number
+            for name, number in {"onnxruntime-gpu": "1.31.1", "tensorrt": "11.4.0"}.items()
+            if name in names
+        },
     )
     monkeypatch.setenv("LD_LIBRARY_PATH", str(path))
     return path
@@ -65,7 +71,10 @@ def test_the_extra_names_the_tensorrt_that_this_onnx_runtime_is_linked_with() ->
     extra = [Requirement(line) for line in project["project"]["optional-dependencies"]["ort-tensorrt"]]
     wanted = {one.name: one for one in extra}
     assert str(wanted[f"tensorrt-cu{linked.cuda}"].specifier) == f"=={linked.tensorrt}.*"
-    assert ort_tensorrt_provider._package_version("onnxruntime-gpu") in wanted["onnxruntime-gpu"].specifier
+    assert (
+        ort_tensorrt_provider.package_versions(["onnxruntime-gpu"])["onnxruntime-gpu"]
+        in wanted["onnxruntime-gpu"].specifier
+    )
 
 
 def test_an_onnx_runtime_without_the_provider_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ SLOWEST_FILES = (
     "api/test_loaded_model.py",
     "export/test_openvino_target.py",
     "pipeline/faults/test_safe_path.py",
-    "export/precision/test_half_graphs.py",
+    "export/test_half_graphs.py",
     "export/tensorrt/test_families.py",
     "pipeline/whole/test_run_tensorrt.py",
     "export/parity/test_operator_checks.py",

@@ -15,8 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
-from smelt.quantization.layers import QuantizedLinear, empty_quantized
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix, empty_quantized
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, StoredTensor, UnpackedWeights
 from smelt.quantization.schemes.int8 import Int8Dynamic
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
@@ -56,7 +55,7 @@ def matmul_nbits(layer: QuantizedLinear, x: torch.Tensor, bits: int = 4) -> NDAr
     """Return what ONNX Runtime's MatMulNBits computes for the very tensors of the layer."""
     import onnxruntime
 
-    from smelt.runtimes.onnx_session import session_options
+    from smelt.runtimes.onnx_backend import session_options
 
     constants = {"b": layer.matrix.codes.numpy(), "s": layer.matrix.scales.float().numpy()}
     names = ["x", "b", "s", "", "", "bias" if layer.bias is not None else ""]
@@ -156,7 +155,7 @@ def run_onnx_runtime(
     """Return what ONNX Runtime computes for each of `layers`; the graph that it runs goes to `optimized`."""
     import onnxruntime
 
-    from smelt.runtimes.onnx_session import session_options
+    from smelt.runtimes.onnx_backend import session_options
 
     options = session_options()
     if optimized:

@@ -70,8 +70,8 @@ def check_quantization(parent: Path, family: str, out: Path) -> None:
 
 def check_export(folder: Path, family: str, out: Path) -> None:
     """Each graph agrees with the model; one that does not raises."""
-    from smelt.export.onnx_settings import OnnxSettings
     from smelt.export.onnx_stage import Onnx
+    from smelt.export.settings import OnnxSettings
 
     ctx = every_family.run_stage(Onnx(), OnnxSettings(), folder, family, out)
     assert ctx.details["parity"].keys() == ctx.details["graphs"].keys()

@@ -7,7 +7,7 @@ from typing import Any
 
 import every_family
 
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 
 
 def three_layer_model(family: str) -> Path:

@@ -10,8 +10,13 @@ from transformers.optimization import Adafactor
 
 from smelt.models.costs import CostInputs, SampleLengths
 from smelt.models.model_size import ModelSize, size_from_config
-from smelt.training.costs import lighter_trainings, trained_weights, training_cost, weight_state_bytes
-from smelt.training.settings import TrainingSettings
+from smelt.training.settings import (
+    TrainingSettings,
+    lighter_trainings,
+    trained_weights,
+    training_cost,
+    weight_state_bytes,
+)
 
 SIZE = size_from_config(
     {

@@ -27,8 +27,7 @@ from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import apply_edits, read_edits
 from smelt.models.model_size import count_parameters
-from smelt.quantization.layers import LowRankCorrectedLinear
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedMatrix
 from smelt.training.lora import LoraAdapters, QuantizedLoraLinear, find_lora_layers
 from smelt.training.settings import LoraSettings
 

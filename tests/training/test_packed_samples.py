@@ -18,8 +18,8 @@ from smelt.core.messages import message_codes
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES_BY_TASK
-from smelt.training.extension import count_batch_items, label_objective
-from smelt.training.losses import IGNORE_INDEX
+from smelt.training.extension import count_batch_items
+from smelt.training.losses import IGNORE_INDEX, label_objective
 from smelt.training.samples import EncodedSample, collate, pack_samples
 
 LENGTHS = (3, 9, 2, 6, 12, 5, 7)

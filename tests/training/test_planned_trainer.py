@@ -19,7 +19,8 @@ from smelt.data.labels import MULTI_LABEL, REGRESSION
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.training import trainer as training_loop
-from smelt.training.extension import label_objective, total_loss
+from smelt.training.extension import total_loss
+from smelt.training.losses import label_objective
 from smelt.training.samples import EncodedSample, collate
 from smelt.training.trainer import run_training
 

@@ -10,9 +10,10 @@ import torch
 
 from smelt.core.messages import message_codes
 from smelt.data.splits import Example, Split
-from smelt.generation.prompt_batches import EncodedResponse, encode_prompts, encode_responses, fit_response
+from smelt.generation.prompt_batches import EncodedResponse, encode_responses, fit_response
 from smelt.models.checkpoint import load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules
+from smelt.models.tokenizer import encode_prompts
 from smelt.training.losses import IGNORE_INDEX
 from smelt.training.samples import collate, encode_split
 

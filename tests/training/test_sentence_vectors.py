@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.training.extension import cosent_loss, pairwise_similarity_loss, vector_distance_loss
+from smelt.compress.distill.objective import pairwise_similarity_loss, vector_distance_loss
+from smelt.training.losses import cosent_loss
 
 
 def drawn(rows, width, seed=0):

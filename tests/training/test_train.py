@@ -21,7 +21,7 @@ from smelt.data.splits import Columns, Example, Split
 from smelt.evaluate.report.view import sort_warnings
 from smelt.models.checkpoint import load_model
 from smelt.training import trainer as training_loop
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 from smelt.training.samples import EncodedSample
 from smelt.training.train import train
 from smelt.training.trainer import run_training

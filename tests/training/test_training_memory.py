@@ -15,7 +15,7 @@ from smelt.core.errors import RunError
 from smelt.models.checkpoint import load_model
 from smelt.training import trainer as training_loop
 from smelt.training import training_state
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 from smelt.training.processes import LaunchSettings
 from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training

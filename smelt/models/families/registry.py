@@ -1,7 +1,21 @@
-"""The supported families, by the config's model_type. A new one is a file and a line here."""
+"""The supported families, by the config's model_type, and the parts of a loaded model by its family.
+
+A new family is a file and a line here. The parts are blocks, norms with their consumers, and shared inputs.
+Blocks, attentions and feed-forward parts are listed once each. Nothing here imports torch: submodules are
+looked up by name.
+
+`norm_consumers` returns the linear layers that use the output of a norm. Methods need them that fold a scale
+into a norm and its inverse into its consumers (SmoothQuant, AWQ), or that need the scale of a linear layer's
+inputs. `shared_inputs` returns the linear layers that share an input, and the linear layer that computes it,
+if nothing else uses it. A scale for each channel can be moved from the columns of the consumers into the rows
+of this producer, without cost at run time; AWQ uses this.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from smelt.core.messages import with_article
@@ -30,7 +44,7 @@ from smelt.models.families import (
     t5,
     vit,
 )
-from smelt.models.families.family import Config, Family
+from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
 
 _SEQ2SEQ_MODULES = (marian, t5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, mpnet, modernbert, electra)
@@ -83,3 +97,344 @@ def no_blocks_reason(config: Config) -> str | None:
     if family is None or family.stacks(config):
         return None
     return f"{with_article(family.name)} model has convolutions and no attention or feed-forward blocks"
+
+
+# The attribute of a block with its removed parts.
+SKIPPED_PARTS_ATTRIBUTE = "smelt_skipped"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a model.
+
+    index: its position in the stack. module_path: its dotted name. window: its attention window (see
+    `Family.window`), None for all. aliases: the names of later blocks that are the same module.
+    """
+
+    stack: Stack
+    index: int
+    module_path: str
+    module: Any
+    window: int | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Its attentions, without removed ones, with their full names in the model."""
+        gone = skipped_parts(self.module)
+        all_of_them = enumerate(self.stack.attentions)
+        return tuple(
+            attention.with_prefix(self.module_path) for part, attention in all_of_them if part not in gone
+        )
+
+    @property
+    def feed_forward(self) -> FeedForward | None:
+        """Its feed-forward part, with its full names in the model; None if it was removed."""
+        if len(self.stack.attentions) in skipped_parts(self.module):
+            return None
+        return self.stack.feed_forward.with_prefix(self.module_path)
+
+    @property
+    def parts(self) -> tuple[Attention | FeedForward, ...]:
+        """Its attentions and feed-forward part, in order, without removed ones."""
+        feed = self.feed_forward
+        return self.attentions if feed is None else (*self.attentions, feed)
+
+
+def skipped_parts(block: Any) -> frozenset[int]:
+    """Return the removed parts of a block: attentions are numbered in order, then the feed-forward part."""
+    found: frozenset[int] = getattr(block, SKIPPED_PARTS_ATTRIBUTE, frozenset())
+    return found
+
+
+def blocks_of(model: Any) -> list[Block]:
+    """Return the blocks of `model`, stack by stack; a repeated block counts once.
+
+    A model of an unsupported family has none.
+    """
+    family = family_of(model)
+    if family is None:
+        return []
+    config = model.config.to_dict()
+    return [block for stack in family.stacks(config) for block in _stack_blocks(model, family, stack, config)]
+
+
+def is_token_embedding(family: Family, config: Config, name: str) -> bool:
+    """Return whether a tensor has the name of the family's token embedding, outside of all blocks.
+
+    Inside of them `shared` is the matrix shared by linear layers (smelt/models/layers.py).
+    """
+    inside = tuple(f"{stack.module_path}." for stack in family.stacks(config))
+    return name.endswith(family.embedding_suffixes) and not name.startswith(inside)
+
+
+def model_attentions(model: Any) -> list[Attention]:
+    """Return the attentions of `model` in order, with their full names."""
+    return [attention for block in blocks_of(model) for attention in block.attentions]
+
+
+def token_lookup_modules(model: Any) -> list[Any]:
+    """Return the modules that look up token ids, of any type."""
+    found = [model.get_input_embeddings()]
+    if model.config.is_encoder_decoder:
+        found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
+    return found
+
+
+def output_modules(model: Any) -> tuple[str, ...]:
+    """Return the modules between the last hidden states and the outputs of `model`; none without a head.
+
+    See `Family.head_modules`. A model of an unsupported family has none.
+    """
+    family = family_of(model)
+    names = {name for name, _ in model.named_modules()}
+    return family.head_modules if family is not None and names.issuperset(family.head_modules) else ()
+
+
+@dataclass(frozen=True)
+class HiddenStateLocation:
+    """Hidden states that a forward hook on a module can capture.
+
+    stack: the name of the stack. index: 0 for the input of its first block, the embeddings; n for the output
+    of its n-th block. module_path: the block's name. A repeated block computes several of them, one per
+    call, under its first name.
+    """
+
+    stack: str
+    index: int
+    module_path: str
+
+    def extract(self, given: tuple[Any, ...], result: Any) -> Any:
+        """Return the states, float [B, S, D], from the hook's arguments: positional inputs and output."""
+        value = result if self.index else given
+        return value[0] if isinstance(value, tuple) else value
+
+
+def hidden_state_locations(model: Any) -> list[HiddenStateLocation]:
+    """Return the locations of the hidden states of `model`, stack by stack, in order.
+
+    They are the `hidden_states` of transformers, except for the last, to which it applies the stack's
+    final norm (`ResidualStream.final_norm`). A model of an unsupported family has none.
+    """
+    found: list[HiddenStateLocation] = []
+    for block in blocks_of(model):
+        if block.index == 0:
+            found.append(HiddenStateLocation(block.stack.name, 0, block.module_path))
+        numbers = [block.index, *(int(alias.rpartition(".")[2]) for alias in block.aliases)]
+        found += [HiddenStateLocation(block.stack.name, number + 1, block.module_path) for number in numbers]
+    order = {stack: place for place, stack in enumerate(dict.fromkeys(state.stack for state in found))}
+    return sorted(found, key=lambda state: (order[state.stack], state.index))
+
+
+def _stack_blocks(model: Any, family: Family, stack: Stack, config: Config) -> Iterator[Block]:
+    modules = list(model.get_submodule(stack.module_path))
+    for number, module in enumerate(modules):
+        if any(earlier is module for earlier in modules[:number]):
+            continue
+        later = [at for at in range(number + 1, len(modules)) if modules[at] is module]
+        yield Block(
+            stack,
+            number,
+            f"{stack.module_path}.{number}",
+            module,
+            family.window(config, number),
+            tuple(f"{stack.module_path}.{at}" for at in later),
+        )
+
+
+@dataclass(frozen=True)
+class NormConsumers:
+    """A norm and its consumers.
+
+    norm: its dotted name. consumers: the linear layers that use its output, directly or times a number. only:
+    nothing else uses it, neither the next sum of a post-norm block nor a caller. is_foldable: dividing the
+    output of the norm by a number for each channel, and multiplying the columns of the consumers by it, does
+    not change the outputs of the model: there are consumers and no other uses, and their weights are not
+    shared (a token embedding that is the output layer, a layer that blocks share).
+    """
+
+    norm: str
+    consumers: tuple[str, ...]
+    is_exclusive: bool
+    is_foldable: bool
+
+
+def norm_consumers(model: Any) -> list[NormConsumers]:
+    """Return every norm of `model` once, in order of computation.
+
+    A model of an unsupported family has none. Norms of a head's queries and keys have no consumers: their
+    outputs are used by the scores.
+    """
+    family = family_of(model)
+    if family is None:
+        return []
+    found = _NormCollector(model)
+    stacks = family.stacks(model.config.to_dict())
+    crossed = [
+        product
+        for stack in stacks
+        for block in _block_paths(model, stack)
+        for part, attention in enumerate(stack.attentions)
+        if attention.cross and part not in skipped_parts(model.get_submodule(block))
+        for product in _join_paths(block, (attention.key, attention.value))
+    ]
+    head = list(output_modules(model))
+    for number, stack in enumerate(stacks):
+        last = number == len(stacks) - 1
+        _collect_stack(found, stack, head[:1] if last else crossed)
+    for norm, reader in pairwise(head):
+        if has_norm_at(found.model, norm):
+            found.add(norm, [reader], only=True)
+    return found.results()
+
+
+def _collect_stack(found: _NormCollector, stack: Stack, end: list[str]) -> None:
+    """Follow the hidden states of one stack; `end` uses its output, empty if that is unknown."""
+    stream, source = stack.stream, stack.stream.embedding_norm
+    if source:
+        found.add(source, [], only=False)
+    for block in _block_paths(found.model, stack):
+        reads = [*map(_state_layers, stack.attentions), stack.feed_forward.input_layers]
+        gone = skipped_parts(found.model.get_submodule(block))
+        for part, (name, products) in enumerate(zip(stream.part_norms, reads, strict=True)):
+            norm, readers = f"{block}.{name}", [] if part in gone else _join_paths(block, products)
+            if stream.pre_norm and has_norm_at(found.model, norm):
+                found.add(norm, readers, only=True)
+            elif source:  # the part uses the hidden states directly, and so does the sum after it
+                found.add(source, readers, only=False)
+            if part < len(stack.attentions) and part not in gone:
+                found.add_qk_norms(block, stack.attentions[part])
+            source = None if stream.pre_norm else norm  # of a sum, in pre-norm models
+    if stream.final_norm or source:
+        found.add(stream.final_norm or str(source), end, only=bool(end))
+
+
+def has_norm_at(model: Any, name: str) -> bool:
+    """Return whether `model` has a norm at `name`; a removed norm has no weight."""
+    module = model.get_submodule(name)
+    return getattr(module, "weight", None) is not None and module.weight.dim() == 1
+
+
+class _NormCollector:
+    """Collects norms, each module once."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.met: dict[Any, tuple[str, dict[str, None], bool]] = {}
+
+    def add(self, norm: str, readers: list[str], only: bool) -> None:
+        module = self.model.get_submodule(norm)
+        name, before, alone = self.met.get(module, (norm, {}, True))
+        self.met[module] = (name, before | dict.fromkeys(readers), alone and only)
+
+    def add_qk_norms(self, block: str, attention: Attention) -> None:
+        for norm in attention.qk_norms or ():
+            self.add(f"{block}.{norm}", [], only=False)
+
+    def results(self) -> list[NormConsumers]:
+        owners: dict[int, set[Any]] = {}
+        for module in self.model.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add(module)
+        by_norm = {norm: self._submodules(list(readers)) for norm, (_, readers, _) in self.met.items()}
+        result = []
+        for norm, (name, readers, only) in self.met.items():
+            other_leaves = {leaf for other, leaves in by_norm.items() if other is not norm for leaf in leaves}
+            inside = by_norm[norm]
+            unshared = all(
+                owners[id(p)] <= inside - other_leaves
+                for leaf in inside
+                for p in leaf.parameters(recurse=False)
+            )
+            result.append(NormConsumers(name, tuple(readers), only, only and bool(readers) and unshared))
+        return result
+
+    def _submodules(self, names: list[str]) -> set[Any]:
+        return {leaf for name in names for leaf in self.model.get_submodule(name).modules()}
+
+
+def _state_layers(attention: Attention) -> tuple[str, ...]:
+    """Return the linear layers of an attention that use the states of their own stack."""
+    if attention.cross:
+        return (attention.query,)
+    return tuple(dict.fromkeys((attention.query, attention.key, attention.value)))
+
+
+def _block_paths(model: Any, stack: Stack) -> Iterator[str]:
+    return (f"{stack.module_path}.{number}" for number in range(len(model.get_submodule(stack.module_path))))
+
+
+def _join_paths(block: str, names: tuple[str, ...]) -> list[str]:
+    return [f"{block}.{name}" for name in names]
+
+
+# functions f with f(x / s) = f(x) / s for every s above 0
+_SCALE_INVARIANT = ("relu",)
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """Linear layers with one input, and the producer of that input.
+
+    consumers: dotted names. producer: the linear layer that computes the input; None if it is something else.
+    start: the first row of the producer that belongs to it; the rows end at `stop`, or the last. repeats:
+    how often each head of it is used (queries that share a value); width: of a head.
+    """
+
+    consumers: tuple[str, ...]
+    producer: str | None = None
+    start: int = 0
+    stop: int | None = None
+    repeats: int = 1
+    head_dim: int = 1
+
+
+def shared_inputs(model: Any) -> list[SharedInput]:
+    """Return the inputs of all linear layers in the blocks of `model`, each layer in one of them, in order.
+
+    The encoder's output is one input, of the cross-attentions of all blocks.
+    """
+    config, blocks = model.config.to_dict(), blocks_of(model)
+    crossed = [n for b in blocks for a in b.attentions if a.cross for n in (a.key, a.value)]
+    found = [feed for block in blocks for feed in _block_inputs(model, block, config)]
+    return ([SharedInput(tuple(dict.fromkeys(crossed)))] if crossed else []) + found
+
+
+def _block_inputs(model: Any, block: Block, config: dict[str, Any]) -> Iterator[SharedInput]:
+    for attention in block.attentions:
+        own = (attention.query, attention.key, attention.value)[: 1 if attention.cross else 3]
+        yield SharedInput(tuple(dict.fromkeys(own)))
+        yield _attention_output_input(model, attention)
+    if block.feed_forward is not None:  # the part may be removed
+        yield SharedInput(block.feed_forward.input_layers)
+        yield _feed_forward_output_input(model, block.feed_forward, config)
+
+
+def _attention_output_input(model: Any, attention: Attention) -> SharedInput:
+    """Return the input of an attention's output layer: values, mixed over tokens but not over channels."""
+    wide = int(model.get_submodule(attention.out).in_features)
+    rows = int(model.get_submodule(attention.value).out_features)
+    values = (rows - wide) // 2 if attention.packed else rows  # the packed ones: queries, keys, values
+    if values <= 0 or wide % values:
+        return SharedInput((attention.out,))
+    repeats = wide // values
+    width = (
+        int(getattr(model.get_submodule(attention.name), attention.head_dim_attribute))
+        if repeats > 1
+        else values
+    )
+    return SharedInput((attention.out,), attention.value, rows - values, None, repeats, width)
+
+
+def _feed_forward_output_input(model: Any, part: FeedForward, config: dict[str, Any]) -> SharedInput:
+    """Return the input of the last linear layer of a feed-forward part, if gated or after ReLU."""
+    if part.gate is None:
+        through = config.get(part.activation_key) in _SCALE_INVARIANT
+        return SharedInput((part.down,), part.up if through else None)
+    plain, first = (
+        (part.gate, part.gate_first) if part.activated_layer == "up" else (part.up, not part.gate_first)
+    )
+    if part.gate != part.up:
+        return SharedInput((part.down,), plain)
+    half = int(model.get_submodule(part.up).out_features) // 2
+    return SharedInput((part.down,), part.up, *((0, half) if first else (half, None)))

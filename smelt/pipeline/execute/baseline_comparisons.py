@@ -11,9 +11,9 @@ from smelt.core.artifact import Artifact
 from smelt.core.files import json_hash
 from smelt.core.stage import Progress
 from smelt.core.store import Store
+from smelt.core.system import package_versions
 from smelt.data.splits import Split
 from smelt.models.families.family import STACK_NAMES
-from smelt.pipeline.execute.scoring import library_versions
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.registry import find_runtime, open_runner
 
@@ -112,7 +112,7 @@ class LayerComparisons:
         """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
         from smelt.evaluate.layer_sqnr import SQNR_VERSION
 
-        libraries = library_versions(("torch", "transformers", "tokenizers"))
+        libraries = package_versions(("torch", "transformers", "tokenizers"))
         return {"version": SQNR_VERSION, "device": self.recipe.device, "libraries": libraries}
 
     def results(
@@ -139,7 +139,7 @@ class LayerComparisons:
 
 @dataclass(frozen=True)
 class TokenComparisons:
-    """Compares the next-token distributions of steps (see `smelt.evaluate.token_divergence`)."""
+    """Compares the next-token distributions of steps (see `smelt.evaluate.layer_sqnr`)."""
 
     kind: ClassVar[str] = "token_divergence"
     recipe: Any
@@ -152,7 +152,7 @@ class TokenComparisons:
 
     def conditions(self, base: Artifact, step: Artifact) -> dict[str, Any]:
         """Return what a result depends on, apart from artifacts, samples and seed, as JSON values."""
-        from smelt.evaluate.token_divergence import TOKEN_DIVERGENCE_VERSION
+        from smelt.evaluate.layer_sqnr import TOKEN_DIVERGENCE_VERSION
 
         score, device = self.recipe.score, self.recipe.device
         runtimes = [find_runtime(each.format, each.manifest.details.get("target")) for each in (base, step)]
@@ -161,14 +161,14 @@ class TokenComparisons:
             "generation": score.generation.model_dump(),
             "batch_size": score.batch_size,
             "devices": [artifact_device(each, device) for each in (base, step)],
-            "libraries": library_versions([name for runtime in runtimes for name in runtime.libraries]),
+            "libraries": package_versions([name for runtime in runtimes for name in runtime.libraries]),
         }
 
     def results(
         self, artifacts: Mapping[str, Artifact], baseline: str, missing: Sequence[str]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the result of each step of `missing`."""
-        from smelt.evaluate.token_divergence import TokenComparison
+        from smelt.evaluate.layer_sqnr import TokenComparison
         from smelt.training.samples import spread_indices
 
         if not missing:

@@ -20,11 +20,11 @@ from smelt.core.locks import MachineTurns, current_owner
 from smelt.core.messages import Message
 from smelt.core.process_group import ShardEnd, in_shard
 from smelt.core.store import Store
+from smelt.core.system import package_versions
 from smelt.data.split_division import limit_split
 from smelt.data.splits import Split
 from smelt.evaluate.environment import cpu_model
-from smelt.pipeline.execute.display import Display
-from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback
+from smelt.pipeline.execute.display import Display, explain_step_error, unexpected_traceback
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.ray_cluster import TaskNeeds, open_node_store
 from smelt.pipeline.execute.reserved_nodes import (
@@ -35,7 +35,7 @@ from smelt.pipeline.execute.reserved_nodes import (
     lost_error,
     reserve_nodes,
 )
-from smelt.pipeline.execute.scoring import Scorer, library_versions
+from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.step_runner import KEY_LIBRARIES, StepRunner
 from smelt.pipeline.execute.training_processes import TrainingLaunch
 from smelt.pipeline.inspect.machine import unscored_reason
@@ -141,7 +141,7 @@ class _Task:
             data=self.data,
             display=self.display,
             validation_scorer=self.scorer,
-            versions=library_versions(KEY_LIBRARIES),
+            versions=package_versions(KEY_LIBRARIES),
             launch=replace(launch, start=None if self.nodes is None else self.nodes.start_ranks),
         )
 

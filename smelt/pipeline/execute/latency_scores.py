@@ -18,6 +18,7 @@ from smelt.core.files import json_hash
 from smelt.core.messages import error_message, messages_to_json, with_count
 from smelt.core.stage import Progress
 from smelt.core.store import Store
+from smelt.core.system import package_versions
 from smelt.data.splits import (
     IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
@@ -26,7 +27,6 @@ from smelt.data.splits import (
     Split,
     Task,
 )
-from smelt.pipeline.execute.scoring import library_versions
 from smelt.pipeline.inspect.machine import artifact_device
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class LatencyScores:
                 "generation": self.recipe.score.generation.model_dump(),
                 "machine": machine_id(),
                 "device": [artifact_device(a, self.recipe.device) for a in (artifact, baseline)],
-                "libraries": library_versions(
+                "libraries": package_versions(
                     (*_LATENCY_LIBRARIES, *_DECODING_LIBRARIES.get(self.recipe.task, ()))
                 ),
             }

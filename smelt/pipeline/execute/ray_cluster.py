@@ -25,8 +25,7 @@ from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message, error_message
 from smelt.core.remote_store import open_remote_store
 from smelt.core.store import Store
-from smelt.core.system import install_command, package_problem
-from smelt.pipeline.execute.scoring import library_versions
+from smelt.core.system import install_command, package_problem, package_versions
 from smelt.pipeline.execute.step_runner import KEY_LIBRARIES
 from smelt.pipeline.recipe.recipe import ResourceSettings
 
@@ -335,7 +334,7 @@ def _versions() -> dict[str, str]:
 
     found = {
         name.removesuffix("-gpu"): number.partition("+")[0]
-        for name, number in library_versions(("smelt", *KEY_LIBRARIES)).items()
+        for name, number in package_versions(("smelt", *KEY_LIBRARIES)).items()
     }
     files = []
     for name in _SOURCES:  # checkouts of different commits have one version

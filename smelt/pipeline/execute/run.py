@@ -26,21 +26,28 @@ from smelt.pipeline.execute.baseline_comparisons import (
     compare_with_baseline,
 )
 from smelt.pipeline.execute.cluster_run import ClusterRun, paths_on_nodes
-from smelt.pipeline.execute.display import Display, duration
-from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
+from smelt.pipeline.execute.display import (
+    Display,
+    duration,
+    explain_step_error,
+    unexpected_traceback,
+    with_user_paths,
+)
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from smelt.pipeline.execute.ray_cluster import open_cluster
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_costs import estimate_run
 from smelt.pipeline.execute.run_folder import (
+    Report,
+    Result,
     RunFolder,
     StorePlace,
     check_store,
     open_store,
     register_run,
     require_run_folder,
+    write_report,
 )
-from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.trackers import RunTrackers

@@ -1,4 +1,6 @@
-"""A run's folder (recipe, links to the store, results of an earlier run), and the runs that use a store.
+"""A run's folder (recipe, report, links to the store, results of an earlier run), and the runs of a store.
+
+The result of a run is its report, the files written to its folder, and the summary on the terminal.
 
 A run with `--until` runs a part of the recipe. Artifacts of the other steps from an earlier run in the same
 folder are kept if they still match the recipe, and are marked in the report. Their links protect them from
@@ -11,28 +13,237 @@ files, runs next to the store are found by their folders, all others by a record
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
+import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from html import escape
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import json_hash, load_json, partial_files, write_atomically, write_json
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.remote_store import is_store_url, open_remote_store
 from smelt.core.store import OWNER_SUFFIX, Store
-from smelt.evaluate.report.chart import CHART_FILES
+from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
+from smelt.evaluate.report.chart import CHART_FILES, chart_files
 from smelt.evaluate.report.schema import SCORES_FOLDER
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner
     from smelt.pipeline.plan.plan import Plan
+
+
+EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
+
+
+class Report(Mapping[str, Any]):
+    """The report of a run, a read-only mapping with the content of report.json (docs/reference/report.md).
+
+    Notebooks display it as the HTML report.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        from smelt.evaluate.report.schema import validate_report
+
+        validate_report(data)
+        self.data = dict(data)
+
+    @classmethod
+    def read(cls, run: str | PathLike[str]) -> Report:
+        """Read the report of the run in the folder `run`, or the report.json at that path.
+
+        Raises:
+            InputError: there is no report, or this version of smelt cannot read it.
+        """
+        from smelt.evaluate.report.schema import read_report
+
+        return cls(read_report(Path(run).expanduser()))
+
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame with one row per step.
+
+        Columns: step, stage, parent, status, format, target, parameters, size_bytes; for each metric its
+        value, `_difference` from the baseline, `_p_value` and `_p_value_holm`; `same_outputs` (percent),
+        `agreement_bleu`, `agreement_chrf`, `kl_divergence` with the baseline's outputs; for each measured
+        batch size `latency_ms_N` (p50, milliseconds) and `speedup_N`.
+
+        Raises:
+            MissingDependencyError: pandas is not installed.
+        """
+        try:
+            import pandas  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise MissingDependencyError(
+                "to_frame needs pandas: pip install 'smelt[notebook]'", code="not-installed"
+            ) from error
+
+        return pandas.DataFrame([step_row(step) for step in self.data["steps"]]).set_index("step")
+
+    def _repr_html_(self) -> str:
+        from smelt.evaluate.report.render import render_html
+
+        page = escape(render_html(self.data), quote=True)
+        return (
+            f'<iframe srcdoc="{page}" style="width: 100%; height: 720px; border: 0" title="report"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"Report({self.data['recipe'].get('name', 'run')!r}, {self.data['status']!r})"
+
+    def __str__(self) -> str:
+        from smelt.evaluate.report.render import render_table
+
+        return render_table(self.data)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+_AGREEMENT_COLUMNS = {
+    "equal": "same_outputs",
+    "bleu": "agreement_bleu",
+    "chrf": "agreement_chrf",
+    "kl_divergence": "kl_divergence",
+}
+
+
+def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step of a report as a flat row."""
+    same = ("stage", "parent", "status", "format", "target", "parameters", "size_bytes")
+    row: dict[str, Any] = {"step": step["name"], **{name: step[name] for name in same}}
+    for metric, score in (step["quality"] or {}).items():
+        row[metric] = score["value"]
+        if test := (step["against_baseline"] or {}).get(metric):
+            row |= {
+                f"{metric}_difference": test["difference"],
+                f"{metric}_p_value": test["p_value"],
+                f"{metric}_p_value_holm": test.get("p_value_holm"),
+            }
+    for name, value in (step.get("agreement") or {}).items():
+        if name in _AGREEMENT_COLUMNS and value is not None:
+            row[_AGREEMENT_COLUMNS[name]] = value
+    if (layers := step.get("layer_sqnr")) and layers["output_sqnr_db"] is not None:
+        row["output_sqnr_db"] = layers["output_sqnr_db"]
+    for timed in step["latency"] or []:
+        row[f"latency_ms_{timed['batch_size']}"] = timed["p50_ms"]
+        row[f"speedup_{timed['batch_size']}"] = timed["speedup"]
+    return row
+
+
+def report_csv(report: Mapping[str, Any]) -> str:
+    """Return the table of `Report.to_frame` as CSV, with a line for each step."""
+    rows = [step_row(step) for step in report["steps"]]
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+@dataclass
+class Result:
+    """The result of a run: report (see docs/reference/report.md), folder and exit code."""
+
+    report: Report
+    folder: Path
+    exit_code: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.exit_code = EXIT_CODES[self.report["status"]]
+
+    def __repr__(self) -> str:
+        """Return a short form without the report: name, status and folder."""
+        name = self.report["recipe"].get("name", "run")
+        return f"Result({name!r}, {self.report['status']!r}, {str(self.folder)!r})"
+
+    def artifact(self, step: str) -> Path:
+        """Return the folder of the artifact of `step`, for `smelt.load`.
+
+        Raises:
+            InputError: no such step, or it has no artifact.
+        """
+        folder = self.folder / "artifacts" / step
+        given = [s["name"] for s in self.report["steps"] if s["artifact"]]
+        if step not in given or not folder.is_dir():
+            known = ", ".join(given)
+            raise InputError(
+                f"no artifact of a step '{step}'. Available steps: {known}.{did_you_mean(step, given)}",
+                code="no-artifact",
+            )
+        return folder
+
+
+def write_report(
+    folder: Path, report: Mapping[str, Any], with_charts: bool = True, with_pages: bool = True
+) -> None:
+    """Write the report to `folder`: report.json, and with pages .md, .html and .csv.
+
+    with_charts: with charts, also as files.
+    """
+    from smelt.evaluate.report.render import render_html, render_markdown
+    from smelt.evaluate.report.schema import validate_report
+
+    write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    if not with_pages:
+        return
+    write_atomically(folder / "report.md", render_markdown(report))
+    write_atomically(folder / "report.html", render_html(report, with_charts))
+    write_atomically(folder / "report.csv", report_csv(report))
+    if with_charts:
+        drawn = chart_files(validate_report(report))
+        for name in set(CHART_FILES) - drawn.keys():
+            (folder / name).unlink(missing_ok=True)
+        for name, content in drawn.items():
+            write_atomically(folder / name, content)
+
+
+def summary_lines(result: Result) -> Sequence[str]:
+    """Return the final output of `smelt run`: the table, the report's path, and commands to try and deploy.
+
+    Without the commands where the verdict recommends no step.
+    """
+    from smelt.evaluate.report.render import render_table
+    from smelt.evaluate.report.schema import validate_report
+    from smelt.evaluate.report.verdict import ship_command
+
+    lines = [render_table(result.report), "", f"Report: {_short_path(result.folder / 'report.html')}"]
+    report = validate_report(result.report)
+    step = next((step for step in report.steps if report.verdict and step.name == report.verdict.step), None)
+    if step is None:
+        return lines
+    folder = _short_path(result.folder / "artifacts" / step.name)
+    inputs: dict[str, str] = {CUSTOM_TASK: "--data FILE.npz", IMAGE_CLASSIFICATION: "IMAGE.png"}
+    what = inputs.get(str(report.recipe.get("task")), '"TEXT"')
+    return [
+        *lines,
+        f"Try it: smelt predict {shlex.quote(folder)} {what}",
+        f"Ship it: {ship_command(report, step, folder)}",
+    ]
+
+
+def _short_path(path: Path) -> str:
+    """Return `path`, relative to the current folder if it is inside."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 @dataclass(frozen=True)

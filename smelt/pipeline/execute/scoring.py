@@ -15,6 +15,7 @@ from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.core.process_group import from_first, process_rank
 from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
+from smelt.core.system import package_versions
 from smelt.data.labels import (
     LABEL_SEPARATOR,
     REGRESSION,
@@ -157,7 +158,7 @@ class Scorer:
             "metric_settings": {name: dict(given) for name, given in self.metric_settings.items()},
             "metric_files": self._metric_files,
             "truncation": self.truncation,
-            "libraries": library_versions(self._metric_libraries),
+            "libraries": package_versions(self._metric_libraries),
         }
 
     @property
@@ -180,7 +181,7 @@ class Scorer:
 
     def _key(self, artifact: Artifact, split: Split) -> str:
         runtime = find_runtime(artifact.format, artifact.manifest.details.get("target"))
-        libraries = library_versions((*runtime.libraries, *self._metric_libraries))
+        libraries = package_versions((*runtime.libraries, *self._metric_libraries))
         reference_part = {"reference": self.reference and self.reference.key} if self.needs_reference else {}
         return json_hash(
             self.key_conditions()
@@ -449,19 +450,6 @@ def _choice_scores(
     return score_choices(metrics, losses, choices, answers, examples)
 
 
-def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of those packages in `names` that are installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _split_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Split scores into `quality` for the report and `statistics` for paired tests."""
     return {
@@ -521,7 +509,7 @@ def pair_scores(split: Split) -> list[float] | None:
 def _count_too_long(
     runner: Any, examples: Sequence[Example], task: Task, generation: GenerationSettings
 ) -> int:
-    from smelt.runtimes.predict_texts import encode_texts
+    from smelt.models.tokenizer import encode_texts
 
     if task in (CUSTOM_TASK, IMAGE_CLASSIFICATION):
         return 0

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import MANIFEST, Artifact, Format, Manifest
+from smelt.core.artifact import Artifact, Format, Manifest
 from smelt.core.errors import InputError, combined_error
-from smelt.core.files import json_hash, read_json_object, sha256_of, write_json
+from smelt.core.files import MANIFEST, json_hash, read_json_object, sha256_of, write_json
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, warning
 from smelt.data.labels import SINGLE_LABEL, class_names
@@ -24,7 +24,6 @@ from smelt.data.splits import (
     SENTENCE_SIMILARITY,
     Split,
 )
-from smelt.models.image_processor import PROCESSOR_FILE
 from smelt.models.text_rules import TextRules
 from smelt.models.weight_files import source_files
 from smelt.pipeline.execute.latency_scores import require_texts_fit
@@ -37,10 +36,11 @@ from smelt.pipeline.plan.warnings import decoding_warnings
 from smelt.pipeline.recipe.model_and_data import NewTokenizer, UntrainedModel, has_classifier
 from smelt.pipeline.recipe.recipe import ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.runtimes.images import PROCESSOR_FILE
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.scoring import Scorer
-    from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
+    from smelt.pipeline.inspect.model_info import ThirdPartyModel
     from smelt.runtimes.third_party.signature import GraphSignature
 
 

@@ -21,13 +21,13 @@ from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message
 from smelt.core.stage import Context
 from smelt.core.store import StageCache, StepCheckpoints, Store
-from smelt.core.system import peak_memory_bytes, reset_peak_memory
+from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
 from smelt.data.labels import ProblemType
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
 from smelt.evaluate.environment import machine_id, physical_cores
 from smelt.models.text_rules import SentenceRules, TextRules
-from smelt.pipeline.execute.failures import explain_step_error
-from smelt.pipeline.execute.scoring import Scorer, library_versions
+from smelt.pipeline.execute.display import explain_step_error
+from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.machine import gpu_names, has_bf16_instructions, training_device
 from smelt.pipeline.plan.task_checks import (
     check_prompts,
@@ -114,7 +114,7 @@ class StepRunner:
     threads: int | None
     validation_scorer: Scorer
     display: Display
-    versions: Mapping[str, str] = field(default_factory=lambda: library_versions(KEY_LIBRARIES))
+    versions: Mapping[str, str] = field(default_factory=lambda: package_versions(KEY_LIBRARIES))
     device: str = "auto"
     windows: Windows | None = None
     log_metrics: Callable[[str, Mapping[str, float], int], None] = lambda step, metrics, update: None
@@ -207,9 +207,9 @@ class StepRunner:
             if getattr(step.settings, "precision", None) == "auto":
                 found["bf16"] = has_bf16_instructions()
         if getattr(step.settings, "lora", None) is not None:
-            found["adapters"] = library_versions(("peft",))
+            found["adapters"] = package_versions(("peft",))
         elif packages := step.settings.required_packages():
-            found["packages"] = library_versions(tuple(packages))
+            found["packages"] = package_versions(tuple(packages))
         if getattr(step.settings, "is_machine_dependent", False):
             from smelt.export.autotune import available_cores
 

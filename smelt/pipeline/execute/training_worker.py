@@ -24,7 +24,7 @@ from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import messages_to_json
 from smelt.core.stage import Context
 from smelt.core.store import StageCache, StepCheckpoints, Store, commit_cached_files, find_cached_files
-from smelt.pipeline.execute.failures import explain_step_error
+from smelt.pipeline.execute.display import explain_step_error
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner

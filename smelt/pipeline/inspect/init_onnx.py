@@ -16,7 +16,7 @@ from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, Task
 from smelt.models.text_rules import MODULES_FILE
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.model_folder import read_config
-from smelt.pipeline.inspect.onnx_files import (
+from smelt.pipeline.inspect.model_info import (
     NON_FLOAT32_DTYPES,
     ThirdPartyModel,
     find_graph,

@@ -44,8 +44,7 @@ from smelt.pipeline.inspect.init_stages import (
     step_lines,
     training_time_text,
 )
-from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model
-from smelt.pipeline.inspect.onnx_files import is_onnx
+from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model, is_onnx
 from smelt.pipeline.recipe.yaml_file import parse_yaml
 
 _PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}

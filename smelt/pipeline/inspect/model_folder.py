@@ -23,8 +23,13 @@ from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.labels import CLASSIFIER_SUFFIXES
 from smelt.data.splits import CLASSIFICATION_TASKS, DECODER_ONLY_TASKS, SENTENCE_SIMILARITY, Task
-from smelt.models.families.model_blocks import is_token_embedding
-from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK, find_family, lacks_head
+from smelt.models.families.registry import (
+    FAMILIES,
+    FAMILIES_BY_TASK,
+    find_family,
+    is_token_embedding,
+    lacks_head,
+)
 from smelt.models.quantization_config import (
     QUANTIZATION_CONFIG_KEY,
     new_head_message,
@@ -517,7 +522,7 @@ def check_tokenizer_files(folder: Path, kind: str) -> list[Message]:
 
 def _check_image_processor(folder: Path) -> list[Message]:
     """Return errors in the image processor in `folder`."""
-    from smelt.models.image_processor import read_processor
+    from smelt.runtimes.images import read_processor
 
     try:
         read_processor(folder)

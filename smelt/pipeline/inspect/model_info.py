@@ -1,21 +1,24 @@
-"""Inspect a model's folder without loading the model, for `smelt init`.
+"""Inspect a model without loading it, for `smelt init` and plans: a folder of weights, or ONNX files.
 
-Quantized weights are detected too: those of a third-party checkpoint or of a smelt artifact.
+Quantized weights are detected too: those of a third-party checkpoint or of a smelt artifact. An ONNX model is
+a file, or a folder in Optimum's layout; its batch axes are inferred from dimension names, array sizes and a
+trial run.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import MANIFEST
-from smelt.core.errors import InputError, combined_error
-from smelt.core.files import load_json
+from smelt.core.errors import InputError, combined_error, did_you_mean
+from smelt.core.files import MANIFEST, load_json, resolve_path
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import with_article
+from smelt.data.npz_arrays import read_npz_headers
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Task
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.quantization_config import (
@@ -25,6 +28,7 @@ from smelt.models.quantization_config import (
     parse_quantization_config,
 )
 from smelt.models.text_rules import MODULES_FILE, position_limit, read_sentence_rules
+from smelt.models.weight_files import has_weights
 from smelt.pipeline.inspect.model_folder import (
     check_model_folder,
     hub_error,
@@ -41,6 +45,19 @@ from smelt.quantization.schemes.registry import (
     unsupported_reason,
     unsupported_scheme_options,
 )
+from smelt.runtimes.third_party.convert_optimum import (
+    DECODER_WITH_PAST_GRAPH,
+    ENCODER_GRAPH,
+    FIRST_DECODER_GRAPH,
+    MERGED_DECODER_GRAPH,
+    MODEL_GRAPH,
+    required_graphs,
+)
+from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec
+from smelt.runtimes.third_party.trial_run import detect_output_axes
+
+if TYPE_CHECKING:
+    from smelt.runtimes.third_party.validate_graph import GraphValidation
 
 
 @dataclass(frozen=True)
@@ -257,3 +274,237 @@ def _weight_count_and_dtype(folder: Path, coded: QuantizedModelInfo | None) -> t
     counts = count_values_by_dtype(folder)
     most = max(counts, key=counts.__getitem__, default="F32")
     return sum(counts.values()), _DTYPE_NAMES.get(most, most)
+
+
+ONNX_SUFFIX = ".onnx"
+NON_FLOAT32_DTYPES = (
+    "float16",
+    "bfloat16",
+    "float64",
+)  # weights that the quantizers, which need float32, do not support
+_ONNX_FOLDER = "onnx"  # folder of the graphs in transformers.js and newer exports
+_GENERATION_GRAPHS = (ENCODER_GRAPH, FIRST_DECODER_GRAPH, DECODER_WITH_PAST_GRAPH, MERGED_DECODER_GRAPH)
+
+
+@dataclass(frozen=True)
+class ThirdPartyModel:
+    """A third-party ONNX model: one graph, or the graphs of a generative model.
+
+    file: the graph; of several the last one, which outputs logits. weight_files: names of external data
+    files.
+    tokenizer_folder: folder with config.json and the tokenizer; None for the task `custom`. details: opset,
+    nodes, parameters, producer. graphs: graphs of a generative model by name, without `.onnx`.
+    """
+
+    file: Path
+    signature: GraphSignature
+    weight_files: tuple[str, ...] = ()
+    tokenizer_folder: Path | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    graphs: dict[str, Path] = field(default_factory=dict)
+
+
+def is_onnx(model: object, base: Path) -> bool:
+    """Return whether the `model` of a recipe, relative to `base`, is an ONNX file or a folder of them."""
+    if not isinstance(model, str) or not model.strip() or "\0" in model:
+        return False
+    path = resolve_path(base, model)
+    try:
+        if path.suffix == ONNX_SUFFIX and not path.is_dir():
+            return True
+        return path.is_dir() and bool(_onnx_files(path)) and not has_weights(path)
+    except OSError:
+        return False
+
+
+def find_graph(path: Path) -> Path:
+    """Return the graph at `path`, a file or a folder.
+
+    Raises:
+        InputError: there is none, or several, or they are generation graphs.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        file_names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise InputError(
+            f"{path}: no such file. Expected an ONNX model.{did_you_mean(path.name, file_names)}",
+            code="missing-file",
+            file=str(path),
+        )
+    found = _onnx_files(path)
+    parts = [graph.name for graph in found if graph.stem in _GENERATION_GRAPHS]
+    if parts:
+        raise InputError(
+            f"{path}: {', '.join(parts)} are generation graphs. Set task: translation or summarization, or"
+            f" use a single graph: model: {path.name}/{found[0].name} with task: custom.",
+            code="generator-graphs",
+            file=str(path),
+        )
+    named = [graph for graph in found if graph.name == f"model{ONNX_SUFFIX}"]
+    if not named and len(found) > 1:
+        names = ", ".join(graph.relative_to(path).as_posix() for graph in found[:6])
+        raise InputError(
+            f"{path}: several graphs: {names}. Choose one, such as model: {path.name}/{found[0].name}.",
+            code="several-graphs",
+            file=str(path),
+        )
+    return (named or found)[0]
+
+
+def find_generation_graphs(path: Path) -> dict[str, Path]:
+    """Return the graphs of the generative model in the folder `path`, by name without `.onnx`.
+
+    Raises:
+        InputError: no such folder, or graphs are missing; the message lists them.
+    """
+    if path.is_file():
+        if path.stem in _GENERATION_GRAPHS:
+            raise InputError(
+                f"{path}: one of several generation graphs. Set their folder as the model: {path.parent}.",
+                code="part-of-generator",
+                file=str(path),
+            )
+        return {MODEL_GRAPH: path}
+    if not path.is_dir():
+        find_graph(path)  # raises the error
+    found = {graph.stem: graph for graph in _onnx_files(path)}
+    parts = required_graphs(found)
+    if isinstance(parts, str):
+        raise InputError(f"{path}: {parts}.", code="incomplete-generator", file=str(path))
+    return {name: found[name] for name in parts[1]}
+
+
+def inspect_graph(path: Path) -> GraphValidation:
+    """Validate the graph in the file `path` in a separate process."""
+    from smelt.runtimes.third_party.validate_graph import validate_graph
+
+    return validate_graph(path)
+
+
+def find_tokenizer_folder(graph: Path, tokenizer: Path | None) -> Path | None:
+    """Return the folder with config and tokenizer: `tokenizer` if given, else the graph's folder; or None."""
+    if tokenizer is not None:
+        return tokenizer
+    places: Sequence[Path] = (
+        graph.parent,
+        *([graph.parent.parent] if graph.parent.name == _ONNX_FOLDER else []),
+    )
+    return next((place for place in places if (place / "config.json").is_file()), None)
+
+
+def _onnx_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{ONNX_SUFFIX}")) or sorted((folder / _ONNX_FOLDER).glob(f"*{ONNX_SUFFIX}"))
+
+
+BatchAxes = dict[str, int | None]
+_MAX_AXIS_TRIALS = 8  # trial runs if several axes have the length of the batch
+
+
+def infer_batch_axes(onnx_model: ThirdPartyModel, file: Path) -> tuple[BatchAxes, list[str]]:
+    """Return the axes that a recipe must set for the arrays in `file`, and the outputs without batch axis.
+
+    Raises:
+        InputError: an output of a graph with a fixed batch size above 1 has no batch axis (`unclear-rows`).
+    """
+    signature = onnx_model.signature
+    shapes = read_npz_headers(file)
+    sizes = {value.name: shapes[value.name].shape for value in signature.inputs if value.name in shapes}
+    choices = _candidate_axes(signature, sizes)
+    likely: BatchAxes = {name: axes[0] for name, axes in choices.items()}
+    is_open = _is_ambiguous(signature, likely) or any(len(axes) > 1 for axes in choices.values())
+    if onnx_model.details.get("random") or not is_open:  # random outputs do not depend on the inputs
+        return _axes_to_write(signature, likely), []
+    inputs, outputs = _try_axes(onnx_model, file, choices) or (likely, {})
+    known = signature.with_batch_axes(inputs)
+    _require_batch_outputs(onnx_model.file, known, outputs)
+    defaults = {value.name: value.axis for value in known.outputs}
+    changed: BatchAxes = {
+        name: axes[0] for name, axes in outputs.items() if axes and defaults.get(name) not in axes
+    }
+    without = [name for name, axes in outputs.items() if axes is None]
+    return _axes_to_write(signature, inputs) | changed, without
+
+
+def _axes_to_write(signature: GraphSignature, found: BatchAxes) -> BatchAxes:
+    """Return the input axes that differ from the defaults; all axes if that would be ambiguous."""
+    changed = {name: axis for name, axis in found.items() if axis != signature.input_batch_axes[name]}
+    return found if list(signature.with_batch_axes(changed).ambiguous_axes(changed)) else changed
+
+
+def _candidate_axes(
+    signature: GraphSignature, sizes: Mapping[str, Sequence[int]]
+) -> dict[str, list[int | None]]:
+    """Return the possible batch axes of each input, most likely first."""
+    axes = signature.input_batch_axes
+    counts = [d[axis] for name, d in sizes.items() if (axis := axes[name]) is not None and axis < len(d)]
+    # the most frequent length of the default axes
+    rows = max(counts, key=lambda c: (counts.count(c), sum(c in d for d in sizes.values()), c > 1), default=0)
+    names = {value.name: _batch_name(value) for value in signature.inputs}
+    found: dict[str, list[int | None]] = {}
+    for value in signature.inputs:
+        dims = sizes.get(value.name)
+        if not dims:
+            continue
+        declared, shape = axes[value.name], value.shape or ()
+        places: list[int | None] = [axis for axis, size in enumerate(dims) if size == rows]
+        if declared in places and names[value.name]:
+            places = [declared]  # the dimension's name defines it
+        # inputs that share the name of the batch dimension must have a batch axis
+        one_name = names[value.name] and list(names.values()).count(names[value.name]) > 1
+        fixed = {axis for axis, size in enumerate(shape) if isinstance(size, int)}
+        ordered = sorted(places, key=lambda axis: (axis in fixed, axis != declared, axis))
+        found[value.name] = ordered or [declared if one_name else None]
+    return found
+
+
+def _batch_name(value: TensorSpec) -> str | None:
+    """Return the name of the batch dimension; None if it has none."""
+    size = value.shape[value.axis] if value.shape and value.axis is not None else None
+    return size if isinstance(size, str) else None
+
+
+def _is_ambiguous(signature: GraphSignature, inputs: BatchAxes) -> bool:
+    """Return whether dimension names do not determine the batch axis of some output."""
+    known = signature.with_batch_axes(inputs)
+    named = {_batch_name(value) for value in known.inputs} - {None}
+    return any(_batch_name(value) not in named for value in known.outputs if value.shape != ())
+
+
+def _try_axes(
+    onnx_model: ThirdPartyModel, file: Path, choices: Mapping[str, list[int | None]]
+) -> tuple[BatchAxes, dict[str, list[int] | None]] | None:
+    """Return input axes for which all outputs have a batch axis, and the output axes.
+
+    If there are none, return the most likely axes with which the graph runs; None if it never runs.
+    """
+    first = None
+    for axes in itertools.islice(itertools.product(*choices.values()), _MAX_AXIS_TRIALS):
+        inputs: BatchAxes = dict(zip(choices, axes, strict=True))
+        outputs = detect_output_axes(onnx_model.file, onnx_model.signature, file, inputs)
+        if outputs is None:
+            continue
+        with_rows = [found for found in outputs.values() if found is not None]
+        if with_rows and all(with_rows):
+            return inputs, outputs
+        first = first or (inputs, outputs)
+    return first
+
+
+def _require_batch_outputs(
+    file: Path, known: GraphSignature, outputs: Mapping[str, list[int] | None]
+) -> None:
+    """Require that all outputs have a batch axis if the graph has a fixed batch size above 1.
+
+    Raises:
+        InputError: some have not (`unclear-rows`).
+    """
+    without = [name for name, axes in outputs.items() if axes is None]
+    if without and known.fixed_batch_size not in (None, 1):
+        names = ", ".join(f"'{name}'" for name in without)
+        raise InputError(
+            f"{file}: the graph has a fixed batch size of {known.fixed_batch_size}, but the output {names}"
+            " has no batch"
+            " axis. Export the graph with a dynamic batch size or with 1, or without this output.",
+            code="unclear-rows",
+        )

@@ -1,7 +1,7 @@
 """The estimated memory, disk and work of every step of a plan, and the refusal of what cannot fit.
 
 Sizes follow the model's config through the tree of steps; each stage estimates its cost
-(`Stage.estimate_cost`), in units of work that `smelt.pipeline.plan.predictions` turns into seconds.
+(`Stage.estimate_cost`), in units of work that `smelt.pipeline.execute.run_costs` turns into seconds.
 Lengths of samples are estimated from their characters and the tokens of a few of them: the libraries
 tokenizers and sentencepiece, which load in milliseconds, read the tokenizer's files; without such a file a
 token has four bytes, as in English text.

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.compress.quantize.scheme_options import two_bit_warnings
+from smelt.compress.quantize.settings import two_bit_warnings
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
@@ -33,9 +33,10 @@ from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTI
 from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, local_model_folder, read_config
-from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization
-from smelt.pipeline.inspect.onnx_files import is_onnx
-from smelt.pipeline.plan.gates import (
+from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
+from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
+from smelt.pipeline.plan.plan_checker import (
+    PlanChecker,
     check_baseline,
     check_latency_steps,
     choose_judging_split,
@@ -43,8 +44,6 @@ from smelt.pipeline.plan.gates import (
     set_engine_lengths,
     steps_until,
 )
-from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
-from smelt.pipeline.plan.plan_checker import PlanChecker
 from smelt.pipeline.plan.quantized_steps import (
     prequantized_mistakes,
     qat_mistakes,

@@ -24,7 +24,7 @@ from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
 from smelt.evaluate.metrics import is_lower_better, scores_agreement_alone
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.model_folder import fetch_model
-from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
+from smelt.pipeline.inspect.model_info import ThirdPartyModel
 from smelt.pipeline.plan.task_checks import pooling_text, resolve_pooling, resolve_text_rules
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.recipe import JudgedOn, ParsedRecipe

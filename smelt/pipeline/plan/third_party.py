@@ -17,7 +17,7 @@ from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TAS
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.text_rules import MODULES_FILE, POOLINGS
 from smelt.pipeline.inspect.model_folder import check_tokenizer_files, read_config, unknown_family_message
-from smelt.pipeline.inspect.onnx_files import (
+from smelt.pipeline.inspect.model_info import (
     NON_FLOAT32_DTYPES,
     ThirdPartyModel,
     find_generation_graphs,

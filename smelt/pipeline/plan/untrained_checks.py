@@ -17,7 +17,6 @@ from smelt.data.labels import ProblemType, class_names
 from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, Split
 from smelt.evaluate.metrics import DEFAULTS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES_BY_TASK
-from smelt.models.image_processor import PROCESSOR_FILE, default_processor_config, parse_processor
 from smelt.pipeline.inspect.model_folder import (
     check_tokenizer_files,
     local_model_folder,
@@ -41,6 +40,7 @@ from smelt.pipeline.recipe.model_and_data import (
 )
 from smelt.pipeline.recipe.recipe import TRAINING_STAGES, ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, parse_processor
 
 UNTRAINED_NOT_SCORED = "random weights; the first trained step is the baseline"
 

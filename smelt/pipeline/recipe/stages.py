@@ -29,9 +29,9 @@ STAGE_CLASSES: dict[str, str] = {
     "shortlist": "smelt.compress.shortlist:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
-    "simplify": "smelt.export.third_party.simplify_stage:Simplify",
+    "simplify": "smelt.export.third_party.stages:Simplify",
     "quantize-onnx": "smelt.export.third_party.quantize_onnx:QuantizeOnnx",
-    "fp16": "smelt.export.third_party.fp16:Fp16",
+    "fp16": "smelt.export.third_party.stages:Fp16",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",
 }
 # Stages that have another class in recipes that start from an ONNX file.

@@ -29,8 +29,7 @@ from smelt.pipeline.execute.run_folder import StorePlace, check_store
 from smelt.pipeline.execute.step_runner import resolve_task
 from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
 from smelt.pipeline.inspect.init_stages import MIN_SHORTLIST_ROWS, layer_counts
-from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model
-from smelt.pipeline.inspect.onnx_files import is_onnx
+from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model, is_onnx
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.recipe.stages import MODEL_STEP, load_stage
 from smelt.pipeline.recipe.yaml_file import parse_yaml

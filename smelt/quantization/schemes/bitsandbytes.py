@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.errors import InputError
 from smelt.core.system import require_package
 from smelt.quantization import groupwise as parts
-from smelt.quantization.int8 import Int8PerChannel
 from smelt.quantization.scheme import (
     EXPORT_TARGETS,
     MatrixUse,
@@ -29,6 +28,7 @@ from smelt.quantization.scheme import (
     UnpackedWeights,
     graph_target,
 )
+from smelt.quantization.schemes.int8 import Int8PerChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,6 @@ Shapes: N = outputs (rows), K = inputs (columns), g = group size, G = ceil(K / g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +17,6 @@ from smelt.quantization.scheme import (
     MatrixUse,
     PackedMatrix,
     QuantParams,
-    Scheme,
     SchemeOption,
     SchemeOptions,
     StoredTensor,
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 _SIGN = 8  # added to the code of a negative value
 
 
-class FourBitTable(Scheme):
+class FourBitTable(parts.GroupwiseScheme):
     """codes: uint8 [N, G, g / 2]; scales: float32 [N, G]. A subclass has 16 values and chooses codes.
 
     magnitudes: the first eight values, as integers; those of the codes from 8 on are their negatives.
@@ -44,16 +42,10 @@ class FourBitTable(Scheme):
     units: ClassVar[int]
     table_name: ClassVar[str]
     scale_dtype: ClassVar[str]
-    unsupported_targets: ClassVar[Mapping[str, str]] = parts.NBITS_UNSUPPORTED_TARGETS
-    operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.MATMUL_NBITS
     # activations are rounded as in int4
     tolerance: ClassVar[float] = 0.04
     embedding_tolerance: ClassVar[float] = 0.04
     learnable_scales: ClassVar[bool] = False
-
-    def group_size(self, width: int, options: SchemeOptions) -> int:
-        """Return g."""
-        return parts.group_size(options)
 
     def code_values(self) -> Any:
         """Return the value of each code in units of scale / `units`, int32 [16]."""
@@ -92,10 +84,6 @@ class FourBitTable(Scheme):
             parts.unpack_nibbles(matrix.tensor("codes")), {"scales": matrix.tensor("scales")}
         )
 
-    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""
-        return parts.groupwise_linear(matrix, x, bias)
-
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         import torch
@@ -110,15 +98,11 @@ class FourBitTable(Scheme):
         rows: Tensor = (steps * scales).flatten(1)[:, : matrix.width]
         return rows.reshape(*ids.shape, matrix.width)
 
-    def quantizes_activations(self, options: SchemeOptions) -> bool:
-        """Return whether the accuracy level is 4."""
-        return parts.quantizes_activation_blocks(options)
-
     def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         """Return the scales in 16 bits, if these are exact; for lookups also the table."""
         import torch
 
-        found = parts.groupwise_constants(matrix)
+        found = super().export_constants(matrix, use)
         if not found[parts.FLOAT16_SCALES].float().equal(matrix.tensor("scales")):
             found = {}
         return found | ({"table": torch.from_numpy(self.code_values())} if use == "lookup" else {})
@@ -132,10 +116,6 @@ class FourBitTable(Scheme):
         scales = emit.widen_scales(matrix.tensor(parts.FLOAT16_SCALES)) if exact else matrix.tensor("scales")
         # float16 could not represent a part of its least number: it is divided after the conversion
         return parts.emit_matmul_nbits(matrix, x, bias, 8, codes, scales=scales / self.units)
-
-    def float_activation_nodes(self, node: Any) -> list[Any]:
-        """Return the same operator at accuracy level 0."""
-        return parts.nbits_float_activation_nodes(node)
 
     def unpacking_tables(self) -> dict[str, Any]:
         """Return for each byte of two codes their 8-bit codes, the low one first, uint8 [256, 2]."""

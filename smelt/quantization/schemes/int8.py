@@ -1,11 +1,24 @@
 """The schemes int8-dynamic and int8-static: int8 weights per output channel or tensor, 8-bit activations.
 
-Weights: `smelt/quantization/int8.py`.
+Weights: symmetric, scale = amax / 127 of a row, or of the whole matrix; value = code * scale. Integer
+products are summed in int32, then y = (scale of activations * weight scale) * sum + bias.
 
-Activations of int8-dynamic are uint8, quantized at run time: asymmetric, one scale and zero point for the
-tensor of the whole batch, as in the ONNX operator DynamicQuantizeLinear (opset 11,
-`smelt/quantization/layers.py`). A layer may be exported to another form, which rounds activations block by
-block (`emit_block_linear` of `smelt/quantization/int8.py`), if that was measured to be faster.
+A single scale of a matrix is also stored once per row, so that concatenated matrices (queries, keys and
+values) can keep theirs. It is exported to ONNX Runtime as one number where all are equal.
+
+The same weights can be exported to MatMulNBits. 128 is added to the codes, because the operator needs
+unsigned ones, and the scale of a row is repeated for each of its blocks: the weights stay the same numbers,
+bit for bit. Activations become int8 block by block (`smelt.quantization.groupwise`), not by one range for the
+tensor of the whole batch.
+
+Activations of int8-dynamic are uint8, quantized at run time as ONNX's DynamicQuantizeLinear (opset 11)
+defines it: asymmetric, one scale and zero point for the tensor of a whole batch:
+
+    scale = (max(0, max x) - min(0, min x)) / 255
+    zero  = clamp(round(0 - min(0, min x) / scale), 0, 255)
+    x_q   = clamp(round(x / scale) + zero, 0, 255)                       round half to even
+
+A layer may be exported to the other form, if that was measured to be faster.
 
 Activations of int8-static are int8 with a calibrated range: symmetric, one scale for all inputs of a layer,
 stored with it:
@@ -19,30 +32,265 @@ depends only on its input row.
 In ONNX Runtime the same computation is fast in one form only: codes with 128 added (uint8, zero point 128) in
 MatMulIntegerToFloat. All other runtimes read QuantizeLinear and DequantizeLinear around a plain MatMul.
 
-Convolutions (`smelt/quantization/matrix.py`) are matrices with a row per output channel. Their inputs
+Convolutions (`smelt/quantization/layers.py`) are matrices with a row per output channel. Their inputs
 are mostly never negative (after ReLU): their codes are then 0 to 255, with range / 255.
 
-Shapes: N = outputs (rows), K = inputs (columns).
+Shapes: N = outputs (rows), K = inputs (columns), g = inputs of a block, G = ceil(K / g).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.quantization import groupwise, int8
-from smelt.quantization.int8 import (
-    GRANULARITY,
-    SHARED_SCALE,
-    Int8PerChannel,
-    float_linear_nodes,
-    output_scales,
-    transposed_weight,
+import numpy as np
+
+from smelt.quantization import groupwise
+from smelt.quantization.scheme import (
+    MatrixUse,
+    PackedMatrix,
+    QuantParams,
+    Scheme,
+    SchemeOption,
+    SchemeOptions,
+    StoredTensor,
+    UnpackedWeights,
 )
-from smelt.quantization.scheme import MatrixUse, PackedMatrix, SchemeOption, SchemeOptions, StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+BLOCK_VARIANT = "MatMulNBits"
+_ZERO_POINT = 128
+# the largest is the fastest: docs/measurements/int8-groupwise.md
+_SIZES = (128, 64, 32)
+# the operator's accuracy level that multiplies int8 blocks
+_ACCURACY_LEVEL = 4
+
+
+def block_size(width: int) -> int:
+    """Return g for K = `width` inputs: the largest block that divides them, else the smallest one."""
+    return next((size for size in _SIZES if size <= width), _SIZES[-1])
+
+
+def block_constants(matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+    """Return `blocks`, uint8 [N, G, g], and `block_scales`, float32 [N, G]; for lookups scales as [N, 1]."""
+    codes, size = matrix.tensor("codes").detach(), block_size(matrix.width)
+    blocks = groupwise.split_into_groups(codes.short(), size).add(_ZERO_POINT).byte()
+    scales = matrix.tensor("scales").detach()[:, None]
+    if use == "lookup":
+        return {"blocks": blocks, "lookup": scales.clone()}
+    return {"blocks": blocks, "block_scales": scales.repeat(1, blocks.shape[1])}
+
+
+def block_linear(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the operator's result, float32 [..., N]."""
+    from torch.nn import functional as F
+
+    return F.linear(groupwise.fake_quantize_blocks(x, block_size(matrix.width)), matrix.dequantized(), bias)
+
+
+def emit_block_linear(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Emit MatMulNBits with 8 bits."""
+    from smelt.quantization import emit
+
+    blocks = matrix.tensor("blocks")
+    layout = emit.NBitsLayout(matrix.width, blocks.shape[0], 8, blocks.shape[2])
+    return emit.matmul_nbits(x, blocks, matrix.tensor("block_scales"), None, bias, layout, _ACCURACY_LEVEL)
+
+
+def emit_block_lookup(matrix: PackedMatrix, ids: Tensor) -> Tensor:
+    """Emit a lookup in the blocks: output layer and embedding share a constant; zero rows stay zero."""
+    flat = ids.flatten()
+    rows = matrix.tensor("blocks").index_select(0, flat).float() - float(_ZERO_POINT)
+    scaled = rows.flatten(1)[:, : matrix.width] * matrix.tensor("lookup").index_select(0, flat)
+    return scaled.reshape(*ids.shape, matrix.width)
+
+
+GRANULARITY_DESCRIPTION = "the weights that share a scale"
+_TENSOR = "tensor"
+GRANULARITY = SchemeOption("granularity", "channel", ("channel", _TENSOR), GRANULARITY_DESCRIPTION)
+# the name in a graph of the scale of a whole matrix
+SHARED_SCALE = "scale"
+
+
+class Int8PerChannel(Scheme):
+    """codes: int8 [N, K]; scales: float32 [N], as the runtime multiplies by them."""
+
+    def group_size(self, width: int, options: SchemeOptions) -> int:
+        """Return K: a row has one scale."""
+        return width
+
+    def is_per_tensor(self, options: SchemeOptions) -> bool:
+        """Return whether the granularity is the tensor."""
+        return options.get(GRANULARITY.name) == _TENSOR  # bnb-int8 has no such option
+
+    def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
+        """Return scales that map the largest magnitude of a row, or of all, to 127; 1 for zeros."""
+        amax = groups.abs().amax(dim=-1)
+        amax = amax.max().expand_as(amax) if self.is_per_tensor(options) else amax
+        return {"scales": (amax / 127).where(amax > 0, 1.0)}
+
+    def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return codes from -127 to 127, int8."""
+        return (groups / grid["scales"][..., None]).round_().clamp_(-127, 127).char()
+
+    def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
+        """Return code * scale."""
+        return codes.float() * grid["scales"][..., None]
+
+    def code_range(
+        self, grid: QuantParams, options: SchemeOptions
+    ) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return -127 and 127."""
+        return -127.0, 127.0
+
+    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
+        """Return the specs of a byte per weight and a scale per row."""
+        return {"codes": StoredTensor((rows, width), "int8"), "scales": StoredTensor((rows,), "float32")}
+
+    def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
+        """Return codes and scales without the axis of the groups."""
+        return {"codes": decided.q_weight.flatten(1), "scales": decided.qparams["scales"][:, 0]}
+
+    def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
+        """Return the row as one group."""
+        return UnpackedWeights(matrix.tensor("codes")[:, None], {"scales": matrix.tensor("scales")[:, None]})
+
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Look up quantized rows and their scales; a row of zeros stays zero."""
+        return lookup_dequantized(matrix, ids, matrix.tensor("codes"))
+
+    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
+        """Return the codes as [K, N], as ONNX matrix multiplications need them; for lookups scales as [N, 1].
+
+        So the scales of a lookup have a name of their own in the graph. A scale common to all rows is a
+        scalar.
+        """
+        scales = matrix.tensor("scales").detach()
+        alike = self.is_per_tensor(matrix.options) and bool(scales.eq(scales[0]).all())
+        if use == "lookup":
+            return {"lookup": scales[0].clone() if alike else scales[:, None].clone()}
+        found = {"columns": matrix.tensor("codes").detach().t().contiguous()}
+        return found | {SHARED_SCALE: scales[0].clone()} if alike else found
+
+
+def transposed_weight(matrix: PackedMatrix) -> Tensor:
+    """Return the codes as int8 [K, N], as multiplied by a graph for ONNX Runtime's CPU.
+
+    Where an embedding looks up its rows in the same matrix, the runtime transposes the rows when
+    it loads the graph, so that all graphs of a model store one matrix. The rows are stored, because the
+    runtime packs the columns of a multiplication anyway and drops the original, while a row of a transposed
+    matrix is spread over the memory (a lookup of 160 rows takes 1 ms instead of 13 us).
+    """
+    from smelt.quantization import emit
+
+    return (
+        emit.transpose_at_load(matrix.tensor("codes")) if matrix.has("lookup") else matrix.tensor("columns")
+    )
+
+
+def output_scales(matrix: PackedMatrix) -> Tensor:
+    """Return the output scales in a graph for ONNX Runtime's CPU: float32 [N], or one for all, []."""
+    return matrix.tensor(SHARED_SCALE if matrix.has(SHARED_SCALE) else "scales")
+
+
+def lookup_dequantized(matrix: PackedMatrix, ids: Tensor, codes: Tensor) -> Tensor:
+    """Return rows of `codes`, int8 [N, K], times their scales, float32 [..., K]."""
+    from torch.nn import functional as F
+
+    scales = matrix.tensor("lookup") if matrix.has("lookup") else matrix.tensor("scales")[:, None]
+    return F.embedding(ids, codes).float() * (F.embedding(ids, scales) if scales.dim() else scales)
+
+
+def float_linear_nodes(
+    node: Any, x: str, codes: str, scales: str, zero: str = "", bias: str = ""
+) -> list[Any]:
+    """Return standard nodes with float32 activations: (codes - zero point) * scales, MatMul, Add.
+
+    Args:
+        node: the node to replace.
+        x: the name of its activations, float32 [..., K].
+        codes: of its weights, int8 [K, N].
+        scales: float32 [N], or [] for all.
+        zero: of the weights' zero points; empty where they are 0.
+        bias: float32 [N]; empty without a bias.
+    """
+    from onnx import TensorProto, helper
+
+    at, out = f"{node.name}.exact", node.output[0]
+    nodes = [helper.make_node("Cast", [codes], [f"{at}.codes"], to=TensorProto.FLOAT)]
+    weight = f"{at}.codes"
+    if zero:
+        nodes.append(helper.make_node("Cast", [zero], [f"{at}.zero"], to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("Sub", [weight, f"{at}.zero"], [f"{at}.shifted"]))
+        weight = f"{at}.shifted"
+    nodes.append(helper.make_node("Mul", [weight, scales], [f"{at}.weight"]))
+    product = f"{at}.product" if bias else out
+    nodes.append(helper.make_node("MatMul", [x, f"{at}.weight"], [product]))
+    if bias:
+        nodes.append(helper.make_node("Add", [product, bias], [out]))
+    nodes[-1].name = node.name  # the name in messages
+    return nodes
+
+
+# products of two int8 numbers that float32 adds up without rounding: 1024 * 128 * 128 is 2^24
+_EXACT_TERMS = 1024
+
+
+def int8_matmul(x: Tensor, codes: Tensor) -> Tensor:
+    """Return x W^T exactly, int32 [rows, N], for int8 x [rows, K] and codes W [N, K]."""
+    import torch
+    from torch.nn import functional as F
+
+    if is_int8_matmul_exact():
+        return torch._int_mm(x, codes.t())
+    sums = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.int32)
+    for at in range(0, x.shape[1], _EXACT_TERMS):
+        part = slice(at, at + _EXACT_TERMS)
+        sums += F.linear(x[:, part].float(), codes[:, part].float()).to(torch.int32)
+    return sums
+
+
+@cache
+def is_int8_matmul_exact() -> bool:
+    """Return whether torch sums int8 products in 32 bits on this machine.
+
+    On x86 processors without VNNI instructions its library adds pairs of them in 16 bits first, where large
+    ones overflow: for random codes 99 % of the sums were wrong.
+    """
+    import torch
+
+    exact = True
+    for rows in (1, 32):  # single rows use other kernels
+        ones = torch.full((rows, 64), 127, dtype=torch.int8)
+        found = torch._int_mm(ones, torch.full((64, 32), 127, dtype=torch.int8))
+        exact = exact and bool((found == 64 * 127 * 127).all())
+    return exact
+
+
+def dynamic_scale_zero_point(x: Tensor) -> tuple[float, int]:
+    """Return the scale (a float32 number) and the zero point of DynamicQuantizeLinear for `x`."""
+    import torch
+
+    low, high = (np.float32(t.item()) for t in torch.aminmax(x))
+    low, high = min(low, np.float32(0)), max(high, np.float32(0))
+    scale = (high - low) / np.float32(255) or np.float32(1)
+    return float(scale), int(np.clip(np.rint(-low / scale), 0, 255))
+
+
+def fake_quantize_dynamic(x: Tensor) -> Tensor:
+    """Return float `x` after DynamicQuantizeLinear and dequantizing, on any device, in the type of `x`."""
+    import torch
+
+    wide = x.float()
+    low, high = wide.amin().clamp(max=0), wide.amax().clamp(min=0)
+    scale = torch.where(high > low, (high - low) / 255, 1.0)
+    zero = torch.round(-low / scale).clamp_(0, 255)
+    codes = torch.round(wide / scale).add_(zero).clamp_(0, 255)
+    return ((codes - zero) * scale).to(x.dtype)
 
 
 _FORM = "DynamicQuantizeMatMul"
@@ -79,11 +327,9 @@ class Int8Dynamic(Int8PerChannel):
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply quantized weights and activations, or in blocks."""
-        if matrix.variant == int8.BLOCK_VARIANT:
-            return int8.block_linear(matrix, x, bias)
+        if matrix.variant == BLOCK_VARIANT:
+            return block_linear(matrix, x, bias)
         import torch
-
-        from smelt.quantization.int8 import dynamic_scale_zero_point, int8_matmul
 
         codes = matrix.tensor("codes")
         rows = x.detach().reshape(-1, matrix.width)
@@ -99,33 +345,31 @@ class Int8Dynamic(Int8PerChannel):
 
     def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
         """Return quantized and dequantized activations; their range contains all, so none is clipped."""
-        from smelt.quantization.int8 import fake_quantize_dynamic
-
         return fake_quantize_dynamic(x)
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit DynamicQuantizeMatMul, or MatMulNBits if selected."""
         from smelt.quantization import emit
 
-        if matrix.variant == int8.BLOCK_VARIANT:
-            return int8.emit_block_linear(matrix, x, bias)
+        if matrix.variant == BLOCK_VARIANT:
+            return emit_block_linear(matrix, x, bias)
         return emit.dynamic_quantize_matmul(x, transposed_weight(matrix), output_scales(matrix), bias)
 
     def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         """Return the codes in the selected form."""
-        if matrix.variant == int8.BLOCK_VARIANT:
-            return int8.block_constants(matrix, use)
+        if matrix.variant == BLOCK_VARIANT:
+            return block_constants(matrix, use)
         return super().export_constants(matrix, use)
 
     def emit_lookup(self, matrix: PackedMatrix, ids: Tensor, target: str) -> Tensor:
         """Emit a lookup in the codes, or in the blocks of a layer with that form."""
-        if matrix.variant == int8.BLOCK_VARIANT:
-            return int8.emit_block_lookup(matrix, ids)
+        if matrix.variant == BLOCK_VARIANT:
+            return emit_block_lookup(matrix, ids)
         return super().emit_lookup(matrix, ids, target)
 
     def operator_variants(self, options: SchemeOptions) -> tuple[str, ...]:
         """Return the operator of one range per batch, and that of blocks."""
-        return (_FORM, int8.BLOCK_VARIANT)
+        return (_FORM, BLOCK_VARIANT)
 
     def variant_node(self, matrix: PackedMatrix, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
         """Return the operator of the selected form."""
@@ -133,7 +377,7 @@ class Int8Dynamic(Int8PerChannel):
 
         tensors = {f"{y}.{name}": tensor for name, tensor in self.export_constants(matrix, "product").items()}
         layout: dict[str, Any] = {}
-        if matrix.variant == int8.BLOCK_VARIANT:
+        if matrix.variant == BLOCK_VARIANT:
             rows, _, size = tensors[f"{y}.blocks"].shape
             layout = {"K": matrix.width, "N": rows, "bits": 8, "block_size": size, "accuracy_level": 4}
         elif f"{y}.{SHARED_SCALE}" not in tensors:
@@ -202,8 +446,6 @@ class Int8Static(Int8PerChannel):
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply quantized weights and activations."""
         import torch
-
-        from smelt.quantization.int8 import int8_matmul
 
         codes, scale = matrix.tensor("codes"), matrix.tensor(INPUT_SCALE)
         rows = x.detach().reshape(-1, matrix.width)

@@ -17,15 +17,12 @@ Shapes: N = outputs (rows), K = inputs (columns), g = inputs that share a codebo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.quantization import groupwise as parts
 from smelt.quantization.scheme import (
-    MatrixUse,
     PackedMatrix,
     QuantParams,
-    Scheme,
     SchemeOption,
     SchemeOptions,
     StoredTensor,
@@ -48,7 +45,7 @@ _GAPS = 2 / 3
 _ROWS = 4096  # rows that are fitted at once, which limits the memory of the fit
 
 
-class Kmeans4(Scheme):
+class Kmeans4(parts.GroupwiseScheme):
     """codes: uint8 [N, G, g / 2]; codebook: uint8 [N, G, 16], rising; scales: float32 [N, G], as float16."""
 
     name: ClassVar[str] = "kmeans4"
@@ -56,19 +53,13 @@ class Kmeans4(Scheme):
     recommended_for: ClassVar[str] = f"small files; as fast as {Int8Groupwise.name}"
     source: ClassVar[str] = "Han et al. 2016, Deep Compression, arXiv:1510.00149 (weights that share values)"
     option_specs: ClassVar[tuple[SchemeOption, ...]] = (KMEANS_GROUP_SIZE, parts.ACCURACY_LEVEL)
-    unsupported_targets: ClassVar[Mapping[str, str]] = parts.NBITS_UNSUPPORTED_TARGETS
     exported_as: ClassVar[str] = f"{name} weights (MatMulNBits)"
-    operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.MATMUL_NBITS
     # activations are rounded, in blocks up to twice as long as int4's
     tolerance: ClassVar[float] = 0.04
     embedding_tolerance: ClassVar[float] = 0.04
     learnable_scales: ClassVar[bool] = False
     represents_zero: ClassVar[bool] = False
     supports_clipping: ClassVar[bool] = False
-
-    def group_size(self, width: int, options: SchemeOptions) -> int:
-        """Return g."""
-        return int(options[KMEANS_GROUP_SIZE.name])
 
     def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
         """Return scales and codebooks, uint8 [N, G, 16], without the padding of the last group."""
@@ -118,14 +109,6 @@ class Kmeans4(Scheme):
         grid = {"scales": matrix.tensor("scales"), "codebook": matrix.tensor("codebook")}
         return UnpackedWeights(parts.unpack_nibbles(matrix.tensor("codes")), grid)
 
-    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""
-        from torch.nn import functional as F
-
-        if parts.quantizes_activation_blocks(matrix.options):
-            x = parts.fake_quantize_blocks(x, self.group_size(matrix.width, matrix.options))
-        return F.linear(x, matrix.dequantized(), bias)
-
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         flat = ids.flatten()
@@ -135,14 +118,6 @@ class Kmeans4(Scheme):
         scales = stored.index_select(0, flat).float()[..., None]
         rows = (books.gather(2, places) * scales).flatten(1)[:, : matrix.width]
         return rows.reshape(*ids.shape, matrix.width)
-
-    def quantizes_activations(self, options: SchemeOptions) -> bool:
-        """Return whether the accuracy level is 4."""
-        return parts.quantizes_activation_blocks(options)
-
-    def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
-        """Return the scales in 16 bits."""
-        return parts.groupwise_constants(matrix)
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit MatMulNBits with 8 bits, which are looked up in the codebooks when the graph is loaded."""
@@ -154,10 +129,6 @@ class Kmeans4(Scheme):
         layout = emit.NBitsLayout(matrix.width, scales.shape[0], 8, self.group_size(matrix.width, options))
         level = int(options[parts.ACCURACY_LEVEL.name])
         return emit.matmul_nbits(x, codes, scales, None, bias, layout, level)
-
-    def float_activation_nodes(self, node: Any) -> list[Any]:
-        """Return the same operator at accuracy level 0."""
-        return parts.nbits_float_activation_nodes(node)
 
     def unpacking_tables(self) -> dict[str, Any]:
         """Return for each byte its two codes, the low one first, uint8 [256, 2]."""

@@ -18,12 +18,11 @@ from smelt.quantization.scheme import (
     graph_target,
 )
 from smelt.quantization.schemes.affine import Int2, Int3, Int4, Int8Groupwise
-from smelt.quantization.schemes.binary import Binary
 from smelt.quantization.schemes.bitsandbytes import BnbInt8, BnbNf4
 from smelt.quantization.schemes.float4 import Mxfp4, Pow2
 from smelt.quantization.schemes.int8 import Int8Dynamic, Int8Static
 from smelt.quantization.schemes.kmeans4 import Kmeans4
-from smelt.quantization.schemes.ternary import Ternary
+from smelt.quantization.schemes.ternary import Binary, Ternary
 
 _ALL_SCHEMES: tuple[Scheme, ...] = (
     Int8Dynamic(),

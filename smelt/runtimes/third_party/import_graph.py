@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
+from smelt.core.system import IsolatedProcessError, ProcessLimits, run_isolated
 from smelt.models.text_rules import SentenceRules
 from smelt.runtimes.backend import Feeds
 from smelt.runtimes.graph_walk import is_external, iter_model_tensors, opset_versions
@@ -49,7 +50,6 @@ from smelt.runtimes.third_party.convert_optimum import (
     set_cache_shapes,
 )
 from smelt.runtimes.third_party.graph_files import BITS_BY_TYPE, ExternalLocation, resolve_external_data
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
 from smelt.runtimes.third_party.trial_run import trial_limits
 
 GRAPH_FILE = f"{MODEL_GRAPH}.onnx"
@@ -383,7 +383,7 @@ def _empty_caches(
 
 
 def _open(path: Path | None) -> Any:
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     assert path is not None
     return open_onnx_session(path, threads=1)

@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from smelt.core.artifact import Artifact, FileRecord
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
-from smelt.core.system import available_bytes
-from smelt.data.npz_arrays import SampleAxes, read_npz
-from smelt.runtimes.tensorrt_engine import require_trusted_engines
-from smelt.runtimes.third_party.isolated_process import (
+from smelt.core.system import (
     IsolatedProcessError,
     ProcessLimits,
+    available_bytes,
     raise_memory_limit,
     run_isolated,
 )
+from smelt.data.npz_arrays import SampleAxes, read_npz
+from smelt.runtimes.tensorrt_engine import require_trusted_engines
 from smelt.runtimes.third_party.signature import GraphSignature
 
 # A call of a small graph on small samples; a hostile one gets no more.
@@ -102,7 +102,7 @@ def subprocess_main(arguments: Sequence[str]) -> str | None:
 
     arguments: its file, that of the samples, and the names of the inputs in their order, as JSON.
     """
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     path = Path(arguments[0])
     try:
@@ -163,7 +163,7 @@ def run_in_two_orders(arguments: Sequence[str]) -> dict[str, list[int] | None] |
     arguments: its file, that of the samples, the names of the inputs, and the number of samples with their
     axes.
     """
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     feeds, (size, axes) = read_feeds(*arguments[1:3]), json.loads(arguments[3])
     random = np.random.default_rng(0)
@@ -286,7 +286,7 @@ def open_and_run(arguments: Sequence[str]) -> None:
 
 
 def _run_on_zeros(path: Path) -> None:
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
     from smelt.runtimes.third_party.validate_graph import is_out_of_memory
 
     try:

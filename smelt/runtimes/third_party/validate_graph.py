@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smelt.core.messages import Message, error_message, messages_to_json
-from smelt.core.system import available_bytes
+from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
 from smelt.runtimes.graph_walk import all_nodes, node_inputs, normalized_domain, opset_versions, subgraphs
 from smelt.runtimes.third_party.graph_files import GraphFileError
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
 from smelt.runtimes.third_party.signature import GraphSignature
 
 # The imports alone, with room for a small graph; a hostile file gets no more.
@@ -187,7 +186,7 @@ def _known_operators() -> set[tuple[str, str]]:
 def _session_problems(path: Path, float_type: str | None) -> list[Message]:
     """Return why a session, opened as by the runner, fails. float_type: the type of most weights."""
     from smelt.core.errors import SmeltError
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     try:
         open_onnx_session(path, threads=1)

@@ -25,7 +25,7 @@ from smelt.core.store import StageCache, Store
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer
-from smelt.models.image_processor import read_processor
+from smelt.runtimes.images import read_processor
 from smelt.training.extension import total_loss
 from smelt.training.samples import collate, encode_split
 

@@ -7,7 +7,7 @@ from every_family import DISTINCT_FAMILIES
 
 from smelt.compress.distill.capture import CapturedTensors, CaptureRequest, capture_tensors
 from smelt.models.checkpoint import load_model
-from smelt.models.families.model_blocks import blocks_of, model_attentions
+from smelt.models.families.registry import blocks_of, model_attentions
 
 SCORED = [name for name in DISTINCT_FAMILIES if name != "mpnet"]  # which makes them inside of its forward
 

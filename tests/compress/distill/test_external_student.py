@@ -16,7 +16,7 @@ from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 from smelt.core.errors import InputError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
-from smelt.generation.shortlist import SHORTLIST_FILE as SHORTLIST
+from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_model
 from smelt.pipeline.plan.load_plan import load_plan
 

@@ -7,10 +7,9 @@ import tiny
 from expected_errors import raises_code, raises_setting_codes
 
 import smelt
-from smelt.compress.distill import sequence_level
-from smelt.compress.distill.sequence_level import closest_by_bleu, count_targets, generate_targets
+from smelt.compress.distill import stage
 from smelt.compress.distill.settings import DistillSettings, SequenceSettings
-from smelt.compress.distill.stage import Distill
+from smelt.compress.distill.stage import Distill, closest_by_bleu, count_targets, generate_targets
 from smelt.core.errors import InputError
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.plan.load_plan import load_plan
@@ -88,7 +87,7 @@ def test_the_mix_is_a_fraction_of_all_rows(rows, mix, expected):
 def test_own_targets_are_mixed_in_and_empty_texts_left_out(tmp_path, teacher, rows, monkeypatch):
     texts = [f"text {n}" for n in range(len(rows))]
     texts[0] = ""
-    monkeypatch.setattr(sequence_level, "_generate", lambda *args: texts)
+    monkeypatch.setattr(stage, "_generate", lambda *args: texts)
     ctx = harness.make_context(tmp_path / "out", data=rows)
     made = generate_targets(teacher, SequenceSettings(original_ratio=0.5), ctx)
     own = [e for e in made.examples if e in rows.examples]
@@ -114,8 +113,8 @@ def test_a_second_run_decodes_nothing_again(tmp_path, monkeypatch):
             f"  - distill: {{{taught}, max_steps: 1, num_evals: 0, precision: fp32, learning_rate: {rate}}}\n"
         )
 
-    decoded, real = [], sequence_level._generate
-    monkeypatch.setattr(sequence_level, "_generate", lambda *args: decoded.append(1) or real(*args))
+    decoded, real = [], stage._generate
+    monkeypatch.setattr(stage, "_generate", lambda *args: decoded.append(1) or real(*args))
     for rate in (1e-4, 2e-4):
         write(rate)
         result = smelt.run(recipe, out=tmp_path / "run", store=tmp_path / "store", quiet=True)
@@ -157,14 +156,14 @@ def test_a_graph_of_the_teacher_may_decode(tmp_path, monkeypatch):
         " num_evals: 0}\n"
         "    from: model\n"
     )
-    found, real = [], sequence_level._generate
+    found, real = [], stage._generate
 
     def decode(writer, examples, settings, ctx):
         found.append((writer.format, real(writer, examples, settings, ctx)))
         assert found[0][1] == real(ctx.ancestors["model"], examples, settings, ctx)
         return found[0][1]
 
-    monkeypatch.setattr(sequence_level, "_generate", decode)
+    monkeypatch.setattr(stage, "_generate", decode)
     result = smelt.run(recipe, out=tmp_path / "run", quiet=True)
     assert result.exit_code == 0, [step["error"] for step in result.report["steps"]]
     assert found[0][0] == "onnx"

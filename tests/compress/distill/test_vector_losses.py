@@ -4,15 +4,11 @@ import embedders
 import pytest
 import torch
 
-from smelt.compress.distill.objective import distill_objective
+from smelt.compress.distill.objective import distill_objective, pairwise_similarity_loss, vector_distance_loss
 from smelt.compress.distill.settings import DistillSettings
 from smelt.models.checkpoint import load_model
-from smelt.training.extension import (
-    cosent_loss,
-    pairwise_similarity_loss,
-    total_loss,
-    vector_distance_loss,
-)
+from smelt.training.extension import total_loss
+from smelt.training.losses import cosent_loss
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.families.model_blocks import blocks_of
-from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.families.registry import FAMILIES, blocks_of, family_of
 
 
 def _with_idle_layer(family, out):

@@ -20,8 +20,8 @@ from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from smelt.export.graph_files import read_graph
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.hidden_width import hidden_axes
 from smelt.models.layers import LowRankEmbedding, LowRankLinear

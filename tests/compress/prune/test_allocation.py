@@ -6,12 +6,11 @@ from expected_errors import raises_code, raises_setting_codes
 from matrix import matrix_cells
 from transformers import AutoTokenizer
 
-from smelt.compress.model_input import count_stored_parameters
 from smelt.compress.prune import latency_costs
 from smelt.compress.prune.costs import resolve_sequence_length
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.core.errors import InputError
-from smelt.models.checkpoint import load_model
+from smelt.models.checkpoint import count_stored_parameters, load_model
 
 MEASURES = {
     "parameters": {"parameters": 0.75},

@@ -7,7 +7,7 @@ import torch
 from smelt.compress.prune.channels import activation_scores, channel_magnitudes, gradient_scores, hidden_norms
 from smelt.models.checkpoint import load_model
 from smelt.models.hidden_width import hidden_width
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 
 pytestmark = pytest.mark.quick
 

@@ -9,12 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.model_input import count_stored_parameters
 from smelt.compress.prune.costs import flop_costs, parameter_costs, resolve_sequence_length
 from smelt.compress.prune.units import AttentionGroup, cut_heads, cut_neurons, find_groups
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
-from smelt.models.checkpoint import load_model
+from smelt.models.checkpoint import count_stored_parameters, load_model
 
 FAMILIES = ("marian", "t5", "bert", "gpt2", "llama", "qwen3", "modernbert", "mpnet")
 STAGES = {

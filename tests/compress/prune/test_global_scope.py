@@ -9,7 +9,7 @@ from smelt.compress.prune.importance import UnitScores
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import allocate_globally
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 
 
 def test_heads_go_wherever_they_say_least_and_one_stays_in_each_layer():

@@ -20,9 +20,8 @@ from expected_errors import raises_code
 from smelt.compress.distill.stage import Distill, DistillSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings, provided_by_training
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
-from smelt.compress.training_techniques import provided_by_training
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.examples import read_split

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from smelt.compress.prune.channels import hidden_norms
-from smelt.models.families.model_blocks import blocks_of, hidden_state_locations
+from smelt.models.families.registry import blocks_of, hidden_state_locations
 
 
 def cdf_qz(x, loga):

@@ -16,7 +16,7 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import find_groups, linear_with_inputs, linear_with_outputs
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.layers import LowRankLinear
-from smelt.training.extension import label_objective
+from smelt.training.losses import label_objective
 
 RANK = 5
 MADE = {

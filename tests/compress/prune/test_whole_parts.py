@@ -11,10 +11,9 @@ import usability_checks
 from every_family import DISTINCT_FAMILIES
 from expected_errors import raises_code, raises_setting_codes
 
-from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings, check_training, provided_by_training
 from smelt.compress.prune.learned_masks import LearnedMasks
 from smelt.compress.prune.settings import LearnedMasksSettings
-from smelt.compress.training_techniques import check_training, provided_by_training
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model, save_model

@@ -20,7 +20,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import load_model, save_model
-from smelt.models.families.model_blocks import model_attentions
+from smelt.models.families.registry import model_attentions
 from smelt.models.layers import LowRankLinear, ScaledLinear
 
 DENSE = "bert.encoder.layer.0.intermediate.dense"

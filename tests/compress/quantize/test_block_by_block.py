@@ -16,7 +16,7 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
 from smelt.core.messages import messages_to_json
-from smelt.models import streamed_model
+from smelt.models import streamed_model, weight_files
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
 from smelt.quantization.layers import is_quantized
@@ -35,7 +35,7 @@ def quantize(family, folder, **settings):
 @pytest.fixture
 def large(monkeypatch):
     """Every model is a large one."""
-    monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
+    monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
 
 
 # head and embedding are two matrices, or one; an encoder is read before the decoder
@@ -58,7 +58,7 @@ def large(monkeypatch):
 )
 def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypatch):
     whole = quantize(family, tmp_path / "whole", **settings)
-    monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
+    monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
     parts = quantize(family, tmp_path / "parts", **settings)
     assert len(list(parts.out.glob("*.safetensors"))) > 2
     assert read_edits(parts.out) == read_edits(whole.out)
@@ -163,7 +163,7 @@ def test_weights_that_float16_scales_do_not_hold_are_warned_of(
     tensors["model.layers.0.mlp.up_proj.weight"].zero_()  # zero is zero in every type
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     if blocks:
-        monkeypatch.setattr(streamed_model, "LARGE_BYTES", 0)
+        monkeypatch.setattr(weight_files, "LARGE_BYTES", 0)
     for scheme, count in ((settings, 1), ({"scheme": "int8-dynamic"}, 0)):
         out = tmp_path / f"out-{count}"
         warnings = every_family.run_stage(

@@ -19,12 +19,12 @@ from smelt.compress.quantize.qat import QatConv2d, load_trainable
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.messages import message_codes
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import fold_batch_norms
-from smelt.models.empty_model import weight_files_size
-from smelt.quantization.matrix import QuantizedActivation, QuantizedConv2d
+from smelt.models.weight_files import weight_files_size
+from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d
 from smelt.runtimes.registry import open_folder
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [2, 1]}

@@ -30,7 +30,7 @@ def decided(tmp_path_factory):
     np.save(folder / "weight.npy", weight.numpy())
     np.save(folder / "fed.npy", fed.numpy())
     done = third_party_tools.run_in_gptqmodel(
-        "codes_by_gptqmodel.py", {"folder": str(folder), "cases": CASES}
+        "quantize_by_gptqmodel.py", {"folder": str(folder), "cases": CASES}
     )
     assert done == len(CASES)
     found = empty_statistics(320, second=True)

@@ -17,11 +17,10 @@ from smelt.compress.factorize.svd import ErrorMetric
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.low_rank_correction import (
     correction_metric,
-    dequantize_codes,
     oversized_correction_warnings,
     quantize_with_correction,
 )
-from smelt.compress.quantize.plan_layers import round_to_nearest
+from smelt.compress.quantize.plan_layers import dequantize_codes, round_to_nearest
 from smelt.compress.quantize.qat import prepare_qat
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -30,8 +29,7 @@ from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import copy_tokenizer, load_model
 from smelt.models.edits import read_edits
-from smelt.quantization.layers import LowRankCorrectedLinear
-from smelt.quantization.matrix import QuantizedMatrix
+from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedMatrix
 from smelt.quantization.schemes.registry import default_options, find_scheme
 
 INT4 = {"scheme": "int4", "group_size": 16}

@@ -12,7 +12,7 @@ from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.distill.stage import Distill, DistillSettings
-from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings, train_with_techniques
 from smelt.compress.quantize.qat import (
     load_trainable,
     qat_layers,
@@ -21,7 +21,6 @@ from smelt.compress.quantize.qat import (
     write_master_weights,
 )
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.training_techniques import train_with_techniques
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of

@@ -7,13 +7,12 @@ import json
 import every_family
 import pytest
 
-from smelt.compress.quantize.costs import quantize_cost
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.stage import Quantize
+from smelt.compress.quantize.stage import Quantize, quantize_cost
 from smelt.export.onnx_stage import OnnxSettings, export_cost
 from smelt.models.costs import CostInputs
-from smelt.models.empty_model import weight_files_size
-from smelt.models.model_size import LARGE_BYTES, read_model_size, size_from_config
+from smelt.models.model_size import read_model_size, size_from_config
+from smelt.models.weight_files import LARGE_BYTES, weight_files_size
 
 
 @pytest.mark.parametrize(

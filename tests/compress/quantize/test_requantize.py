@@ -9,7 +9,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.reconstruct import refit_layer
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import cut_neurons, find_groups, update_config
-from smelt.compress.quantize.requantize import load_dequantized
+from smelt.compress.quantize.requantize import dequantize_model
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
@@ -110,7 +110,8 @@ def test_every_scheme_is_here():
 def test_what_nobody_changed_comes_back_as_it_was(name, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
-    model, edits, codes = load_dequantized(src, ctx, "prune", everywhere=True)
+    model, edits = load_model(src.path)
+    edits, codes = dequantize_model(model, edits, src, ctx, "prune", everywhere=True)
     assert not any(is_quantized(module) for module in model.modules())
     assert not {edit["op"] for edit in edits} & {"quantize", "scale", "adapter"}
     edits = codes.requantize(model, edits, ctx)
@@ -125,7 +126,8 @@ def test_what_nobody_changed_comes_back_as_it_was(name, quantized, data, tmp_pat
 def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
-    model, edits, codes = load_dequantized(src, ctx, "prune")
+    model, edits = load_model(src.path)
+    edits, codes = dequantize_model(model, edits, src, ctx, "prune")
     stay = torch.arange(GROUP, 2 * GROUP)  # the second group of two
     for block in find_groups(model)[1]:
         cut_neurons(model, edits, block, stay)
@@ -153,7 +155,8 @@ def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quanti
 def test_a_group_that_is_cut_is_rounded_anew_from_what_is_behind_it(name, behind, quantized, data, tmp_path):
     first, src = quantized(name)
     ctx = context(tmp_path / "out", data, first, src)
-    model, edits, codes = load_dequantized(src, ctx, "prune")
+    model, edits = load_model(src.path)
+    edits, codes = dequantize_model(model, edits, src, ctx, "prune")
     stay = torch.arange(0, 2 * GROUP, 2)[: GROUP - 2]  # of both groups
     for block in find_groups(model)[1]:
         cut_neurons(model, edits, block, stay)

@@ -10,8 +10,7 @@ from harness import run_stage
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from smelt.compress.quantize.plan_layers import PlannedLayer
-from smelt.compress.quantize.ranges import scale_underflow_warnings, small_weights
+from smelt.compress.quantize.plan_layers import PlannedLayer, scale_underflow_warnings, small_weights
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.messages import message_codes

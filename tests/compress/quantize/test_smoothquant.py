@@ -13,8 +13,7 @@ from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.smoothquant import apply_smoothquant, smoothquant_scales
 from smelt.core.messages import message_codes
-from smelt.models.families.model_blocks import norm_consumers
-from smelt.models.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES, norm_consumers
 
 STATIC = {"scheme": "int8-static", "smoothquant_alpha": 0.5}
 READS = ("q_proj", "k_proj", "v_proj")

@@ -6,8 +6,8 @@ from expected_errors import raises_code
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import layer_scheme
 

@@ -122,8 +122,8 @@ def test_nothing_is_added_to_the_graph(planted, data, tmp_path):
 
     import onnx
 
-    from smelt.export.onnx_settings import OnnxSettings
     from smelt.export.onnx_stage import Onnx
+    from smelt.export.settings import OnnxSettings
 
     found = []
     for word, more in (("plain", {}), ("smooth", {"smoothquant_alpha": 0.5})):

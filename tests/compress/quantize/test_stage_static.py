@@ -144,8 +144,8 @@ def test_settings_that_mean_nothing_are_refused(settings, code, named):
 
 
 def test_half_precision_around_codes_is_refused(marian, tmp_path):
-    from smelt.export.onnx_settings import OnnxSettings
     from smelt.export.onnx_stage import Onnx
+    from smelt.export.settings import OnnxSettings
 
     made = run(marian, tmp_path / "codes", sensitivity_samples=0)
     settings = OnnxSettings(target="tensorrt", dtype="fp16")

@@ -11,19 +11,18 @@ from expected_errors import raises_code
 from torch import nn
 
 from smelt.compress.distill.stage import Distill, DistillSettings
-from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings, train_with_techniques
 from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
 from smelt.compress.quantize.qat import QatLinear, as_converted, load_trainable, qat_layers
 from smelt.compress.quantize.qat_extensions import StepSizeTraining
 from smelt.compress.quantize.settings import QatSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.step_sizes import StepSizes
-from smelt.compress.training_techniques import train_with_techniques
 from smelt.core.errors import InputError
 from smelt.core.store import StepCheckpoints
 from smelt.data.splits import Example, Split
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
 from smelt.quantization.layers import is_quantized

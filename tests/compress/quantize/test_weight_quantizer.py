@@ -11,7 +11,7 @@ from smelt.compress.quantize.plan_layers import (
     round_to_nearest,
 )
 from smelt.core.errors import InputError
-from smelt.quantization.int8 import fake_quantize_dynamic
+from smelt.quantization.schemes.int8 import fake_quantize_dynamic
 
 pytestmark = pytest.mark.quick
 

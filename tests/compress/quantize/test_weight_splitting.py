@@ -21,8 +21,8 @@ from smelt.compress.quantize.qat_extensions import (
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.artifact import MASTER_WEIGHTS_FILE
 from smelt.core.errors import InputError
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import SplitLinear, layer_scheme
 

@@ -14,7 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
-from smelt.models.families.model_blocks import blocks_of
+from smelt.models.families.registry import blocks_of
 from smelt.training.lora import LoraAdapters
 from smelt.training.settings import LoraSettings
 

@@ -27,7 +27,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
-from smelt.generation.shortlist import read_shortlist
+from smelt.generation.config import read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import FAMILIES
 

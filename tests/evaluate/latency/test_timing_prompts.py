@@ -6,7 +6,7 @@ from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.evaluate.latency.settings import prompt_texts, truncate_prompts
-from smelt.models.tokenizer import TextTools
+from smelt.runtimes.runner import TextTools
 
 pytestmark = pytest.mark.quick
 

@@ -8,11 +8,11 @@ import tiny
 from sample_report import HtmlOutline, ten_step_report
 
 from smelt.core.errors import RunError
-from smelt.evaluate import layer_sqnr, token_divergence
+from smelt.evaluate import layer_sqnr
 from smelt.evaluate.report import sensitivity
 from smelt.evaluate.report.render import render_html, render_markdown
 from smelt.evaluate.report.schema import validate_report
-from smelt.pipeline.execute.run_result import step_row
+from smelt.pipeline.execute.run_folder import step_row
 
 
 def layer(name, part, db, removed=False):
@@ -81,7 +81,7 @@ def test_a_failed_comparison_costs_no_step(tmp_path, monkeypatch):
     assert tokens["kl_divergence"] > 0
     assert "KL divergence, nats per token" in (out / "report.md").read_text()
     monkeypatch.undo()
-    monkeypatch.setattr(token_divergence.TokenComparison, "__init__", fail)  # its result is stored
+    monkeypatch.setattr(layer_sqnr.TokenComparison, "__init__", fail)  # its result is stored
     harness.smelt("run", tmp_path / "r.yaml", "--quiet", "--out", out, "--set", "score.sqnr_samples=0")
     report = json.loads((out / "report.json").read_text())
     assert [step["layer_sqnr"] for step in report["steps"]] == [None, None]

@@ -6,10 +6,10 @@ import xml.etree.ElementTree as ET
 import pytest
 from sample_report import HtmlOutline, mark_disturbed, ten_step_report, with_verdict
 
+from smelt.evaluate.report.chart import WATERFALL_NARROW, WATERFALL_WIDE, find_waterfall, waterfall_figure
 from smelt.evaluate.report.drawing import page_svg
 from smelt.evaluate.report.render import render_html, render_markdown
 from smelt.evaluate.report.schema import validate_report
-from smelt.evaluate.report.waterfall import NARROW, WIDE, find_waterfall, waterfall_figure
 
 pytestmark = pytest.mark.quick
 
@@ -97,7 +97,7 @@ def test_without_a_second_step_nothing_is_compared(report):
     assert _waterfall(report) is None
 
 
-@pytest.mark.parametrize("layout", [WIDE, NARROW])
+@pytest.mark.parametrize("layout", [WATERFALL_WIDE, WATERFALL_NARROW])
 def test_the_drawing_has_every_step_and_change_in_its_place(report, layout):
     found = _waterfall(report)
     figure = waterfall_figure(found, layout)

@@ -18,13 +18,18 @@ from smelt.core.errors import RunError
 from smelt.core.files import read_json_object
 from smelt.export.generation_graph.graph_builder import GraphBuilder, GraphLevel, hoist_nodes, value_info
 from smelt.export.generation_graph.step_model import ShortlistHead
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.generation.config import GenerationSettings, resolve_generation
+from smelt.export.settings import OnnxSettings
+from smelt.generation.config import (
+    GenerationSettings,
+    make_shortlist,
+    resolve_generation,
+    vocabulary_sizes,
+    write_shortlist,
+)
 from smelt.generation.search import generate_in_graph, generate_resolved
-from smelt.generation.shortlist import make_shortlist, vocabulary_sizes, write_shortlist
 from smelt.runtimes.backend import Batch
-from smelt.runtimes.onnx_session import session_options
+from smelt.runtimes.onnx_backend import session_options
 from smelt.runtimes.registry import open_folder
 
 FORCED = 7  # on no list

@@ -12,10 +12,9 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.tensorrt.profile_ranges import profile_ranges
-from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.settings import OnnxSettings, TensorrtSettings
+from smelt.export.tensorrt.stage import profile_ranges
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_folder, open_runner
 

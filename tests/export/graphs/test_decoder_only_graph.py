@@ -18,10 +18,10 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
+from smelt.export.convert_to_half import convert_to_half
 from smelt.export.graphs.decoder_only import unfused_heads_warning
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
-from smelt.export.precision.convert_to_half import convert_to_half
+from smelt.export.settings import OnnxSettings
 from smelt.generation.config import GenerationSettings
 from smelt.generation.runners import token_nll
 from smelt.generation.search import generate

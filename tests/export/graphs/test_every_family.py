@@ -12,8 +12,8 @@ from expected_errors import raises_code
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.export.graphs.export_graph import model_graphs
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import FAMILIES

@@ -11,8 +11,8 @@ import torch
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.export.graphs.attention import PackedLinear
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.generation.config import GenerationSettings
 from smelt.models.layers import LowRankLinear
 from smelt.runtimes.predict_texts import generate_texts

@@ -14,12 +14,10 @@ from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import ParityError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings, TensorrtSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
-from smelt.export.tensorrt.profile_ranges import profile_ranges
-from smelt.export.tensorrt.settings import TensorrtSettings
-from smelt.export.tensorrt.stage import plan_graphs
+from smelt.export.tensorrt.stage import plan_graphs, profile_ranges
 from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.registry import open_folder
 

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import ParityError
 from smelt.export import graph_files
-from smelt.export.parity.dequantized_copy import check_constants
+from smelt.export.parity.references import check_constants
 
 
 class Layer(torch.nn.Module):

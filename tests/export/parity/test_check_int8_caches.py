@@ -9,8 +9,8 @@ from onnx import numpy_helper
 
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph, write_graph
-from smelt.export.parity.torch_reference import TorchReference
-from smelt.export.precision.kv_cache import cached_attentions, check_int8_caches
+from smelt.export.kv_cache import cached_attentions, check_int8_caches
+from smelt.export.parity.references import TorchReference
 from smelt.generation.prompt_batches import pad_left
 
 RNG = np.random.default_rng(0)

@@ -21,8 +21,8 @@ from smelt.core.errors import ParityError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.graph_files import read_graph
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.parity.check_parity import check_exported_graphs
+from smelt.export.settings import OnnxSettings
 from smelt.quantization.schemes import registry
 
 QUICKSTART = Path(smelt.configs.__file__).parent / "quickstart"

@@ -6,8 +6,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export import graph_files
-from smelt.export.parity.dequantized_copy import dequantize_graph, make_dequantized_copy, widen_to_float32
-from smelt.export.precision.convert_to_half import convert_to_half
+from smelt.export.convert_to_half import convert_to_half
+from smelt.export.parity.references import dequantize_graph, make_dequantized_copy, widen_to_float32
 from smelt.runtimes.registry import open_folder
 
 NUMBERS = np.random.default_rng(0)

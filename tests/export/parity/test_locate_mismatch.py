@@ -10,7 +10,7 @@ from graph_edits import insert_after_node
 from matrix import matrix_cells
 
 from smelt.export.parity.check_parity import locate_first_mismatch
-from smelt.export.parity.dequantized_copy import dequantize_graph
+from smelt.export.parity.references import dequantize_graph
 
 # a product or norm somewhere in the middle, by a constant that its last node reads
 PLACES = {

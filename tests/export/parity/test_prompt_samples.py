@@ -9,12 +9,12 @@ import tiny
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.parity.parity_samples import parity_samples
-from smelt.export.tensorrt.profile_ranges import profile_ranges
-from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.settings import TensorrtSettings
+from smelt.export.tensorrt.stage import profile_ranges
 from smelt.generation.config import GenerationSettings
-from smelt.generation.prompt_batches import encode_prompts
 from smelt.models.checkpoint import load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules
+from smelt.models.tokenizer import encode_prompts
 from smelt.runtimes.predict_texts import generate_candidates, generate_texts
 from smelt.runtimes.registry import open_runner
 

@@ -3,7 +3,7 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import ParityError
-from smelt.export.parity.torch_reference import check_output
+from smelt.export.parity.references import check_output
 
 pytestmark = pytest.mark.quick
 

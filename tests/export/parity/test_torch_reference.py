@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.export.parity.torch_reference import TorchReference, round_weights_, run_exact, run_reference
+from smelt.export.parity.references import TorchReference, round_weights_, run_exact, run_reference
 from smelt.generation.runners import position_ids
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import QuantizedLinear

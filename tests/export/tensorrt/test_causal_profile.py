@@ -8,10 +8,10 @@ import pytest
 
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
+from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import check_profile
-from smelt.export.tensorrt.profile_ranges import max_output_tokens, profile_ranges
-from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.tensorrt.stage import max_output_tokens, profile_ranges
 
 pytestmark = pytest.mark.quick
 

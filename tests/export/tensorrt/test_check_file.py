@@ -9,9 +9,9 @@ import pytest
 import third_party_graphs as graphs
 from onnx import helper
 
+from smelt.core.system import ProcessLimits
 from smelt.export.tensorrt import preflight as module
 from smelt.export.tensorrt.preflight import check_onnx_for_tensorrt, subprocess_main
-from smelt.runtimes.third_party.isolated_process import ProcessLimits
 
 
 def found(path: Path) -> list[tuple[str, str]]:

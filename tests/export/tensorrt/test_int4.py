@@ -16,12 +16,12 @@ from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.core.errors import InputError
+from smelt.export.convert_to_half import convert_to_half
 from smelt.export.graph_files import write_graph
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import tolerance_kind
-from smelt.export.precision.convert_to_half import convert_to_half
+from smelt.export.settings import OnnxSettings
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.schemes.registry import default_options, find_scheme
 

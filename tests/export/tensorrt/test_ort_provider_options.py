@@ -12,9 +12,8 @@ from expected_errors import raises_code, raises_setting_codes
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
-from smelt.export.onnx_settings import OnnxSettings
-from smelt.export.tensorrt.profile_ranges import export_provider_options, tensorrt_options
-from smelt.export.tensorrt.settings import ProviderSettings
+from smelt.export.settings import OnnxSettings, ProviderSettings
+from smelt.export.tensorrt.stage import export_provider_options, tensorrt_options
 from smelt.runtimes.ort_tensorrt_backend import (
     ALLOWED_OPTIONS,
     engine_cache_root,

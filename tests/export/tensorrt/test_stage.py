@@ -16,11 +16,10 @@ from smelt.core.files import sha256_of
 from smelt.core.messages import Message, message_codes, warning
 from smelt.core.stage import Context
 from smelt.data.splits import Example, Split
+from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt import stage as module
 from smelt.export.tensorrt.build_engine import BuildOptions, ProfileShapes, SizeRange
-from smelt.export.tensorrt.profile_ranges import profile_ranges
-from smelt.export.tensorrt.settings import TensorrtSettings
-from smelt.export.tensorrt.stage import TensorrtStage
+from smelt.export.tensorrt.stage import TensorrtStage, profile_ranges
 from smelt.runtimes import tensorrt_engine
 from smelt.runtimes.tensorrt_engine import EngineSidecar, graph_hash, read_sidecar
 

@@ -13,14 +13,12 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
+from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange
 from smelt.export.tensorrt.preflight import check_profile
-from smelt.export.tensorrt.profile_ranges import third_party_ranges, third_party_shapes
-from smelt.export.tensorrt.settings import TensorrtSettings
-from smelt.export.tensorrt.stage import plan_graphs
-from smelt.export.third_party.fp16 import Fp16, Fp16Settings
+from smelt.export.tensorrt.stage import plan_graphs, third_party_ranges, third_party_shapes
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
+from smelt.export.third_party.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
 from smelt.runtimes.third_party.graph_files import graph_signature
 from smelt.runtimes.third_party.signature import write_signature
 

@@ -19,7 +19,7 @@ from smelt.export.third_party.prepare_for_quantizer import (
     unfused_activations,
 )
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx
-from smelt.runtimes.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_backend import open_onnx_session
 
 N = helper.make_node
 LOWEST = float(np.finfo(np.float32).min)

@@ -16,9 +16,9 @@ from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
 from smelt.export import graph_files
-from smelt.export.precision.convert_to_half import convert_to_half
-from smelt.export.third_party.fp16 import Fp16, Fp16Settings, float32_nodes
+from smelt.export.convert_to_half import convert_to_half
 from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
+from smelt.export.third_party.stages import Fp16, Fp16Settings, float32_nodes
 
 pytestmark = pytest.mark.quick
 

@@ -14,11 +14,10 @@ from onnx.reference import ReferenceEvaluator
 
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
-from smelt.export.third_party import simplify_stage
-from smelt.export.third_party.fp16 import Fp16, Fp16Settings
+from smelt.export.third_party import stages
 from smelt.export.third_party.normalize_graph import normalize_graph
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
+from smelt.export.third_party.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
 from smelt.runtimes.graph_walk import all_nodes
 
 NODE, BOOL, INT64 = helper.make_node, TensorProto.BOOL, TensorProto.INT64
@@ -252,9 +251,9 @@ def test_a_loop_without_a_round_gives_what_went_in(tmp_path: Path) -> None:
 
 def test_functions_are_inlined_before_simplifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        simplify_stage,
+        stages,
         "run_isolated",
-        lambda module, arguments, limits: simplify_stage.subprocess_main(arguments),
+        lambda module, arguments, limits: stages.subprocess_main(arguments),
     )
     ctx = run(Simplify(), SimplifySettings(), functions(), tmp_path)
     made = onnx.load(tmp_path / "out/model.onnx")

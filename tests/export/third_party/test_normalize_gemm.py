@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 from smelt.export.third_party.prepare_for_quantizer import fold_gemm_factors
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-from smelt.runtimes.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_backend import open_onnx_session
 
 
 def model(constant: tuple[str, ...], alpha: float, beta: float) -> Any:

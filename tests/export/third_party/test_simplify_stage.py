@@ -13,9 +13,9 @@ from onnx import helper, numpy_helper
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes, warning
-from smelt.export.third_party import simplify_stage
-from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError
+from smelt.core.system import IsolatedProcessError
+from smelt.export.third_party import stages
+from smelt.export.third_party.stages import Simplify, SimplifySettings
 
 
 def nodes_of(path: Path) -> list[str]:
@@ -26,9 +26,9 @@ def nodes_of(path: Path) -> list[str]:
 def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simplify in this process; test_isolated_process.py tests the limits of a new one."""
     monkeypatch.setattr(
-        simplify_stage,
+        stages,
         "run_isolated",
-        lambda module, arguments, limits: simplify_stage.subprocess_main(arguments),
+        lambda module, arguments, limits: stages.subprocess_main(arguments),
     )
 
 
@@ -96,7 +96,7 @@ def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(
         limits.append(given)
         raise IsolatedProcessError("it took more than 7 s of processor time", "time-limit")
 
-    monkeypatch.setattr(simplify_stage, "run_isolated", stopped)
+    monkeypatch.setattr(stages, "run_isolated", stopped)
     source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
     settings = SimplifySettings(seconds=7, memory_gb=2)
     ctx = harness.run_stage(Simplify(), settings, source, tmp_path / "out")

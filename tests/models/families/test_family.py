@@ -11,8 +11,7 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from smelt.export.graphs.attention import AttentionModule
 from smelt.models.empty_model import replace_conv1d
-from smelt.models.families.model_blocks import blocks_of, model_attentions
-from smelt.models.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES, blocks_of, model_attentions
 
 EXACT = "donot_use_mm_for_euclid_dist"
 

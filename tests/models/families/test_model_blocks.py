@@ -4,13 +4,13 @@ import family_models
 import pytest
 import torch
 
-from smelt.models.families.model_blocks import (
+from smelt.models.families.registry import (
+    FAMILIES,
     blocks_of,
     hidden_state_locations,
     model_attentions,
     output_modules,
 )
-from smelt.models.families.registry import FAMILIES
 
 
 @pytest.fixture(scope="module", params=family_models.NAMES)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.models.families.model_blocks import blocks_of, norm_consumers
-from smelt.models.families.registry import FAMILIES
+from smelt.models.families.registry import FAMILIES, blocks_of, norm_consumers
 from smelt.models.layers import LowRankLinear
 
 

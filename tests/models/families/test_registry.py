@@ -8,8 +8,14 @@ from torch import nn
 from smelt.core.files import read_json_object
 from smelt.data.splits import TASKS
 from smelt.models.checkpoint import load_model
-from smelt.models.families.model_blocks import blocks_of, model_attentions
-from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK, family_of, find_family
+from smelt.models.families.registry import (
+    FAMILIES,
+    FAMILIES_BY_TASK,
+    blocks_of,
+    family_of,
+    find_family,
+    model_attentions,
+)
 from smelt.models.weight_files import weight_tensors
 
 pytestmark = pytest.mark.quick

@@ -5,7 +5,7 @@ import shlex
 import pytest
 import sample_report
 
-from smelt.pipeline.execute.run_result import Result, summary_lines
+from smelt.pipeline.execute.run_folder import Result, summary_lines
 
 
 @pytest.fixture

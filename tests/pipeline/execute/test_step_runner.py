@@ -11,8 +11,8 @@ from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord
 from smelt.data.splits import Example, Split
 from smelt.evaluate.environment import machine_id
 from smelt.export.autotune import available_cores
-from smelt.export.onnx_settings import OnnxSettings
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.execute import step_runner
 from smelt.pipeline.execute.scoring import Scorer

@@ -9,8 +9,8 @@ from expected_errors import raises_code
 from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_tokenizer
+from smelt.models.tokenizer import encode_texts
 from smelt.pipeline.execute.latency_scores import require_texts_fit
-from smelt.runtimes.predict_texts import encode_texts
 
 pytestmark = pytest.mark.quick
 

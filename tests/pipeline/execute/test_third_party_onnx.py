@@ -11,7 +11,7 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.pipeline.execute import sources
 from smelt.pipeline.execute.step_runner import StepRunner
-from smelt.pipeline.inspect.onnx_files import ThirdPartyModel
+from smelt.pipeline.inspect.model_info import ThirdPartyModel
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.validate_graph import subprocess_main
 

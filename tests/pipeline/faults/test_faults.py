@@ -20,7 +20,8 @@ from smelt.compress.prune.stage import Prune
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import RunError
 from smelt.evaluate.report.schema import validate_report
-from smelt.pipeline.execute.failures import explain_step_error, unexpected_traceback, with_user_paths
+from smelt.pipeline.execute import run_folder
+from smelt.pipeline.execute.display import explain_step_error, unexpected_traceback, with_user_paths
 
 RECIPE = """
 model: m
@@ -234,15 +235,14 @@ def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, tmp_path, monkeypatch):
-    from smelt.pipeline.execute import run_result
 
     def full(path, text):
         if path.name.startswith("report"):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         original(path, text)
 
-    original = run_result.write_atomically
-    monkeypatch.setattr(run_result, "write_atomically", full)
+    original = run_folder.write_atomically
+    monkeypatch.setattr(run_folder, "write_atomically", full)
     result = _run(home, tmp_path, "--until", "prune")
     assert result.exit_code == 1
     assert "[disk-full]: report: " in result.output

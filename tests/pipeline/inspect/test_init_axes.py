@@ -10,7 +10,7 @@ from expected_errors import raises_code
 from onnx import helper, numpy_helper
 
 from smelt.core.errors import InputError
-from smelt.pipeline.inspect.onnx_files import ThirdPartyModel, infer_batch_axes
+from smelt.pipeline.inspect.model_info import ThirdPartyModel, infer_batch_axes
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.validate_graph import subprocess_main
 

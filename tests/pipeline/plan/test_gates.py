@@ -10,7 +10,7 @@ from expected_errors import message_locations
 from stage_stand_ins import STAGE_TREE, plan_mistakes, plan_stages
 
 from smelt.core.messages import message_codes
-from smelt.pipeline.plan.gates import choose_judging_split
+from smelt.pipeline.plan.plan_checker import choose_judging_split
 
 pytest_plugins = ["stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]

@@ -16,6 +16,7 @@ from smelt.core.artifact import StepRecord
 from smelt.core.errors import InputError
 from smelt.models.costs import CostInputs, SampleLengths, one_shot_cost
 from smelt.models.model_size import count_parameters, size_from_config
+from smelt.pipeline.execute.run_costs import cost_lines, predict_costs
 from smelt.pipeline.plan.costs import (
     MachineLimits,
     check_costs,
@@ -25,7 +26,6 @@ from smelt.pipeline.plan.costs import (
     require_fitting,
 )
 from smelt.pipeline.plan.load_plan import load_plan
-from smelt.pipeline.plan.predictions import cost_lines, predict_costs
 from smelt.pipeline.recipe.stages import load_stage
 
 RECIPE = """

@@ -8,7 +8,7 @@ from smelt.compress.quantize.plan_layers import round_to_nearest
 from smelt.core.errors import InputError
 from smelt.quantization.layers import empty_quantized
 from smelt.quantization.scheme import UnpackedWeights
-from smelt.quantization.schemes.binary import Binary
+from smelt.quantization.schemes.ternary import Binary
 
 
 def random_layer(group, level):

@@ -7,7 +7,7 @@ from ort_sessions import ort_session
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
-from smelt.quantization.int8 import dynamic_scale_zero_point
+from smelt.quantization.schemes.int8 import dynamic_scale_zero_point
 
 pytestmark = pytest.mark.quick
 

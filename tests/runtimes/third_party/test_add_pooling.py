@@ -9,7 +9,7 @@ import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.models.text_rules import SentenceRules
-from smelt.runtimes.onnx_session import open_onnx_session
+from smelt.runtimes.onnx_backend import open_onnx_session
 from smelt.runtimes.third_party.import_graph import add_pooling
 
 IDS = np.array([[3, 4, 5], [1, 2, 0]])

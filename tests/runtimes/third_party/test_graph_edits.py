@@ -37,7 +37,7 @@ def choosing() -> Any:
 
 @pytest.mark.parametrize(("flag", "expected"), [(True, [7.0, 10.0]), (False, [1.5, 0.75])])
 def test_what_is_left_is_what_the_branch_computes(flag: bool, expected: list[float], tmp_path: Path) -> None:
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     whole = choosing()
     left = resolve_if_branch(whole.graph, "flag", flag)

@@ -108,7 +108,7 @@ def export_graphs(
 ) -> ExportedGraphs:
     """Make the model of a family, code it and trace its graphs, all in the new folder `folder`."""
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-    from smelt.export.onnx_settings import OnnxSettings
+    from smelt.export.settings import OnnxSettings
 
     make, task = FAMILIES[family]
     source = make(folder / "model")
@@ -134,11 +134,10 @@ def drop_exact_reference(reference: Any, dtype: str) -> Any:
 
 def reopen_graphs(folder: Path, family: str, target: str, dtype: str) -> ExportedGraphs:
     """Return what `export` left in `folder`: the stage runs again, and takes the graphs as they are."""
-    from smelt.export import onnx_stage
+    from smelt.export import half_graphs, onnx_stage
     from smelt.export.graphs.export_graph import _prepare_layers
-    from smelt.export.onnx_settings import OnnxSettings
     from smelt.export.parity import check_parity
-    from smelt.export.precision import half_graphs
+    from smelt.export.settings import OnnxSettings
 
     details = json.loads((folder / "details.json").read_text())
 

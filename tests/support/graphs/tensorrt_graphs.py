@@ -42,7 +42,7 @@ def copy_graphs(family: str, out: Path, half: bool = False) -> Path:
     """Copy the graphs and all else to the new folder `out`; with `half` in fp16, as `dtype: fp16` does."""
     import onnx
 
-    from smelt.export.precision.convert_to_half import convert_to_half
+    from smelt.export.convert_to_half import convert_to_half
 
     shutil.copytree(exported_folder(family), out)
     for path in sorted(out.glob("*.onnx")) if half else ():
@@ -54,9 +54,8 @@ def copy_graphs(family: str, out: Path, half: bool = False) -> Path:
 
 def graphs_with_shapes(family: str, folder: Path, **more: Any) -> dict[Path, Any]:
     """Return the graphs that passed the preflight, with the shapes to build each for; more: settings."""
-    from smelt.export.tensorrt.profile_ranges import profile_ranges
-    from smelt.export.tensorrt.settings import TensorrtSettings
-    from smelt.export.tensorrt.stage import plan_graphs
+    from smelt.export.settings import TensorrtSettings
+    from smelt.export.tensorrt.stage import plan_graphs, profile_ranges
 
     ctx = make_context(folder, graph_exports.FAMILIES[family][1])
     settings = TensorrtSettings.model_validate({"max_batch_size": 4, "max_new_tokens": 12} | more)

@@ -31,8 +31,8 @@ def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
 
     from smelt.core.files import write_json
     from smelt.models.checkpoint import load_model, save_model
-    from smelt.models.image_processor import PROCESSOR_FILE, default_processor_config
     from smelt.models.new_model import create_model
+    from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config
 
     drawn = folder.with_name(f"{folder.name}-drawn")
     for new in (folder, drawn):

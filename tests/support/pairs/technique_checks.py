@@ -76,14 +76,13 @@ def outputs_of(model: Any) -> Any:
 
 def count_model(folder: Path) -> ModelCounts:
     """Read and count what lies in `folder`."""
-    from smelt.generation.shortlist import read_shortlist
+    from smelt.generation.config import read_shortlist
     from smelt.models.checkpoint import load_model
     from smelt.models.edits import is_masked
-    from smelt.models.empty_model import weight_files_size
-    from smelt.models.families.model_blocks import blocks_of
-    from smelt.models.families.registry import family_of
+    from smelt.models.families.registry import blocks_of, family_of
     from smelt.models.layers import LowRankLinear, ScaledLinear, component_layers
     from smelt.models.model_size import count_parameters
+    from smelt.models.weight_files import weight_files_size
     from smelt.quantization.layers import LowRankCorrectedLinear, SplitLinear, is_quantized
 
     model, _ = load_model(folder)

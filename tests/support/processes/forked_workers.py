@@ -36,7 +36,7 @@ _WORKER_IMPORTS = [
 ]
 _ISOLATED_IMPORTS = [
     *("smelt.runtimes.third_party.validate_graph", "smelt.runtimes.third_party.trial_run"),
-    *("smelt.export.third_party.output_comparison", "smelt.export.third_party.simplify_stage"),
+    *("smelt.export.third_party.output_comparison", "smelt.export.third_party.stages"),
     *("onnx", "onnx.shape_inference", "onnxruntime"),
 ]
 _NOT_FORKED = (
@@ -57,7 +57,7 @@ def install(monkeypatch: Any) -> None:
 
 def fork_isolated_processes(test: str) -> None:
     """Fork the processes of `run_isolated`, except for the tests of `_NOT_FORKED`."""
-    module: Any = sys.modules.get("smelt.runtimes.third_party.isolated_process")
+    module: Any = sys.modules.get("smelt.core.system")
     if module is not None:
         forked = SimpleNamespace(**vars(subprocess) | {"run": _run_isolated})
         module.subprocess = subprocess if test.startswith(_NOT_FORKED) else forked
@@ -180,7 +180,7 @@ def _run_child(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     code = 0
     try:
         if "arguments" in request:
-            from smelt.runtimes.third_party.isolated_process import isolated_main
+            from smelt.core.system import isolated_main
 
             os.chdir(request["folder"])
             isolated_main(request["arguments"])

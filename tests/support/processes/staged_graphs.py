@@ -145,7 +145,7 @@ def _run_requests_inline() -> None:
         main = getattr(importlib.import_module(module), function or "subprocess_main")
         return json.loads(json.dumps(main(list(arguments))))
 
-    for name in ("smelt.export.third_party.simplify_stage", "smelt.runtimes.third_party.trial_run"):
+    for name in ("smelt.export.third_party.stages", "smelt.runtimes.third_party.trial_run"):
         importlib.import_module(name).run_isolated = run_here  # type: ignore[attr-defined]
 
 
@@ -190,9 +190,8 @@ def _run_stage(
 
 
 def _stage_and_settings(name: str) -> tuple[Any, Any]:
-    from smelt.export.third_party.fp16 import Fp16, Fp16Settings
     from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-    from smelt.export.third_party.simplify_stage import Simplify, SimplifySettings
+    from smelt.export.third_party.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
 
     if name == "simplify":
         return Simplify(), SimplifySettings()

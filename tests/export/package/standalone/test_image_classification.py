@@ -11,8 +11,8 @@ from PIL import Image
 
 from smelt.export.package.standalone import image_classification
 from smelt.export.package.standalone.image_classification import preprocess_image
-from smelt.models.image_processor import parse_processor
 from smelt.runtimes.images import load_pixels as pixels_in_smelt
+from smelt.runtimes.images import parse_processor
 
 SIDES = {"height": 24, "width": 20}
 PROCESSORS = {

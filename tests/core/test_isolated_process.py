@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smelt.runtimes.third_party.isolated_process import IsolatedProcessError, ProcessLimits, run_isolated
+from smelt.core.system import IsolatedProcessError, ProcessLimits, run_isolated
 
 MODULE = """
 import os, signal, sys

@@ -21,9 +21,9 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import ParityError, RunError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
-from smelt.export.onnx_settings import OnnxSettings
+from smelt.export import kv_cache
 from smelt.export.onnx_stage import Onnx
-from smelt.export.precision import kv_cache
+from smelt.export.settings import OnnxSettings
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.generation.runners import token_nll
 from smelt.generation.search import generate, generate_in_graph, generate_resolved

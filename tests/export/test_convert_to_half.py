@@ -8,8 +8,8 @@ from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import RunError
-from smelt.export.parity.dequantized_copy import widen_to_float32
-from smelt.export.precision.convert_to_half import convert_to_half
+from smelt.export.convert_to_half import convert_to_half
+from smelt.export.parity.references import widen_to_float32
 from smelt.export.tensorrt.preflight import preflight
 from smelt.export.value_types import values_of_type
 

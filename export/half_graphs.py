@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from smelt.export.convert_to_half import convert_to_half
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
-from smelt.export.parity.torch_reference import TorchReference
-from smelt.export.precision.convert_to_half import convert_to_half
+from smelt.export.parity.references import TorchReference
 from smelt.export.value_types import is_control_flow, node_key, values_of_type
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.graph_walk import iter_graphs, normalized_domain, opset_versions, subgraphs
@@ -331,7 +331,7 @@ def overflow_samples(parent: Any, folder: Path, ctx: Context) -> list[TorchRefer
         ctx: with the data; gets a warning if there are none.
     """
     from smelt.export.parity.parity_samples import parity_samples
-    from smelt.export.parity.torch_reference import run_as_deployed
+    from smelt.export.parity.references import run_as_deployed
 
     batch, real = parity_samples(parent, folder, ctx.data, ctx.task, OVERFLOW_ROWS, OVERFLOW_LENGTH)
     if not real:

@@ -4,8 +4,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.export.parity.torch_reference import TorchReference
-from smelt.export.precision.half_graphs import measure_ranges, split_batch
+from smelt.export.half_graphs import measure_ranges, split_batch
+from smelt.export.parity.references import TorchReference
 from smelt.runtimes.backend import Batch
 
 IDS = np.array([[3, 1, 0], [2, 5, 4]])

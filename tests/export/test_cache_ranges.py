@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from smelt.core.errors import InputError, RunError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split, Windows
-from smelt.export.precision import kv_cache
-from smelt.export.precision.kv_cache import cache_calibration_rows, cache_calibration_split, cache_scales
+from smelt.export import kv_cache
+from smelt.export.kv_cache import cache_calibration_rows, cache_calibration_split, cache_scales
 
 
 class Words:

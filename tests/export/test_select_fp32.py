@@ -4,7 +4,7 @@ import pytest
 from onnx import TensorProto, helper
 from torch import nn
 
-from smelt.export.precision.half_graphs import (
+from smelt.export.half_graphs import (
     FP16_MAX,
     FP16_SAFE_MAX,
     ValueRanges,

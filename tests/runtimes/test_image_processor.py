@@ -9,7 +9,7 @@ from expected_errors import raises_code
 from PIL import Image
 
 from smelt.core.errors import InputError
-from smelt.models.image_processor import PROCESSOR_FILE, default_processor_config, read_processor
+from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, read_processor
 
 pytestmark = pytest.mark.quick
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from smelt.generation.config import GenerationSettings
-from smelt.models import tokenizer
 from smelt.models.text_rules import NO_LIMIT
-from smelt.models.tokenizer import TextTools
+from smelt.runtimes import runner as runner_module
+from smelt.runtimes.runner import TextTools
 
 pytestmark = pytest.mark.quick
 
@@ -29,7 +29,7 @@ def test_tokenizer_is_opened_once_for_all_threads(tmp_path, monkeypatch):
         time.sleep(0.05)
         return SimpleNamespace(model_max_length=40)
 
-    monkeypatch.setattr(tokenizer, "open_tokenizer", slow)
+    monkeypatch.setattr(runner_module, "open_tokenizer", slow)
     tools, gate = _tools(tmp_path), threading.Barrier(6)
     assert opened == []  # not before it is needed
 
@@ -48,7 +48,7 @@ def test_tokenizer_is_opened_once_for_all_threads(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("most", "expected"), [(16, 16), (500, 40), (NO_LIMIT, 40)])
 def test_a_runtime_that_takes_less_sets_the_limit(tmp_path, monkeypatch, family, most, expected):
     """An engine takes so many tokens, also of a T5, which has no table of positions."""
-    monkeypatch.setattr(tokenizer, "open_tokenizer", lambda folder: SimpleNamespace(model_max_length=40))
+    monkeypatch.setattr(runner_module, "open_tokenizer", lambda folder: SimpleNamespace(model_max_length=40))
     assert TextTools(tmp_path, CONFIG | {"model_type": family}, {}, most).max_input_length == expected
 
 
@@ -65,5 +65,5 @@ def test_settings_are_settled_once_and_not_kept_without_end(tmp_path):
         assert (
             tools.resolved_generation(GenerationSettings(max_new_tokens=most), runner).max_new_tokens == most
         )
-    assert len(tools._decodings) == tokenizer._MAX_CACHED
+    assert len(tools._decodings) == runner_module._MAX_CACHED
     assert tools.resolved_generation(GenerationSettings(), runner) is found

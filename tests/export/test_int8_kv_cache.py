@@ -6,7 +6,7 @@ from onnx import TensorProto, helper
 
 from smelt.core.errors import RunError
 from smelt.export.graph_files import read_graph
-from smelt.export.precision.kv_cache import (
+from smelt.export.kv_cache import (
     cached_attentions,
     has_int8_caches,
     quantize_kv_cache,

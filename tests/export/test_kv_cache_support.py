@@ -11,8 +11,8 @@ import tiny
 from expected_errors import raises_code, raises_setting_codes
 
 from smelt.core.errors import InputError
-from smelt.export.onnx_settings import OnnxSettings, unsupported_head_dim, unsupported_model, unsupported_task
 from smelt.export.onnx_stage import Onnx
+from smelt.export.settings import OnnxSettings, unsupported_head_dim, unsupported_model, unsupported_task
 
 INT8 = OnnxSettings(kv_cache="int8")
 TARGETS = ("ort-cuda", "tensorrt", "openvino", "ort-tensorrt")

@@ -34,10 +34,10 @@ from smelt.core.errors import InputError, ParityError, RunError
 from smelt.core.stage import Context
 from smelt.data.splits import Split
 from smelt.export.graph_files import read_graph, write_graph
-from smelt.export.onnx_settings import unsupported_head_dim, unsupported_model, unsupported_task
 from smelt.export.parity.check_parity import ExportedModel
 from smelt.export.parity.operator_checks import TensorsByName, open_with_outputs, run_graph_calls
-from smelt.export.parity.torch_reference import TorchReference, check_output, logits_for
+from smelt.export.parity.references import TorchReference, check_output, logits_for
+from smelt.export.settings import unsupported_head_dim, unsupported_model, unsupported_task
 from smelt.generation.runners import NUM_LOGITS_INPUT
 from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, Tokens, past_input_name
 
@@ -457,7 +457,7 @@ def _cache_scales(path: Path, source: Path, ctx: Context) -> dict[str, Float32Ar
     from smelt.core.files import read_json_object
     from smelt.models.checkpoint import load_tokenizer
     from smelt.models.text_rules import max_input_length
-    from smelt.runtimes.onnx_session import open_onnx_session
+    from smelt.runtimes.onnx_backend import open_onnx_session
 
     split, tokenizer = cache_calibration_split(ctx.data), load_tokenizer(source)
     limit = max_input_length(tokenizer, read_json_object(source / "config.json"))

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from smelt.core.errors import ParityError
 from smelt.core.messages import message_codes
-from smelt.export.onnx_settings import OnnxSettings
+from smelt.export import half_graphs
+from smelt.export import half_graphs as select_fp32
+from smelt.export.half_graphs import Fp32Selection
 from smelt.export.onnx_stage import Onnx
-from smelt.export.precision import half_graphs
-from smelt.export.precision import half_graphs as select_fp32
-from smelt.export.precision.half_graphs import Fp32Selection
+from smelt.export.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import preflight
 from smelt.models.checkpoint import load_model, save_model
 

@@ -221,7 +221,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
         )
 
     def worse_than_random_text(self) -> str | None:
-        """Return a warning if random initial weights had a lower loss than the kept ones, else None."""
+        """Return a warning if initial weights, which cannot be kept, had a lower loss; else None."""
         first = self.validations[0] if self.validations else None
         if first is None or first.step or self.extension.may_be_best(0) or self.best is None:
             return None
@@ -229,7 +229,7 @@ class CheckpointSelector(TrainerCallback):  # type: ignore[misc]
             return None
         return (
             f"The validation loss of the kept weights, {self.best.loss:.4g} (step {self.best.step}), is above"
-            f" that of the random initial weights, {first.loss:.4g}. Lower learning_rate, or add training"
+            f" that before the training, {first.loss:.4g}. Lower learning_rate, or add training"
             " samples or steps."
         )
 

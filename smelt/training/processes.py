@@ -49,7 +49,6 @@ class LaunchSettings(Settings):
         description="fsdp, deepspeed: optimizer states, and parameters if they are divided, are kept in the"
         " CPU's memory",
     )
-
     zero_options: dict[str, int | bool] = Field(
         default_factory=dict,
         max_length=20,
@@ -145,10 +144,27 @@ def require_gpus(launch: LaunchSettings, device: str) -> None:
 
 
 def external_processes() -> int:
-    """Return the number of processes if torchrun or srun started this one with others, else 0."""
-    count = launcher_number("WORLD_SIZE", "SLURM_NTASKS")
+    """Return the number of processes if torchrun or srun started this one with others, else 0.
+
+    SLURM_STEP_NUM_TASKS is set by srun alone, SLURM_NTASKS also in a batch script, which runs once.
+    """
+    count = launcher_number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     started = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "SLURM_PROCID" in os.environ)
     return count if started and count > 1 else 0
+
+
+def require_single_process(command: str) -> None:
+    """Require that no launcher started `command` in several processes.
+
+    Raises:
+        InputError: `started-by-launcher`.
+    """
+    if external_processes():
+        raise InputError(
+            f"torchrun or srun started {command} in {external_processes()} processes. Start it once; its"
+            " trainings start the processes of launch: {num_processes: N}.",
+            code="started-by-launcher",
+        )
 
 
 def launcher_number(*names: str) -> int:
@@ -175,7 +191,7 @@ def external_machines() -> int:
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     if (count := external_processes()) and here.isdigit() and int(here):
         return max(1, count // int(here))
-    nodes = os.environ.get("SLURM_NNODES", "")
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
     return max(1, int(nodes)) if count and "WORLD_SIZE" not in os.environ and nodes.isdigit() else 1
 
 

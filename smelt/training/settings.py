@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import SettingError, did_you_mean
+from smelt.core.errors import SettingError
 from smelt.core.files import read_json_object
 from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.models.costs import (
@@ -178,8 +178,7 @@ class TrainingSettings(Settings):
     def _known_optimizer(cls, name: str) -> str:
         if name not in OPTIMIZERS:
             raise SettingError(
-                f"optimizer: '{name}' is not supported; supported: {', '.join(sorted(OPTIMIZERS))}."
-                f"{did_you_mean(name, OPTIMIZERS)}",
+                f"'{name}' is not supported; supported: {', '.join(sorted(OPTIMIZERS))}",
                 code="unknown-optimizer",
             )
         return name

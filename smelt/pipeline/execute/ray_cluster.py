@@ -200,6 +200,12 @@ class RayCluster:
                 `missing-on-node`, `store-not-shared`, `node-unusable`, or an error of its remote store.
         """
         url = None if store.remote is None else store.remote.url
+        if url is not None and url.startswith("memory:"):
+            raise InputError(
+                f"the store {url} is in the memory of one process, which nodes do not share. Use a shared"
+                " folder or a bucket: --store s3://...",
+                code="store-not-shared",
+            )
         key = json_hash(
             [str(store.root), url, sorted(map(str, paths)), sorted(n["NodeID"] for n in self.nodes())]
         )

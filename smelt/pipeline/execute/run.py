@@ -151,7 +151,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
         if new_store:
             display.print_line(f"note: {new_store}")
         if external_processes():
-            stack.enter_context(external_run(plan))
+            stack.enter_context(external_run(plan, display.print_line))
         run = _PlanRunner(plan, options, whole, data, folder, store, display, estimates)
         store.warn = lambda message: run.add_warnings([message])
         run.add_warnings(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))

@@ -300,7 +300,7 @@ def _launch(space: Path, count: int) -> None:
 _JOB_KEY, _FAILED_KEY, _END_KEY = "smelt/job/{}", "smelt/failed/{}/{}", "smelt/end/{}"
 _SETTLE_SECONDS = 2.0  # after the first failure: a process that lost its connection reports before the cause
 _COUNT_KEY, _LEFT_KEY, _FINISHED_KEY = "smelt/jobs", "smelt/left", "smelt/finished"
-_HELLO_SECONDS, _CONNECT_SECONDS = 600.0, 600.0
+_HELLO_SECONDS, _CONNECT_SECONDS, _SILENT_SECONDS = 600.0, 600.0, 20.0
 
 
 @cache
@@ -331,7 +331,7 @@ def _key_value_store() -> Any:
 
 
 def _environment_of_rank(job: Mapping[str, Any], threads: int | None) -> dict[str, str]:
-    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     found = {name: os.environ.get(name) or os.environ.get(slurm, "0") for name, slurm in names.items()}
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or _slurm_tasks_on_node())
     if "RANK" not in os.environ:  # srun gives each process its own processors
@@ -482,8 +482,10 @@ def _serve_job(store: Any, number: int) -> None:
 
 
 @contextlib.contextmanager
-def external_run(plan: Plan) -> Iterator[None]:
+def external_run(plan: Plan, log: Callable[[str], None]) -> Iterator[None]:
     """Run a recipe as process 0 of several: the others are released at the end.
+
+    log: prints a line, where a process is waited for.
 
     Raises:
         InputError: a process does not answer, runs another recipe (`ranks-differ`), or was started in Python
@@ -499,8 +501,11 @@ def external_run(plan: Plan) -> Iterator[None]:
     try:
         deadline = time.monotonic() + _HELLO_SECONDS
         for rank in range(1, external_processes()):
-            key = f"smelt/recipe/{rank}"
+            key, told = f"smelt/recipe/{rank}", time.monotonic() + _SILENT_SECONDS
             while not store.check([key]):
+                if time.monotonic() > told:
+                    log(f"waiting for process {rank} of {external_processes()} (torchrun or srun)")
+                    told = deadline
                 if time.monotonic() > deadline:
                     raise InputError(
                         f"Process {rank} has not started within {_HELLO_SECONDS / 60:.0f} minutes. Start the"

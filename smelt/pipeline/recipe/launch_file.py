@@ -43,10 +43,17 @@ _KNOWN = {"stage", *_OFFLOADS, *_SET_BY_SMELT, *ZERO_OPTIONS}
 # What a stage sets, by its place in a file of accelerate, with the values that leave it to the stage.
 _STAGE_KEYS_OF_ACCELERATE = {
     ("mixed_precision",): ("precision", (None, "no", False)),
+    ("fsdp_config", "fsdp_activation_checkpointing"): ("gradient_checkpointing", (None, False, "false")),
     ("deepspeed_config", "gradient_accumulation_steps"): ("gradient_accumulation_steps", (None, 1, "auto")),
     ("deepspeed_config", "gradient_clipping"): ("max_grad_norm", (None, "none", "auto")),
 }
-_OTHER_ENGINES = ("parallelism_config", "dynamo_config", "megatron_lm_config", "fp8_config")
+# Of a file of accelerate (its ClusterConfig): what is read, and what does not matter on one machine.
+_KEYS_OF_ACCELERATE = {
+    "compute_environment", "debug", "deepspeed_config", "distributed_type", "downcast_bf16",
+    "enable_cpu_affinity", "fsdp_config", "gpu_ids", "ipex_config", "machine_rank", "main_process_ip",
+    "main_process_port", "main_training_function", "mixed_precision", "mpirun_config", "num_machines",
+    "num_processes", "rdzv_backend", "same_network", "use_cpu",
+}  # fmt: skip
 _WHOLE_SHARDS = (None, 1, "1", "FULL_SHARD", True, "true")
 
 
@@ -110,7 +117,7 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"distributed_type {kind!r} with num_processes {count!r} is not supported; supported:"
             f" {', '.join(_STRATEGIES)}, with 1 or more processes"
         )
-    if found.get("num_machines", 1) != 1:
+    if found.get("num_machines", 1) not in (1, "1"):
         problems.append(
             f"num_machines {found['num_machines']!r}: for several machines start `smelt run` with torchrun or"
             " srun (docs/how-to/several-devices.md)"
@@ -126,7 +133,8 @@ def _accelerate(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
             )
     if found.get("gpu_ids") not in (None, "all"):
         problems.append(f"gpu_ids {found['gpu_ids']!r} is not supported; set CUDA_VISIBLE_DEVICES")
-    problems += [f"{key} is not supported; remove it" for key in _OTHER_ENGINES if found.get(key)]
+    unknown = [key for key, value in found.items() if value and key not in _KEYS_OF_ACCELERATE]
+    problems += [f"{key[:80]} is not supported; remove it" for key in unknown]
     sharding = _mapping(found.get("fsdp_config"))
     for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
         if sharding.get(key) not in _WHOLE_SHARDS:

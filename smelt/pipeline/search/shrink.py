@@ -37,6 +37,7 @@ from smelt.pipeline.search.report import finish_search
 from smelt.pipeline.search.space import SearchSpace, read_space
 from smelt.pipeline.search.study import Search, SearchOptions
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES_BY_BITS
+from smelt.training.processes import require_single_process
 
 RECIPE_FILE = "shrink.yaml"
 _FORMS = '"2x faster", "4x smaller", or "at most 20 MB"'
@@ -416,6 +417,7 @@ def shrink(
         InputError: target, model or data are not suitable, or the folder has another search.
         RunError: all of the first trials failed.
     """
+    require_single_process("smelt shrink")
     job, began = _Shrink(model, data, options), time.monotonic()
     check_store(options.store)
     try:

@@ -44,6 +44,7 @@ from smelt.pipeline.search.trials import (
     objective_text,
     parameter_text,
 )
+from smelt.training.processes import require_single_process
 
 if TYPE_CHECKING:
     import optuna
@@ -306,6 +307,7 @@ class Search:
         Raises:
             InputError: as `run`.
         """
+        require_single_process("smelt search")
         if self.space.sampler == "grid":
             next(grid_points(self.space.parameters))
         check_store(self.options.store)

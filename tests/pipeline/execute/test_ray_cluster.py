@@ -27,6 +27,7 @@ from smelt.core import process_group
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
+from smelt.core.remote_store import open_remote_store
 from smelt.core.store import Store
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute import cluster_run, ray_cluster, training_worker
@@ -417,6 +418,8 @@ def test_nodes_are_checked_before_work(nodes, tmp_path, monkeypatch):
     found = cluster._ask_nodes(NodeRequest(tmp_path / "other", None, tmp_path / "token", ()))
     problems = [each for name, answer in found.items() for each in ray_cluster._node_problems(name, answer)]
     assert set(message_codes(problems)) == {"store-not-shared"}
+    with raises_code("store-not-shared", InputError):
+        cluster.check_nodes(Store(tmp_path / "store", open_remote_store("memory://x")), [tmp_path])
     here = ray_cluster._versions()
     monkeypatch.setattr(ray_cluster, "_versions", lambda: here | {"torch": "1.0", "onnx": "0"})
     with raises_code("cluster-versions-differ", InputError) as caught:

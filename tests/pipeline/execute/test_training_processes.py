@@ -1,6 +1,7 @@
 """Training stages in several processes: started by a run, or by torchrun."""
 
 import gzip
+import inspect
 import json
 import os
 import socket
@@ -23,6 +24,8 @@ from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.training_processes import external_rank
 from smelt.pipeline.plan import load_plan as load_plan_module
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.search.shrink import shrink
+from smelt.pipeline.search.study import Search
 from smelt.training import processes
 from smelt.training.processes import external_machines, external_processes
 
@@ -166,15 +169,23 @@ def test_other_ranks_are_known_by_the_environment_and_python_runs_are_refused(ho
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_NNODES", "2")
     monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert external_processes() == 0  # a batch script, without srun
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    monkeypatch.delenv("MASTER_ADDR")
     assert external_processes() == 0  # srun without an address: independent runs
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("SLURM_NNODES", "2")
     assert (external_processes(), external_machines(), external_rank()) == (4, 2, 3)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert external_machines() == 4
     with raises_code("started-by-launcher"):
         smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True)
+    for search in (Search.check, shrink):
+        with raises_code("started-by-launcher"):
+            search(*[None] * len(inspect.signature(search).parameters))
     monkeypatch.setattr(training_processes, "_CONNECT_SECONDS", 0.5)
     monkeypatch.setenv("MASTER_PORT", "1")
     with raises_code("no-connection"):

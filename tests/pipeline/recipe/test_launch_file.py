@@ -126,6 +126,25 @@ def test_settings_of_a_stage_in_a_file_of_accelerate_are_refused(read, kind, mor
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    "line",
+    [
+        "blub: 3",
+        "fsdp_config: {fsdp_activation_checkpointing: true}",
+        "dynamo_config: {dynamo_backend: INDUCTOR}",
+        "num_machines: 2",
+    ],
+)
+def test_what_has_no_effect_here_is_refused_in_a_file_of_accelerate(line, tmp_path):
+    path, launch = tmp_path / "launch.yaml", LaunchSettings(config_file="launch.yaml")
+    path.write_text("distributed_type: FSDP\nnum_processes: 2\nnum_machines: '1'\n")
+    assert resolve_launch(launch, tmp_path).strategy == "fsdp"
+    path.write_text(f"distributed_type: FSDP\nnum_processes: 2\n{line}\n")
+    with raises_code("launch-config"):
+        resolve_launch(launch, tmp_path)
+
+
+@pytest.mark.quick
 def test_settings_next_to_the_file_take_precedence(read):
     assert read(accelerate("FSDP", num_processes=2), num_processes=4).num_processes == 4
     with raises_code("launch-config"):

@@ -30,6 +30,7 @@ from smelt.data.splits import (
     Split,
     Task,
 )
+from smelt.evaluate.environment import physical_cores
 from smelt.models.costs import (
     INTERPRETER_BYTES,
     Batch,
@@ -57,7 +58,13 @@ from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.stages import MODEL_STEP
-from smelt.training.processes import external_machines, external_processes, strategy_conflicts
+from smelt.runtimes.device import cuda_device_count
+from smelt.training.processes import (
+    LaunchSettings,
+    external_machines,
+    external_processes,
+    strategy_conflicts,
+)
 from smelt.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
@@ -245,12 +252,22 @@ def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEst
         configs[step.name], sizes[step.name] = after, result
         score = None if step.unscored else _score_cost(plan, result, lengths, step.format == "onnx")
         is_gpu = inputs is not None and inputs.is_gpu
-        found[step.name] = StepEstimate(step.name, step_kind(step), cost, score, is_gpu)
+        found[step.name] = StepEstimate(step.name, step_kind(plan, step), cost, score, is_gpu)
     return found
 
 
-def step_kind(step: PlanStep) -> str:
-    """Return what measurements of steps are compared by: the stage, and its method, target or techniques."""
+def _processes_of(plan: Plan, step: PlanStep) -> tuple[int, int]:
+    """Return the processes that train a step together, and their machines; 1 and 1 if only one does."""
+    count = external_processes() or plan.recipe.launch.num_processes
+    divided = count > 1 and isinstance(step.settings, TrainingSettings)
+    return (count, external_machines()) if divided else (1, 1)
+
+
+def step_kind(plan: Plan, step: PlanStep) -> str:
+    """Return what measurements of steps are compared by.
+
+    That is the stage, its method, target or techniques, and the processes with their strategy.
+    """
     settings: Any = step.settings
     words = [step.stage, *(str(getattr(settings, n)) for n in ("method", "target") if hasattr(settings, n))]
     words += [
@@ -258,6 +275,9 @@ def step_kind(step: PlanStep) -> str:
         for n in ("lora", "qat", "sparsify", "learned_masks", "sequence_level")
         if getattr(settings, n, None)
     ]
+    processes, machines = _processes_of(plan, step)
+    if processes > 1:
+        words.append(f"{processes} processes on {machines}, {plan.recipe.launch.description}")
     return " ".join(words)
 
 
@@ -305,8 +325,11 @@ def _cost_inputs(
                 kept_ratio=1.0 if step.settings.replaces_model else _kept_ratio(source, before),
             )
     launch = plan.recipe.launch
-    processes, machines = external_processes() or launch.num_processes, external_machines()
-    trains = step.trains and processes > 1
+    processes, machines = _processes_of(plan, step)
+    is_gpu = bool(step.needs & {"train", "unlabelled"}) and training_device(plan.recipe.device) == "cuda"
+    cores = physical_cores()
+    # each of several processes has a GPU, or threads; without `threads` they share all cores
+    at_once = cuda_device_count() if is_gpu else cores // (plan.recipe.threads or cores)
     named = {
         setting: size
         for setting, name in step.settings.step_references().items()
@@ -318,12 +341,14 @@ def _cost_inputs(
         task=plan.recipe.task,
         samples=lengths,
         named=named,
-        is_gpu=bool(step.needs & {"train", "unlabelled"}) and training_device(plan.recipe.device) == "cuda",
-        processes=processes if trains else 1,
-        zero_stage=launch.divides if trains else 0,
-        offloaded=trains and launch.cpu_offload,
-        by_deepspeed=trains and launch.strategy == "deepspeed",
-        machines=machines if trains else 1,
+        is_gpu=is_gpu,
+        processes=processes,
+        zero_stage=launch.divides if processes > 1 else 0,
+        offloaded=processes > 1 and launch.cpu_offload,
+        by_deepspeed=processes > 1 and launch.strategy == "deepspeed",
+        machines=machines,
+        cores=cores,
+        concurrent=min(processes, machines * max(1, at_once)),
     )
 
 

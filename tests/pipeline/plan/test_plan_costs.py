@@ -153,6 +153,38 @@ def test_earlier_steps_of_the_kind_correct_the_estimate_and_stored_ones_cost_not
     assert costs.seconds == pytest.approx(sum(s.seconds + s.scoring_seconds for s in costs.steps))
 
 
+def test_records_of_one_launch_predict_the_same_launch(home):
+    divided = "{num_processes: 2, strategy: fsdp"
+    launches = [
+        "{}",
+        "{num_processes: 2}",
+        "{num_processes: 3}",
+        f"{divided}}}",
+        f"{divided}, cpu_offload: true}}",
+    ]
+    kinds = [
+        {name: estimate.kind for name, estimate in _plan(home, f"launch={launch}")[1].items()}
+        for launch in launches
+    ]
+    assert len({kind["finetune"] for kind in kinds}) == len(launches)
+    assert kinds[0]["finetune"] == "finetune"
+    assert {kind["prune"] for kind in kinds} == {"prune"}  # in one process
+
+
+def test_several_processes_compute_on_the_cores_of_their_threads(home, monkeypatch):
+    monkeypatch.setattr("smelt.pipeline.plan.costs.physical_cores", lambda: 8)
+    found = {
+        (count, threads): _plan(home, f"launch.num_processes={count}", f"threads={threads}")[1]
+        for count, threads in ((1, 2), (3, 2), (16, 2), (16, "null"))
+    }
+    flops = {
+        of: next(n for (unit, _), n in e["finetune"].cost.work.amounts.items() if unit == "training")
+        for of, e in found.items()
+    }
+    ratios = {of: round(flops[1, 2] / n, 3) for of, n in flops.items()}
+    assert ratios == {(1, 2): 1, (3, 2): 3, (16, 2): 4, (16, "null"): 1}
+
+
 def test_the_command_prints_a_table_and_json(home, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     printed = harness.smelt("plan", home / "recipe.yaml", code=0).output

@@ -12,6 +12,7 @@ container, and the artifacts with the free disk. The whole estimate gives warnin
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -451,7 +452,7 @@ def check_costs(
                 )
                 found.append(error_message("needs-more-memory", text, **at))
             elif likely > free:
-                fitting = fitting_settings(plan, step, estimates, free, True) if what == "memory" else {}
+                fitting = fitting_settings(plan, step, estimates, free) if what == "memory" else {}
                 text = (
                     f"'{step.name}' needs about {format_bytes(likely)} of {what}, and"
                     f" {format_bytes(free)} are free. {_advice(fitting)}"
@@ -490,28 +491,56 @@ def _disk_messages(
 
 
 def fitting_settings(
-    plan: Plan, step: PlanStep, estimates: Mapping[str, StepEstimate], most: int, likely: bool = False
+    plan: Plan, step: PlanStep, estimates: Mapping[str, StepEstimate], most: int
 ) -> dict[str, int]:
     """Return changes of a step's settings with which it fits into `most` bytes, and the bytes it then needs.
 
-    By the same estimate; of changes of one setting the first that fits. likely: the whole estimate has to
-    fit; otherwise its lower bound.
+    By the same estimate; of changes of one setting the first that fits.
     """
     lighter, given = getattr(step.stage_class, "lighter_settings", None), estimates[step.name].cost
     sizes = {name: None if e.cost is None else e.cost.result for name, e in estimates.items()}
     lengths = measure_lengths(plan.splits, plan.recipe.task, plan.local_model, _start_config(plan) or {})
-    source = _cost_inputs(plan, step, sizes, None, None, lengths)
-    if lighter is None or given is None or source is None:
+    if lighter is None or given is None or sizes.get(step.parent) is None:
         return {}
-    found: dict[str, int] = {}
+
+    def needed(launch: LaunchSettings, settings: Settings) -> int:
+        other = replace(plan, recipe=plan.recipe.model_copy(update={"launch": launch}))
+        inputs = _cost_inputs(other, step, sizes, None, None, lengths)
+        assert inputs is not None
+        return (
+            _estimate(step, settings, replace(inputs, result=given.result)).memory_bytes + INTERPRETER_BYTES
+        )
+
+    launch, found = plan.recipe.launch, dict[str, int]()
     for change, settings in lighter(step.settings):
-        if isinstance(settings, TrainingSettings) and strategy_conflicts(plan.recipe.launch, settings):
+        if isinstance(settings, TrainingSettings) and strategy_conflicts(launch, settings):
             continue
-        cost = _estimate(step, settings, replace(source, result=given.result))
-        needed = cost.memory_bytes + INTERPRETER_BYTES if likely else cost.least_bytes
-        if needed <= most and not any(change.split(":")[0] == other.split(":")[0] for other in found):
-            found[change] = needed
+        known = any(change.split(":")[0] == other.split(":")[0] for other in found)
+        if not known and (count := needed(launch, settings)) <= most:
+            found[change] = count
+    if _processes_of(plan, step)[0] > 1:
+        for text, other in _lighter_launches(launch, lambda other: needed(other, step.settings) <= most):
+            count = needed(other, step.settings)
+            if count <= most and not strategy_conflicts(other, step.settings):
+                found[f"launch: {{{text}}}"] = count
     return found
+
+
+def _lighter_launches(
+    launch: LaunchSettings, fits: Callable[[LaunchSettings], bool]
+) -> Iterator[tuple[str, LaunchSettings]]:
+    """Yield the most processes that fit, and a strategy that divides all, as changes of `launch`."""
+    if not external_processes():
+        fewer = [
+            launch.model_copy(update={"num_processes": n}) for n in range(launch.num_processes - 1, 0, -1)
+        ]
+        place = bisect_left(fewer, True, key=fits)  # more processes need more
+        if place < len(fewer):
+            yield f"num_processes: {fewer[place].num_processes}", fewer[place]
+    if launch.strategy == "ddp":
+        yield "strategy: fsdp", launch.model_copy(update={"strategy": "fsdp"})
+    elif launch.divides < 3:
+        yield "zero_stage: 3", launch.model_copy(update={"zero_stage": 3})
 
 
 def _advice(fitting: Mapping[str, int]) -> str:

@@ -78,16 +78,13 @@ def test_sizes_follow_the_stages(home):
 
 
 @pytest.mark.parametrize("optional", [False, True])
-def test_weights_that_cannot_fit_are_refused_with_settings_that_can(home, optional):
+def test_weights_that_cannot_fit_are_refused(home, optional):
     plan, found = _plan(home, f"finetune.optional={str(optional).lower()}")
     least = found["finetune"].cost.least_bytes
     limits = dataclasses.replace(ROOMY, memory_bytes=least - 1)
     messages = check_costs(plan, found, limits)
     assert [m.code for m in messages] == ([] if optional else ["needs-more-memory"])
     if not optional:
-        fitting = fitting_settings(plan, plan.steps[0], found, least - 1)
-        assert 0 < fitting["optimizer: adafactor"] < least
-        assert not any(change.startswith("batch_size") for change in fitting)  # weights do not depend on it
         with raises_code("needs-more-memory", InputError):
             require_fitting(messages)
     _, lighter = _plan(home, "finetune.optimizer=adafactor")
@@ -100,8 +97,23 @@ def test_what_may_not_fit_is_a_warning_with_settings_that_would(home):
     limits = dataclasses.replace(ROOMY, free_bytes=560_000_000 + likely - 1000)
     [message] = [m for m in check_costs(plan, found, limits) if m.step == "finetune"]
     assert (message.code, message.severity) == ("may-need-more-memory", "warning")
-    fitting = fitting_settings(plan, plan.steps[0], found, limits.free_bytes, likely=True)
+    fitting = fitting_settings(plan, plan.steps[0], found, limits.free_bytes)
     assert fitting["batch_size: 8, gradient_accumulation_steps: 2"] <= limits.free_bytes
+
+
+def test_several_processes_that_cannot_fit_get_advice_that_fits(home):
+    """By the whole estimate, also where the lower bound is refused."""
+    plan, found = _plan(home, "launch.num_processes=9", "finetune.batch_size=1")
+    given = found["finetune"].cost
+    for most in (given.least_bytes - 1, (given.memory_bytes + 560_000_000) // 2):
+        fitting = fitting_settings(plan, plan.steps[0], found, most)
+        for change, needed in fitting.items():
+            part = change if change.startswith("launch") else f"finetune: {{{change}}}"
+            _, other = _plan(
+                home, "launch.num_processes=9", "finetune.batch_size=1", part.replace(": ", "=", 1)
+            )
+            assert needed == other["finetune"].cost.memory_bytes + 560_000_000 <= most
+    assert "launch: {num_processes: 4}" in fitting
 
 
 @pytest.mark.parametrize(

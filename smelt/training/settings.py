@@ -19,6 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from smelt.core.artifact import Artifact
 from smelt.core.errors import SettingError, did_you_mean
 from smelt.core.files import read_json_object
+from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.models.costs import (
     INTERPRETER_BYTES,
@@ -320,6 +321,21 @@ _LAUNCHER_CALLS, _PROCESS_CALLS = 6e5, 3e6
 # Training through rounded weights and activations: element-wise passes over all weights in an update, and how
 # much longer the layers take.
 _ROUNDING_PASSES, _ROUNDING_FACTOR = 150, 3.5
+
+
+def fp16_error(precision: str, device: str) -> Message | None:
+    """Return the error of training with `precision` on a device of this type (cpu, cuda); None if it works.
+
+    Of fp16 only: whether a processor computes in bf16 is found by trying.
+    """
+    if precision != "fp16" or device == "cuda":
+        return None
+    return error_message(
+        "no-fp16",
+        "precision: fp16 requires a GPU: its loss scaling is not available on a CPU. Set precision: bf16,"
+        " fp32, or auto.",
+        setting="precision",
+    )
 
 
 def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:

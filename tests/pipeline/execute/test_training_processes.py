@@ -204,6 +204,15 @@ def test_a_strategy_that_cannot_train_is_refused_before_work(home, monkeypatch, 
 
 
 @pytest.mark.quick
+def test_fp16_without_a_gpu_is_refused_before_work(home, monkeypatch):
+    setting = ["finetune.precision=fp16"]
+    with raises_code("no-fp16"):
+        load_plan(home / "recipe.yaml", setting)
+    monkeypatch.setattr(load_plan_module, "training_device", lambda requested: "cuda")
+    assert load_plan(home / "recipe.yaml", setting).steps
+
+
+@pytest.mark.quick
 def test_failures_of_other_machines_name_the_cause_and_keep_the_output(tmp_path):
     lost = {
         "code": "unexpected",

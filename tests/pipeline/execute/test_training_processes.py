@@ -10,6 +10,7 @@ import threading
 import time
 from unittest.mock import Mock
 
+import harness
 import psutil
 import pytest
 import tiny
@@ -188,6 +189,8 @@ def test_more_processes_than_gpus_are_refused_before_work(home, monkeypatch, tmp
     with raises_code("too-few-gpus"):
         smelt.run(home / "recipe.yaml", overrides=["launch.num_processes=3", "device=auto"], **options)
     assert not (tmp_path / "run").exists()
+    planned = ("--num-processes", 3, "--set", "device=auto", "--out", tmp_path / "run")
+    assert harness.smelt("plan", home / "recipe.yaml", *planned, code=2).error.code == "too-few-gpus"
     processes.require_gpus(processes.LaunchSettings(num_processes=3), "cpu")
 
 

@@ -96,6 +96,10 @@ def test_a_plan_finds_what_a_remote_store_has_and_copies_nothing(home, tmp_path,
     assert {name: step["source"] for name, step in steps.items()} == sources
     assert steps["prune"]["scoring_seconds"] == 0
     assert list(tmp_path.iterdir()) == []
+    local = run_costs._PlannedStore(tmp_path / "local", open_remote_store(url))
+    plan = load_plan(home / "recipe.yaml")
+    assert stored_steps(plan, plan.splits, local) == {"model", "model:score", "prune", "prune:score"}
+    assert [[*(local.root / name).iterdir()] for name in ("artifacts", "scores")] == [[], []]
 
 
 def test_a_run_refuses_what_cannot_fit_before_it_writes(home, monkeypatch):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -439,7 +440,7 @@ def plan_costs(
 
 
 def estimate_run(
-    plan: Plan, data: Mapping[str, Split], store: Store, rebuild: bool
+    plan: Plan, data: Mapping[str, Split], store: Store, rebuild: bool, node_bytes: int | None = None
 ) -> tuple[dict[str, StepEstimate], Sequence[Message]]:
     """Return the estimates of a run's steps, and warnings about those that may not fit.
 
@@ -448,11 +449,15 @@ def estimate_run(
         data: its samples.
         store: of the run.
         rebuild: whether steps are built again that are in the store.
+        node_bytes: memory of the largest node of a cluster that runs the steps; None: this machine does. The
+            memory that tasks can reserve is less than the node's, so that no step is refused by it.
 
     Raises:
         InputError: a step cannot fit into memory or disk (`needs-more-memory`, `needs-more-disk`).
     """
     estimates, limits = estimate_steps(plan, data), machine_limits(store.root)
+    if node_bytes is not None:
+        limits = replace(limits, memory_bytes=sys.maxsize, free_bytes=node_bytes, device_bytes=None)
     found = check_costs(plan, estimates, limits, file=str(plan.path))
     if found and not rebuild:
         stored = stored_steps(plan, data, store)

@@ -257,6 +257,12 @@ def program() -> None:
 
 
 def _override_options(command: Any) -> Any:
+    command = click.option(
+        "--num-processes",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Processes of each training stage (launch.num_processes).",
+    )(command)
     return click.option(
         "--set",
         "overrides",
@@ -268,6 +274,11 @@ def _override_options(command: Any) -> Any:
             command
         )
     )
+
+
+def _with_processes(overrides: tuple[str, ...], count: int | None) -> tuple[str, ...]:
+    """Return the settings of `--set` with those of `--num-processes`."""
+    return overrides if count is None else (*overrides, f"launch.num_processes={count}")
 
 
 @main.command(short_help="Run a recipe and write its report.")
@@ -290,12 +301,6 @@ def _override_options(command: Any) -> Any:
     type=click.IntRange(min=1),
     metavar="N",
     help="Use at most N samples of every split, for a first try.",
-)
-@click.option(
-    "--num-processes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Processes of each training stage (launch.num_processes).",
 )
 @click.option("--quiet", is_flag=True, help="Print only the table at the end.")
 def run(
@@ -320,10 +325,7 @@ def run(
     from smelt.pipeline.plan.load_plan import load_plan
 
     use_all_cores()
-
-    if num_processes is not None:
-        overrides += (f"launch.num_processes={num_processes}",)
-    plan = load_plan(recipe, overrides, until)
+    plan = load_plan(recipe, _with_processes(overrides, num_processes), until)
     if external_rank():
         serve_training(plan)
         return
@@ -339,10 +341,17 @@ def run(
 @click.argument("recipe")
 @_override_options
 @click.option("--out", type=FOLDER_TYPE, help="The folder of the run (default: runs/NAME).")
-@click.option("--store", type=FOLDER_TYPE, help="Stored artifacts (default: .store next to the run).")
+@store_option
 @click.option("--measure", is_flag=True, help="Measure the speed of this machine again.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan(recipe: str, overrides: tuple[str, ...], until: str | None, as_json: bool, **places: Any) -> None:
+def plan(
+    recipe: str,
+    overrides: tuple[str, ...],
+    until: str | None,
+    num_processes: int | None,
+    as_json: bool,
+    **places: Any,
+) -> None:
     """Check RECIPE and show its plan with predicted costs, without running it.
 
     Time, memory and disk of each step are predicted for this machine, whose speed is measured once a day.
@@ -354,7 +363,7 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None, as_json: bo
     from smelt.pipeline.plan.load_plan import load_plan
     from smelt.training.processes import require_gpus
 
-    loaded = load_plan(recipe, overrides, until)
+    loaded = load_plan(recipe, _with_processes(overrides, num_processes), until)
     costs = plan_costs(loaded, **places)
     if as_json:
         click.echo(json.dumps(plan_json(loaded, costs), indent=1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import tempfile
 import threading
 from contextlib import suppress
 from functools import cache
@@ -117,16 +118,9 @@ class RemoteStore:
         Raises:
             DamagedFileError: the manifest or a file is not what was written.
         """
-        content = self._read(f"artifacts/{key}.json")
-        if content is None:
+        manifest = self._pull_manifest(key, folder)
+        if manifest is None:
             return None
-        (folder / MANIFEST).write_bytes(content)
-        try:
-            manifest = read_manifest(folder)
-        except InputError as error:
-            raise self._damage(key, f"artifacts/{key}.json: {error}") from error
-        if manifest.key != key:
-            raise self._damage(key, f"artifacts/{key}.json: the manifest of another artifact")
         for name, record in manifest.files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,6 +134,28 @@ class RemoteStore:
                 raise self._damage(key, f"files/{record.sha256} ({name}) has other bytes than were written")
             self._known.add(record.sha256)
         self._known.add(key)
+        return manifest
+
+    def read_manifest(self, key: str) -> Manifest | None:
+        """Return the manifest of the artifact `key`, whose files are not read; None if it is absent.
+
+        Raises:
+            DamagedFileError: it is not what was written.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            return self._pull_manifest(key, Path(folder))
+
+    def _pull_manifest(self, key: str, folder: Path) -> Manifest | None:
+        content = self._read(f"artifacts/{key}.json")
+        if content is None:
+            return None
+        (folder / MANIFEST).write_bytes(content)
+        try:
+            manifest = read_manifest(folder)
+        except InputError as error:
+            raise self._damage(key, f"artifacts/{key}.json: {error}") from error
+        if manifest.key != key:
+            raise self._damage(key, f"artifacts/{key}.json: the manifest of another artifact")
         return manifest
 
     def push(self, artifact: Artifact, replace: bool = False) -> None:

@@ -147,7 +147,8 @@ class CostInputs:
     steps that its settings name, by setting. samples: by split. limit: tokens that the model can read.
     is_gpu: whether the step trains on a GPU. processes: that train together, on `machines`; zero_stage: what
     they divide: 1 optimizer states, 2 also gradients, 3 also weights; offloaded: whether that stays in the
-    CPU's memory; by_deepspeed: whether DeepSpeed divides it, with its own copy of the weights.
+    CPU's memory; by_deepspeed: whether DeepSpeed divides it, with its own copy of the weights. cores: of each
+    machine. concurrent: how many of the processes compute at a time, on all machines; the others wait.
     """
 
     source: ModelSize
@@ -161,6 +162,13 @@ class CostInputs:
     offloaded: bool = False
     by_deepspeed: bool = False
     machines: int = 1
+    cores: int = 1
+    concurrent: int = 1
+
+    @property
+    def turns(self) -> float:
+        """How often a machine does what each process does by itself: processes for each that computes."""
+        return self.processes / self.concurrent
 
     @property
     def calibration(self) -> SampleLengths | None:

@@ -19,6 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from smelt.core.artifact import Artifact
 from smelt.core.errors import SettingError
 from smelt.core.files import read_json_object
+from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.models.costs import (
     INTERPRETER_BYTES,
@@ -314,9 +315,26 @@ _UPDATE_BYTES = 44
 _FRAGMENTATION = 1.25
 # Of torch operations that take as long as Trainer's imports and start, and as tokenizing a text.
 _START_CALLS, _TEXT_CALLS = 1.2e6, 25
+# The same of the launcher of several processes, and of the start of each with torch, transformers and plan.
+_LAUNCHER_CALLS, _PROCESS_CALLS = 6e5, 3e6
 # Training through rounded weights and activations: element-wise passes over all weights in an update, and how
 # much longer the layers take.
 _ROUNDING_PASSES, _ROUNDING_FACTOR = 150, 3.5
+
+
+def fp16_error(precision: str, device: str) -> Message | None:
+    """Return the error of training with `precision` on a device of this type (cpu, cuda); None if it works.
+
+    Of fp16 only: whether a processor computes in bf16 is found by trying.
+    """
+    if precision != "fp16" or device == "cuda":
+        return None
+    return error_message(
+        "no-fp16",
+        "precision: fp16 requires a GPU: its loss scaling is not available on a CPU. Set precision: bf16,"
+        " fp32, or auto.",
+        setting="precision",
+    )
 
 
 def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
@@ -448,20 +466,41 @@ def _training_work(
     if settings.gradient_checkpointing:
         each += total([forward_work(size, batch, task) for batch in batches])
     updates = Work.of("moved", _UPDATE_BYTES * trained_weights(settings, size)) * (count / accumulated)
+    if inputs.zero_stage:  # each process updates its part
+        updates *= 1 / inputs.processes
     if rounds:
         each *= _ROUNDING_FACTOR
         updates += Work.of("moved", _ROUNDING_PASSES * FLOAT_BYTES * size.parameters) * count
     texts = samples.count * (2 if any(samples.target) else 1)
-    started = Work.of("calls", _START_CALLS + _TEXT_CALLS * texts)
-    found = started + each * (count / len(batches) / inputs.processes) + updates
+    started = Work.of("calls", _START_CALLS + _TEXT_CALLS * texts) + _start_work(inputs)
+    found = started + _shared_work(each * (count / len(batches)), inputs) + updates * inputs.turns
     validation = inputs.samples.get("validation")
     if settings.num_evals and validation is not None:
         chosen = validation.first(settings.max_validation_samples)
         scored = total([forward_work(size, batch, task) for batch in _training_batches(settings, chosen)])
+        scored = _shared_work(scored, inputs)
         if settings.metric_for_best_model != LOSS_METRIC and generated(task):
-            scored += generation_over(chosen, size, 32, 1)
+            scored += generation_over(chosen, size, 32, 1)  # by process 0
         found += scored * (settings.num_evals + 1)  # the initial weights are scored too
     return found
+
+
+def _shared_work(work: Work, inputs: CostInputs) -> Work:
+    """Return the work on batches of which each process computes a part: it makes all calls for its part."""
+    parts = {
+        (unit, width): amount * (inputs.turns if unit == "calls" else 1 / inputs.concurrent)
+        for (unit, width), amount in work.amounts.items()
+    }
+    return Work(parts)
+
+
+def _start_work(inputs: CostInputs) -> Work:
+    """Return the work of starting several processes, which share the cores of their machine; else none."""
+    if inputs.processes == 1:
+        return Work()
+    here = math.ceil(inputs.processes / inputs.machines)
+    turns = max(1.0, here / inputs.cores)
+    return Work.of("calls", _LAUNCHER_CALLS + _PROCESS_CALLS * turns) + load_work(inputs.source) * (turns - 1)
 
 
 def lighter_trainings(settings: TrainingSettings) -> Iterator[tuple[str, TrainingSettings]]:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, combined_error
 from smelt.core.process_group import processes_on_machine
 from smelt.core.system import available_bytes, require_memory
 from smelt.models.edits import is_masked
 from smelt.models.families.registry import family_of
 from smelt.runtimes.device import bf16_speedup
 from smelt.training.processes import LaunchSettings
-from smelt.training.settings import OPTIMIZERS
+from smelt.training.settings import OPTIMIZERS, fp16_error
 
 _MIN_SPEEDUP = 1.3  # below it bf16 is not worth its lower precision
 
@@ -36,13 +36,8 @@ def pick_precision(requested: str, device: torch.device) -> str:
     Raises:
         InputError: bf16 is set and the processor does not support it, or fp16 is set without a GPU.
     """
-    if requested == "fp16" and device.type != "cuda":
-        raise InputError(
-            "precision: fp16 requires a GPU: its loss scaling is not available on"
-            " a CPU. Set precision: bf16, fp32, or auto.",
-            code="no-fp16",
-            setting="precision",
-        )
+    if (problem := fp16_error(requested, device.type)) is not None:
+        raise combined_error([problem])
     if requested == "fp32" or device.type not in {"cpu", "cuda"}:
         return requested if requested != "auto" else "fp32"
     if device.type == "cuda":

@@ -72,11 +72,23 @@ def test_lighter_settings_need_less_and_half_a_batch_takes_as_long():
 
 def test_processes_hold_the_weights_each_unless_they_divide_them():
     one = training_cost(TrainingSettings(), _inputs())
-    two = training_cost(TrainingSettings(), _inputs(processes=2))
+    two = training_cost(TrainingSettings(), _inputs(processes=2, cores=2, concurrent=2))
     divided = training_cost(TrainingSettings(), _inputs(processes=2, zero_stage=3))
     assert (two.least_bytes, divided.least_bytes) == (2 * one.least_bytes, one.least_bytes)
     assert two.memory_bytes - divided.memory_bytes == weight_state_bytes(TrainingSettings(), SIZE)
     assert two.work.amounts["training", 64] == one.work.amounts["training", 64] / 2
+
+
+def test_more_processes_than_cores_take_longer():
+    """They share the cores, each starts and makes all calls; only what computes at a time saves time."""
+    settings = TrainingSettings(max_steps=100)
+    one, two, sixteen = (
+        training_cost(settings, _inputs(processes=n, cores=2, concurrent=min(n, 2))).work.amounts
+        for n in (1, 2, 16)
+    )
+    assert sixteen["training", 64] == two["training", 64] == one["training", 64] / 2
+    assert one["calls", 0] < two["calls", 0] < sixteen["calls", 0]
+    assert one["moved", 0] < sixteen["moved", 0]  # each updates all weights
 
 
 def test_lower_bounds_leave_out_what_lies_elsewhere():

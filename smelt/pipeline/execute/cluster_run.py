@@ -22,6 +22,7 @@ from smelt.core.files import json_hash, resolve_path
 from smelt.core.messages import Message, info
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.evaluate.metrics import is_own_metric
+from smelt.models.costs import INTERPRETER_BYTES
 from smelt.pipeline.execute.cluster_tasks import (
     ClusterJob,
     TaskOutcome,
@@ -33,7 +34,7 @@ from smelt.pipeline.execute.cluster_tasks import (
     score_task,
 )
 from smelt.pipeline.execute.display import Display
-from smelt.pipeline.execute.ray_cluster import RayCluster
+from smelt.pipeline.execute.ray_cluster import RayCluster, TaskNeeds
 from smelt.pipeline.execute.reserved_nodes import (
     RETRIES,
     crash_errors,
@@ -110,6 +111,8 @@ class ClusterRun:
             quiet,
             label,
         )  # fmt: skip
+        self._estimates = step_runner.estimates
+        self._reserved: dict[Any, TaskNeeds] = {}  # by reference
         self._job = ray.put(job)
         self._data = cluster.put_data(json_hash({n: s.fingerprint for n, s in data.items()}), dict(data))
         self._reference = MODEL_STEP if recipe.task == CUSTOM_TASK else recipe.baseline
@@ -149,7 +152,7 @@ class ClusterRun:
             brief, score = (self._submit_reserved if divided else self._submit)(
                 run_step_task, step.name, step.name, rebuilt(step.name), split(step.name), limit, reference,
                 is_reference, names,
-                *(self._briefs[name] for name in names), num_returns=2,
+                *(self._briefs[name] for name in names), num_returns=2, needs=self._step_needs(step, divided),
             )  # fmt: skip
             self._briefs[step.name], self._scores[step.name] = brief, score
 
@@ -223,13 +226,51 @@ class ClusterRun:
         self._cluster.cancel_tasks(self._started)
         release_nodes(self._groups)
 
-    def _submit(self, work: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> Any:
-        chosen = {**self._needs.options(), "max_retries": RETRIES, "name": f"smelt {name}", **options}
-        started = self._cluster.start(work, (self._job, self._data, *arguments), chosen)
-        self._started.append(started[0] if isinstance(started, list) else started)
+    def _step_needs(self, step: PlanStep, divided: bool) -> TaskNeeds:
+        """Return what the task of a step reserves, or each of its processes if they are several.
+
+        Its estimated memory, unless the recipe has a setting. Where nodes train on GPUs and this machine has
+        none, the estimate is that of a CPU, and not used.
+        """
+        estimate, resources = self._estimates.get(step.name), self._plan.recipe.resources
+        if resources.memory_gb is not None or estimate is None or estimate.cost is None:
+            return self._needs
+        if step.trains and self._needs.gpus and not estimate.is_gpu:
+            return self._needs
+        trained = self._plan.recipe.launch.num_processes if self._launch.applies_to(step) else 1
+        memory = (estimate.cost.memory_bytes + INTERPRETER_BYTES) // trained
+        if estimate.score is not None:
+            memory = max(memory, estimate.score.memory_bytes + INTERPRETER_BYTES)
+        count = self._plan.recipe.launch.num_processes if divided else 1
+        return self._cluster.with_memory(self._needs, memory, count)
+
+    def _submit(
+        self,
+        work: Callable[..., Any],
+        name: str,
+        *arguments: Any,
+        needs: TaskNeeds | None = None,
+        **options: Any,
+    ) -> Any:
+        needs = needs or self._needs
+        chosen = {**needs.options(), "max_retries": RETRIES, "name": f"smelt {name}", **options}
+        return self._note(self._cluster.start(work, (self._job, self._data, *arguments), chosen), needs)
+
+    def _note(self, started: Any, needs: TaskNeeds) -> Any:
+        """Note the references of a started task, and return them."""
+        references = started if isinstance(started, list) else [started]
+        self._started.append(references[0])
+        self._reserved |= dict.fromkeys(references, needs)
         return started
 
-    def _submit_reserved(self, work: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> Any:
+    def _submit_reserved(
+        self,
+        work: Callable[..., Any],
+        name: str,
+        *arguments: Any,
+        needs: TaskNeeds | None = None,
+        **options: Any,
+    ) -> Any:
         """Start a task, on this machine, that runs `work` with the nodes that its processes need."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -239,11 +280,10 @@ class ClusterRun:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         started = self._cluster.start(
             run_on_reserved_nodes,
-            ([self._job, self._data], work, self._needs, group, *arguments),
+            ([self._job, self._data], work, needs or self._needs, group, *arguments),
             {"num_cpus": 0, "scheduling_strategy": here, "name": f"smelt {name} on several nodes", **options},
         )
-        self._started.append(started[0] if isinstance(started, list) else started)
-        return started
+        return self._note(started, needs or self._needs)
 
     def _get(self, reference: Any) -> TaskOutcome:
         """Return the outcome of a task, once it has ended; log what it did.
@@ -264,11 +304,11 @@ class ClusterRun:
         import ray
         from ray import exceptions
 
-        reported = False
+        reported, needs = False, self._reserved[reference]
         while not ray.wait([reference], timeout=_POLL_S)[0]:
-            if not reported and not self._cluster.slots(self._needs):
+            if not reported and not self._cluster.slots(needs):
                 reported = True
-                self._display.print_line(f"waits for a node with {self._needs}; none is left", brief=True)
+                self._display.print_line(f"waits for a node with {needs}; none is left", brief=True)
         self._cluster.mark_ended(reference)
         try:
             return ray.get(reference)

@@ -15,7 +15,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,25 @@ class RayCluster:
                 setting="resources",
             )
         return needs
+
+    @property
+    def node_bytes(self) -> int:
+        """The memory of the largest node with CPUs that tasks can reserve, bytes."""
+        return self._room(TaskNeeds(1, 0, None))
+
+    def _room(self, needs: TaskNeeds) -> int:
+        """Return the memory of the largest node that has these needs, bytes."""
+        found = [node["Resources"] for node in self.nodes()]
+        return int(max((each.get("memory", 0) for each in found if needs.count_on(each)), default=0))
+
+    def with_memory(self, needs: TaskNeeds, memory_bytes: int, count: int) -> TaskNeeds:
+        """Return the needs of `count` tasks that reserve this memory, at most that of the largest node.
+
+        An estimate does not keep work from starting: if the nodes have no room for all of the tasks, nothing
+        is reserved.
+        """
+        found = replace(needs, memory_bytes=min(memory_bytes, self._room(needs)) or None)
+        return found if self.slots(found) >= count else needs
 
     def slots(self, needs: TaskNeeds) -> int:
         """Return how many tasks the living nodes can run at once."""

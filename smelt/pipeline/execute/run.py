@@ -130,7 +130,8 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     store, new_store = open_store(options.store, folder, options.store_cache)
     if cluster is not None:
         cluster.check_nodes(store, paths_on_nodes(plan))
-    estimates, doubts = ({}, ()) if cluster else estimate_run(plan, data, store, bool(options.rebuild))
+    node_bytes = None if cluster is None else cluster.node_bytes
+    estimates, doubts = estimate_run(plan, data, store, bool(options.rebuild), node_bytes)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from smelt.core.artifact import Artifact, StepRecord
 from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import MANIFEST, load_json
 from smelt.core.messages import Message, messages_to_json, warning
-from smelt.core.store import Store
+from smelt.core.remote_store import RemoteStore, open_remote_store
+from smelt.core.store import Store, read_json_or_none
 from smelt.core.system import available_bytes, memory_limit_bytes
 from smelt.data.splits import Split
 from smelt.evaluate.environment import machine_id, physical_cores
 from smelt.models.costs import INTERPRETER_BYTES, Work
 from smelt.pipeline.execute.display import Display
-from smelt.pipeline.execute.run_folder import default_store
+from smelt.pipeline.execute.run_folder import StorePlace, default_store
 from smelt.pipeline.execute.sources import import_onnx_model, import_user_model, make_untrained_model
 from smelt.pipeline.execute.step_runner import StepRunner, recipe_scorer, recipe_step_runner, resolve_task
 from smelt.pipeline.inspect.machine import MachineSpeed, gpu_memory_bytes, machine_speed
@@ -294,6 +297,34 @@ class _NotStoredError(Exception):
     """The artifact is not in the store."""
 
 
+class _PlannedStore(Store):
+    """A store in which a plan looks things up: manifests and scores of a remote one; nothing is copied."""
+
+    def find(self, key: str, hint: str = "") -> Artifact | None:
+        """Return the artifact with this key; one of the remote store has no files here."""
+        if (found := super().find(key, hint)) is not None:
+            return found
+        with self._using_remote() as remote:
+            manifest = None if remote is None else remote.read_manifest(key)
+            return None if manifest is None else Artifact(self.root / "artifacts" / key, manifest)
+        return None
+
+    def read_score(self, key: str) -> dict[str, Any] | None:
+        """Return the score stored under `key`, or None."""
+        value = read_json_or_none(self.root / "scores" / f"{key}.json")
+        if value is not None:
+            return value
+        with self._using_remote() as remote:
+            return None if remote is None else remote.read_score(key)
+        return None
+
+    def _pull(self, key: str) -> bool:
+        return False
+
+    def _push(self, push: Callable[[RemoteStore], None]) -> None:
+        pass
+
+
 class _Lookup(StepRunner):
     """Finds artifacts instead of making them."""
 
@@ -369,43 +400,47 @@ def _manifests(root: Path) -> Iterator[tuple[float, Path]]:
 
 
 def plan_costs(
-    plan: Plan, out: Path | None = None, store: Path | None = None, measure: bool = False
+    plan: Plan, out: Path | None = None, store: StorePlace | None = None, measure: bool = False
 ) -> PlanCosts:
     """Return the predicted costs of a run of `plan` on this machine.
 
     Args:
         plan: a checked recipe.
         out: the run's folder; None: the default.
-        store: None: the default.
+        store: a folder, or the URL of a remote store, from which nothing is copied; None: the default.
         measure: whether the speeds of this machine are measured in any case.
 
     Raises:
-        InputError: a weight file is missing or damaged.
+        InputError: a weight file is missing or damaged, or the remote store cannot be used.
         RunError: `measure` is set, and the speeds could not be measured.
     """
     folder = (out or Path("runs") / plan.path.stem).resolve()
-    root = store or default_store(folder)[0]
+    remote = open_remote_store(store) if isinstance(store, str) else None
+    root = store if isinstance(store, Path) else default_store(folder)[0]
     data, unread = dict(plan.splits), [n for n in plan.recipe.data.split_sources() if n not in plan.splits]
-    stored: set[str] = set()
-    if (root / "artifacts").is_dir() and any((root / "artifacts").iterdir()):
-        with suppress(SmeltError):  # mistakes in large files are reported by the run
+    stored, failures = set[str](), list[Message]()
+    filled = (root / "artifacts").is_dir() and any((root / "artifacts").iterdir())
+    if filled or remote is not None:
+        with ExitStack() as stack, suppress(SmeltError):  # mistakes in large files are reported by the run
             data, unread = plan.read_data(), []
-            stored = stored_steps(plan, data, Store(root))
+            local = root if filled else Path(stack.enter_context(TemporaryDirectory()))
+            stored = stored_steps(plan, data, _PlannedStore(local, remote, failures.append))
     estimates, limits = estimate_steps(plan, data), machine_limits(root)
     place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
     try:
-        speed, failures = machine_speed(plan.recipe.threads, place, measure), list[Message]()
+        speed = machine_speed(plan.recipe.threads, place, measure)
     except RunError as error:
         if measure:
             raise
-        speed, failures = None, [warning("speed-not-measured", str(error))]
+        speed = None
+        failures.append(warning("speed-not-measured", str(error)))
     records = step_records(root, plan.recipe.threads)
     found = predict_costs(plan, estimates, limits, speed, stored=stored, records=records, unread=unread)
     return replace(found, messages=(*found.messages, *failures))
 
 
 def estimate_run(
-    plan: Plan, data: Mapping[str, Split], store: Store, rebuild: bool
+    plan: Plan, data: Mapping[str, Split], store: Store, rebuild: bool, node_bytes: int | None = None
 ) -> tuple[dict[str, StepEstimate], Sequence[Message]]:
     """Return the estimates of a run's steps, and warnings about those that may not fit.
 
@@ -414,11 +449,15 @@ def estimate_run(
         data: its samples.
         store: of the run.
         rebuild: whether steps are built again that are in the store.
+        node_bytes: memory of the largest node of a cluster that runs the steps; None: this machine does. The
+            memory that tasks can reserve is less than the node's, so that no step is refused by it.
 
     Raises:
         InputError: a step cannot fit into memory or disk (`needs-more-memory`, `needs-more-disk`).
     """
     estimates, limits = estimate_steps(plan, data), machine_limits(store.root)
+    if node_bytes is not None:
+        limits = replace(limits, memory_bytes=sys.maxsize, free_bytes=node_bytes, device_bytes=None)
     found = check_costs(plan, estimates, limits, file=str(plan.path))
     if found and not rebuild:
         stored = stored_steps(plan, data, store)

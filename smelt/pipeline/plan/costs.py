@@ -12,6 +12,7 @@ container, and the artifacts with the free disk. The whole estimate gives warnin
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from smelt.data.splits import (
     Split,
     Task,
 )
+from smelt.evaluate.environment import physical_cores
 from smelt.models.costs import (
     INTERPRETER_BYTES,
     Batch,
@@ -57,7 +59,13 @@ from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.plan.untrained_checks import config_file, read_untrained_config
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.stages import MODEL_STEP
-from smelt.training.processes import external_machines, external_processes, strategy_conflicts
+from smelt.runtimes.device import cuda_device_count
+from smelt.training.processes import (
+    LaunchSettings,
+    external_machines,
+    external_processes,
+    strategy_conflicts,
+)
 from smelt.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
@@ -245,12 +253,22 @@ def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEst
         configs[step.name], sizes[step.name] = after, result
         score = None if step.unscored else _score_cost(plan, result, lengths, step.format == "onnx")
         is_gpu = inputs is not None and inputs.is_gpu
-        found[step.name] = StepEstimate(step.name, step_kind(step), cost, score, is_gpu)
+        found[step.name] = StepEstimate(step.name, step_kind(plan, step), cost, score, is_gpu)
     return found
 
 
-def step_kind(step: PlanStep) -> str:
-    """Return what measurements of steps are compared by: the stage, and its method, target or techniques."""
+def _processes_of(plan: Plan, step: PlanStep) -> tuple[int, int]:
+    """Return the processes that train a step together, and their machines; 1 and 1 if only one does."""
+    count = external_processes() or plan.recipe.launch.num_processes
+    divided = count > 1 and isinstance(step.settings, TrainingSettings)
+    return (count, external_machines()) if divided else (1, 1)
+
+
+def step_kind(plan: Plan, step: PlanStep) -> str:
+    """Return what measurements of steps are compared by.
+
+    That is the stage, its method, target or techniques, and the processes with their strategy.
+    """
     settings: Any = step.settings
     words = [step.stage, *(str(getattr(settings, n)) for n in ("method", "target") if hasattr(settings, n))]
     words += [
@@ -258,6 +276,9 @@ def step_kind(step: PlanStep) -> str:
         for n in ("lora", "qat", "sparsify", "learned_masks", "sequence_level")
         if getattr(settings, n, None)
     ]
+    processes, machines = _processes_of(plan, step)
+    if processes > 1:
+        words.append(f"{processes} processes on {machines}, {plan.recipe.launch.description}")
     return " ".join(words)
 
 
@@ -305,8 +326,11 @@ def _cost_inputs(
                 kept_ratio=1.0 if step.settings.replaces_model else _kept_ratio(source, before),
             )
     launch = plan.recipe.launch
-    processes, machines = external_processes() or launch.num_processes, external_machines()
-    trains = step.trains and processes > 1
+    processes, machines = _processes_of(plan, step)
+    is_gpu = bool(step.needs & {"train", "unlabelled"}) and training_device(plan.recipe.device) == "cuda"
+    cores = physical_cores()
+    # each of several processes has a GPU, or threads; without `threads` they share all cores
+    at_once = cuda_device_count() if is_gpu else cores // (plan.recipe.threads or cores)
     named = {
         setting: size
         for setting, name in step.settings.step_references().items()
@@ -318,12 +342,14 @@ def _cost_inputs(
         task=plan.recipe.task,
         samples=lengths,
         named=named,
-        is_gpu=bool(step.needs & {"train", "unlabelled"}) and training_device(plan.recipe.device) == "cuda",
-        processes=processes if trains else 1,
-        zero_stage=launch.divides if trains else 0,
-        offloaded=trains and launch.cpu_offload,
-        by_deepspeed=trains and launch.strategy == "deepspeed",
-        machines=machines if trains else 1,
+        is_gpu=is_gpu,
+        processes=processes,
+        zero_stage=launch.divides if processes > 1 else 0,
+        offloaded=processes > 1 and launch.cpu_offload,
+        by_deepspeed=processes > 1 and launch.strategy == "deepspeed",
+        machines=machines,
+        cores=cores,
+        concurrent=min(processes, machines * max(1, at_once)),
     )
 
 
@@ -426,7 +452,7 @@ def check_costs(
                 )
                 found.append(error_message("needs-more-memory", text, **at))
             elif likely > free:
-                fitting = fitting_settings(plan, step, estimates, free, True) if what == "memory" else {}
+                fitting = fitting_settings(plan, step, estimates, free) if what == "memory" else {}
                 text = (
                     f"'{step.name}' needs about {format_bytes(likely)} of {what}, and"
                     f" {format_bytes(free)} are free. {_advice(fitting)}"
@@ -465,28 +491,56 @@ def _disk_messages(
 
 
 def fitting_settings(
-    plan: Plan, step: PlanStep, estimates: Mapping[str, StepEstimate], most: int, likely: bool = False
+    plan: Plan, step: PlanStep, estimates: Mapping[str, StepEstimate], most: int
 ) -> dict[str, int]:
     """Return changes of a step's settings with which it fits into `most` bytes, and the bytes it then needs.
 
-    By the same estimate; of changes of one setting the first that fits. likely: the whole estimate has to
-    fit; otherwise its lower bound.
+    By the same estimate; of changes of one setting the first that fits.
     """
     lighter, given = getattr(step.stage_class, "lighter_settings", None), estimates[step.name].cost
     sizes = {name: None if e.cost is None else e.cost.result for name, e in estimates.items()}
     lengths = measure_lengths(plan.splits, plan.recipe.task, plan.local_model, _start_config(plan) or {})
-    source = _cost_inputs(plan, step, sizes, None, None, lengths)
-    if lighter is None or given is None or source is None:
+    if lighter is None or given is None or sizes.get(step.parent) is None:
         return {}
-    found: dict[str, int] = {}
+
+    def needed(launch: LaunchSettings, settings: Settings) -> int:
+        other = replace(plan, recipe=plan.recipe.model_copy(update={"launch": launch}))
+        inputs = _cost_inputs(other, step, sizes, None, None, lengths)
+        assert inputs is not None
+        return (
+            _estimate(step, settings, replace(inputs, result=given.result)).memory_bytes + INTERPRETER_BYTES
+        )
+
+    launch, found = plan.recipe.launch, dict[str, int]()
     for change, settings in lighter(step.settings):
-        if isinstance(settings, TrainingSettings) and strategy_conflicts(plan.recipe.launch, settings):
+        if isinstance(settings, TrainingSettings) and strategy_conflicts(launch, settings):
             continue
-        cost = _estimate(step, settings, replace(source, result=given.result))
-        needed = cost.memory_bytes + INTERPRETER_BYTES if likely else cost.least_bytes
-        if needed <= most and not any(change.split(":")[0] == other.split(":")[0] for other in found):
-            found[change] = needed
+        known = any(change.split(":")[0] == other.split(":")[0] for other in found)
+        if not known and (count := needed(launch, settings)) <= most:
+            found[change] = count
+    if _processes_of(plan, step)[0] > 1:
+        for text, other in _lighter_launches(launch, lambda other: needed(other, step.settings) <= most):
+            count = needed(other, step.settings)
+            if count <= most and not strategy_conflicts(other, step.settings):
+                found[f"launch: {{{text}}}"] = count
     return found
+
+
+def _lighter_launches(
+    launch: LaunchSettings, fits: Callable[[LaunchSettings], bool]
+) -> Iterator[tuple[str, LaunchSettings]]:
+    """Yield the most processes that fit, and a strategy that divides all, as changes of `launch`."""
+    if not external_processes():
+        fewer = [
+            launch.model_copy(update={"num_processes": n}) for n in range(launch.num_processes - 1, 0, -1)
+        ]
+        place = bisect_left(fewer, True, key=fits)  # more processes need more
+        if place < len(fewer):
+            yield f"num_processes: {fewer[place].num_processes}", fewer[place]
+    if launch.strategy == "ddp":
+        yield "strategy: fsdp", launch.model_copy(update={"strategy": "fsdp"})
+    elif launch.divides < 3:
+        yield "zero_stage: 3", launch.model_copy(update={"zero_stage": 3})
 
 
 def _advice(fitting: Mapping[str, int]) -> str:

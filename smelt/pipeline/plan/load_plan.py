@@ -31,7 +31,7 @@ from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, 
 from smelt.evaluate.metrics import AGREEMENT_METRIC, CHOICE_METRICS, is_own_metric
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.text_rules import position_limit
-from smelt.pipeline.inspect.machine import cuda_missing_reason
+from smelt.pipeline.inspect.machine import cuda_missing_reason, training_device
 from smelt.pipeline.inspect.model_folder import check_model_folder, local_model_folder, read_config
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
 from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
@@ -79,7 +79,13 @@ from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
 from smelt.training.processes import external_processes, strategy_conflicts
-from smelt.training.settings import TrainedPart, TrainingSettings, default_learning_rate, has_fewer_layers
+from smelt.training.settings import (
+    TrainedPart,
+    TrainingSettings,
+    default_learning_rate,
+    fp16_error,
+    has_fewer_layers,
+)
 
 if TYPE_CHECKING:
     from smelt.pipeline.recipe.yaml_file import KeyPath
@@ -175,7 +181,7 @@ def check_launch(
     mistakes: Mistakes,
     bad: set[str],
 ) -> None:
-    """Check that the strategy is installed and can train every stage."""
+    """Check that the strategy is installed and can train every stage, and the device its precision."""
     if has_mistake(bad, "launch", "device"):
         return
     launch = recipe.launch
@@ -186,8 +192,11 @@ def check_launch(
             key = "strategy" if launch.config_file is None else "config_file"
             mistakes.add(("launch", key), text, code="not-installed")
     for step in steps:
-        trains = isinstance(step.settings, TrainingSettings)
-        for name in strategy_conflicts(launch, step.settings) if trains else ():
+        if not isinstance(step.settings, TrainingSettings):
+            continue
+        if problem := fp16_error(step.settings.precision, training_device(recipe.device)):
+            mistakes.add_message((*paths[step.name], "precision"), problem)
+        for name in strategy_conflicts(launch, step.settings):
             mistakes.add(
                 (*paths[step.name], *name.split(": ")[:1]),
                 f"strategy: {launch.strategy} cannot train with {name}. Remove it, or set launch: {{strategy:"

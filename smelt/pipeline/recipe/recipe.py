@@ -147,7 +147,9 @@ class ResourceSettings(Settings):
     gpus: float | None = Field(
         default=None, ge=0, le=64, description="GPUs; default: 1 if a node has one and `device` is not cpu"
     )
-    memory_gb: float | None = Field(default=None, gt=0, description="memory that is reserved; default: none")
+    memory_gb: float | None = Field(
+        default=None, gt=0, description="memory that is reserved; default: as estimated"
+    )
 
 
 class RecipeKeys(Settings):

@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import harness
 import psutil
@@ -37,6 +37,8 @@ from smelt.pipeline.execute.ray_cluster import NodeRequest, TaskNeeds, open_clus
 from smelt.pipeline.execute.reserved_nodes import release_nodes, reserve_nodes
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.step_runner import StepRunner
+from smelt.pipeline.execute.training_processes import TrainingLaunch
+from smelt.pipeline.plan.costs import estimate_steps
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.recipe import ResourceSettings
 from smelt.pipeline.search.space import read_space
@@ -449,3 +451,32 @@ def test_needs_by_the_nodes_resources():
     assert needs.count_on({"CPU": 8, "memory": 20e9}) == 0
     assert TaskNeeds(2, 0, None).count_on({"CPU": 7}) == 3
     assert needs.options() == {"num_cpus": 2, "num_gpus": 1, "memory": 8_000_000_000}
+
+
+def test_estimated_memory_is_reserved_where_it_fits(monkeypatch):
+    found = [{"CPU": 0, "memory": 90e9}, {"CPU": 4, "memory": 20e9}, {"CPU": 4, "memory": 8e9}]
+    monkeypatch.setattr(ray_cluster.RayCluster, "nodes", lambda self: [{"Resources": each} for each in found])
+    cluster, needs = object.__new__(ray_cluster.RayCluster), TaskNeeds(1, 0, None)
+    reserved = {
+        of: cluster.with_memory(needs, int(of[0] * 1e9), of[1]).memory_bytes
+        for of in ((6, 1), (30, 1), (6, 4), (6, 5))
+    }
+    assert reserved == {(6, 1): 6e9, (30, 1): 20e9, (6, 4): 6e9, (6, 5): None}
+    assert cluster.node_bytes == 20e9
+
+
+def test_a_step_reserves_its_estimate_unless_the_recipe_says(home, monkeypatch):
+    bare = object.__new__(ClusterRun)
+    bare._needs, bare._cluster = TaskNeeds(1, 0, None), Mock()
+    bare._cluster.with_memory = lambda needs, memory, count: (memory, count)
+    for settings, expected in (((), True), (("resources.memory_gb=1",), False)):
+        bare._plan = plan = load_plan(home / "recipe.yaml", ["launch.num_processes=2", *settings])
+        bare._launch, bare._estimates = TrainingLaunch(plan), estimate_steps(plan, plan.splits)
+        found = {step.name: bare._step_needs(step, bare._launch.applies_to(step)) for step in plan.steps}
+        if not expected:
+            assert set(found.values()) == {bare._needs}
+            continue
+        held = {name: estimate.cost.memory_bytes for name, estimate in bare._estimates.items()}
+        assert found["finetune"][0] >= (held["finetune"] + 560_000_000) // 2
+        assert (found["finetune"][1], found["quantize"][1]) == (2, 1)
+        assert found["quantize"][0] >= held["quantize"] + 560_000_000

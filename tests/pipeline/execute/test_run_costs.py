@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import harness
 import pytest
@@ -11,6 +12,7 @@ from expected_errors import raises_code
 
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, RunError
+from smelt.core.remote_store import open_remote_store
 from smelt.core.store import Store
 from smelt.pipeline.execute import run_costs
 from smelt.pipeline.execute.run import RunOptions, run_plan
@@ -76,6 +78,28 @@ def test_steps_in_the_store_cost_nothing(home, monkeypatch):
         "estimated",
     ]
     assert (steps["prune"].seconds, steps["prune"].scoring_seconds) == (0, 0)
+
+
+def test_a_plan_finds_what_a_remote_store_has_and_copies_nothing(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_costs, "machine_speed", lambda *given: harness.MACHINE_SPEED)
+    url = f"memory://{tmp_path.name}"
+    filled = Store(home / "runs" / ".store", open_remote_store(url))
+    for path in (filled.root / "artifacts").iterdir():
+        filled.find(path.name)
+    for path in (filled.root / "scores").iterdir():
+        filled.read_score(path.stem)
+    given = ("plan", home / "recipe.yaml", "--store", url, "--out", tmp_path / "r", "--json")
+    steps = {
+        step["name"]: step for step in json.loads(harness.smelt(*given, code=0).output)["costs"]["steps"]
+    }
+    sources = {"model": "stored", "prune": "stored", "factorize": "estimated"}
+    assert {name: step["source"] for name, step in steps.items()} == sources
+    assert steps["prune"]["scoring_seconds"] == 0
+    assert list(tmp_path.iterdir()) == []
+    local = run_costs._PlannedStore(tmp_path / "local", open_remote_store(url))
+    plan = load_plan(home / "recipe.yaml")
+    assert stored_steps(plan, plan.splits, local) == {"model", "model:score", "prune", "prune:score"}
+    assert [[*(local.root / name).iterdir()] for name in ("artifacts", "scores")] == [[], []]
 
 
 def test_a_run_refuses_what_cannot_fit_before_it_writes(home, monkeypatch):

@@ -11,6 +11,7 @@ import threading
 import time
 from unittest.mock import Mock
 
+import harness
 import psutil
 import pytest
 import tiny
@@ -199,6 +200,8 @@ def test_more_processes_than_gpus_are_refused_before_work(home, monkeypatch, tmp
     with raises_code("too-few-gpus"):
         smelt.run(home / "recipe.yaml", overrides=["launch.num_processes=3", "device=auto"], **options)
     assert not (tmp_path / "run").exists()
+    planned = ("--num-processes", 3, "--set", "device=auto", "--out", tmp_path / "run")
+    assert harness.smelt("plan", home / "recipe.yaml", *planned, code=2).error.code == "too-few-gpus"
     processes.require_gpus(processes.LaunchSettings(num_processes=3), "cpu")
 
 
@@ -212,6 +215,15 @@ def test_a_strategy_that_cannot_train_is_refused_before_work(home, monkeypatch, 
     monkeypatch.setattr(load_plan_module, "package_problem", lambda package, oldest: lack)
     with raises_code(code):
         load_plan(home / "recipe.yaml", ["launch={num_processes: 2, strategy: deepspeed}", setting])
+
+
+@pytest.mark.quick
+def test_fp16_without_a_gpu_is_refused_before_work(home, monkeypatch):
+    setting = ["finetune.precision=fp16"]
+    with raises_code("no-fp16"):
+        load_plan(home / "recipe.yaml", setting)
+    monkeypatch.setattr(load_plan_module, "training_device", lambda requested: "cuda")
+    assert load_plan(home / "recipe.yaml", setting).steps
 
 
 @pytest.mark.quick

@@ -78,16 +78,13 @@ def test_sizes_follow_the_stages(home):
 
 
 @pytest.mark.parametrize("optional", [False, True])
-def test_weights_that_cannot_fit_are_refused_with_settings_that_can(home, optional):
+def test_weights_that_cannot_fit_are_refused(home, optional):
     plan, found = _plan(home, f"finetune.optional={str(optional).lower()}")
     least = found["finetune"].cost.least_bytes
     limits = dataclasses.replace(ROOMY, memory_bytes=least - 1)
     messages = check_costs(plan, found, limits)
     assert [m.code for m in messages] == ([] if optional else ["needs-more-memory"])
     if not optional:
-        fitting = fitting_settings(plan, plan.steps[0], found, least - 1)
-        assert 0 < fitting["optimizer: adafactor"] < least
-        assert not any(change.startswith("batch_size") for change in fitting)  # weights do not depend on it
         with raises_code("needs-more-memory", InputError):
             require_fitting(messages)
     _, lighter = _plan(home, "finetune.optimizer=adafactor")
@@ -100,8 +97,23 @@ def test_what_may_not_fit_is_a_warning_with_settings_that_would(home):
     limits = dataclasses.replace(ROOMY, free_bytes=560_000_000 + likely - 1000)
     [message] = [m for m in check_costs(plan, found, limits) if m.step == "finetune"]
     assert (message.code, message.severity) == ("may-need-more-memory", "warning")
-    fitting = fitting_settings(plan, plan.steps[0], found, limits.free_bytes, likely=True)
+    fitting = fitting_settings(plan, plan.steps[0], found, limits.free_bytes)
     assert fitting["batch_size: 8, gradient_accumulation_steps: 2"] <= limits.free_bytes
+
+
+def test_several_processes_that_cannot_fit_get_advice_that_fits(home):
+    """By the whole estimate, also where the lower bound is refused."""
+    plan, found = _plan(home, "launch.num_processes=9", "finetune.batch_size=1")
+    given = found["finetune"].cost
+    for most in (given.least_bytes - 1, (given.memory_bytes + 560_000_000) // 2):
+        fitting = fitting_settings(plan, plan.steps[0], found, most)
+        for change, needed in fitting.items():
+            part = change if change.startswith("launch") else f"finetune: {{{change}}}"
+            _, other = _plan(
+                home, "launch.num_processes=9", "finetune.batch_size=1", part.replace(": ", "=", 1)
+            )
+            assert needed == other["finetune"].cost.memory_bytes + 560_000_000 <= most
+    assert "launch: {num_processes: 4}" in fitting
 
 
 @pytest.mark.parametrize(
@@ -151,6 +163,38 @@ def test_earlier_steps_of_the_kind_correct_the_estimate_and_stored_ones_cost_not
     )
     assert steps["finetune"].scoring_seconds == plain["finetune"].scoring_seconds > 0
     assert costs.seconds == pytest.approx(sum(s.seconds + s.scoring_seconds for s in costs.steps))
+
+
+def test_records_of_one_launch_predict_the_same_launch(home):
+    divided = "{num_processes: 2, strategy: fsdp"
+    launches = [
+        "{}",
+        "{num_processes: 2}",
+        "{num_processes: 3}",
+        f"{divided}}}",
+        f"{divided}, cpu_offload: true}}",
+    ]
+    kinds = [
+        {name: estimate.kind for name, estimate in _plan(home, f"launch={launch}")[1].items()}
+        for launch in launches
+    ]
+    assert len({kind["finetune"] for kind in kinds}) == len(launches)
+    assert kinds[0]["finetune"] == "finetune"
+    assert {kind["prune"] for kind in kinds} == {"prune"}  # in one process
+
+
+def test_several_processes_compute_on_the_cores_of_their_threads(home, monkeypatch):
+    monkeypatch.setattr("smelt.pipeline.plan.costs.physical_cores", lambda: 8)
+    found = {
+        (count, threads): _plan(home, f"launch.num_processes={count}", f"threads={threads}")[1]
+        for count, threads in ((1, 2), (3, 2), (16, 2), (16, "null"))
+    }
+    flops = {
+        of: next(n for (unit, _), n in e["finetune"].cost.work.amounts.items() if unit == "training")
+        for of, e in found.items()
+    }
+    ratios = {of: round(flops[1, 2] / n, 3) for of, n in flops.items()}
+    assert ratios == {(1, 2): 1, (3, 2): 3, (16, 2): 4, (16, "null"): 1}
 
 
 def test_the_command_prints_a_table_and_json(home, monkeypatch, tmp_path):

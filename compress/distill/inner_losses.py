@@ -35,7 +35,6 @@ from smelt.compress.distill.settings import (
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Stack
 from smelt.models.families.registry import blocks_of
-from smelt.models.hidden_width import hidden_width
 from smelt.training.extension import AveragedOver, LossTerm
 from smelt.training.losses import IGNORE_INDEX, TOKEN_MASK_KEY
 
@@ -206,7 +205,7 @@ class InnerLosses:
             )
         self.pairs = stack_pairs(student, teacher, layer_map)
         self.ours, self.theirs = CapturedTensors(), CapturedTensors()
-        self.widths = tuple(hidden_width(model) for model in (student, teacher))
+        self.widths = tuple(_hidden_size(model) for model in (student, teacher))
         self.modules: dict[str, nn.Module] = {}
         if (weights.hidden_states or weights.input_embeddings) and self.widths[0] != self.widths[1]:
             with torch.random.fork_rng(devices=[]):
@@ -374,6 +373,15 @@ def _sum_tensors(values: Any) -> Tensor:
     for value in found[1:]:
         total = total + value
     return total
+
+
+def _hidden_size(model: Any) -> int:
+    """Return the width of the hidden states; of a model of images that of its last norm."""
+    embedding = model.get_input_embeddings()
+    if hasattr(embedding, "embedding_dim"):
+        return int(embedding.embedding_dim)
+    norm: Any = model.get_submodule(blocks_of(model)[0].stack.stream.final_norm)
+    return len(norm.weight)
 
 
 def _attentions(model: Any, stack: str, number: int) -> tuple[Attention, ...]:

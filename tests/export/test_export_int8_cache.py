@@ -66,7 +66,7 @@ def torch_with_rounded_caches(folder, graphs):
     found = AutoModelForCausalLM.from_pretrained(folder).eval()
 
     def rounded(x, layer, word):
-        scale = torch.from_numpy(scales[f"past_key_values.{layer}.{word}_scale"])
+        scale = torch.tensor(scales[f"past_key_values.{layer}.{word}_scale"])
         return torch.clamp(torch.round(x / scale), -128, 127) * scale
 
     def attend(module, query, key, value, mask, **more):

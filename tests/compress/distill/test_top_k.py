@@ -44,7 +44,7 @@ def test_value_and_slope_are_those_of_torch_over_the_buckets(both, weights):
         logits_weight=weights[0], reverse_weight=weights[1], terms=reported,
     )  # fmt: skip
     found.backward()
-    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert found.item() == pytest.approx(float(expected), rel=1e-5)
     torch.testing.assert_close(mine.grad, slope.float(), rtol=1e-4, atol=1e-6)
     assert sum(float(value) for value in reported.values()) == pytest.approx(float(expected), rel=1e-5)
     assert len(reported) == sum(weight > 0 for weight in weights)

@@ -83,7 +83,6 @@ def test_n_grams_longer_than_a_text_forbid_nothing(runners):
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")  # of drawn settings, by generate
 def test_drawn_settings_give_what_generate_gives(kind, runners, tmp_path, monkeypatch):
     """In torch, in the loop in Python over graphs, and in the graph of the whole loop."""
     model, graphs = generation_models.make_model(kind), runners.get(kind) or _runner(kind, tmp_path)

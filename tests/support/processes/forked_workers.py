@@ -40,6 +40,7 @@ _ISOLATED_IMPORTS = [
     *("onnx", "onnx.shape_inference", "onnxruntime"),
 ]
 _NOT_FORKED = (
+    "tests/core/test_isolated_process.py",
     "tests/runtimes/third_party/",
     "tests/pipeline/faults/",
     "tests/export/tensorrt/test_check_file.py",

@@ -52,6 +52,7 @@ def translator(tmp_path_factory):
         yield found
 
 
+@pytest.mark.filterwarnings("ignore::smelt.core.errors.TruncationWarning")
 def test_many_callers_at_once_get_what_smelt_says(translator):
     service, _, folder = translator
     before = files(folder)

@@ -10,7 +10,6 @@ from typing import Any, TextIO
 import click
 
 from smelt.core.errors import InputError
-from smelt.core.remote_store import is_store_url
 
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
 
@@ -22,6 +21,8 @@ class _StoreType(click.ParamType[Path | str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
         """Return the value as given on the command line."""
+        from smelt.core.remote_store import is_store_url
+
         if isinstance(value, str) and is_store_url(value):
             return value
         return Path(FOLDER_TYPE.convert(value, param, ctx))

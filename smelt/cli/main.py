@@ -11,10 +11,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import click
-from pydantic import BaseModel
 
 from smelt.cli.commands import (
     FOLDER_TYPE,
@@ -35,14 +34,17 @@ from smelt.cli.commands import (
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.system import SAFE_PATH_VARIABLE
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
-from smelt.pipeline.recipe.mistakes import other_name_hint
-from smelt.pipeline.recipe.stages import all_stages
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _WIDTH = 79
 
 
 def list_stages() -> str:
     """Return the list of stages: name, input and output formats, summary."""
+    from smelt.pipeline.recipe.stages import all_stages
+
     lines = []
     for name, stage in all_stages().items():
         formats = f"{'/'.join(sorted(stage.accepts))} -> {stage.produces}"
@@ -57,6 +59,9 @@ def describe_stage(name: str) -> str:
     Raises:
         InputError: there is no such stage.
     """
+    from smelt.pipeline.recipe.mistakes import other_name_hint
+    from smelt.pipeline.recipe.stages import all_stages
+
     table = all_stages()
     if name not in table:
         raise InputError(
@@ -123,6 +128,8 @@ class Setting(NamedTuple):
 
 def settings_of(model: type[BaseModel]) -> Iterator[Setting]:
     """Yield the settings of a class in order."""
+    from pydantic import BaseModel
+
     for name, info in model.model_fields.items():
         required = info.is_required()
         default = None if required else info.get_default(call_default_factory=True, validated_data={})
@@ -140,6 +147,8 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _is_settings_class(kind: Any) -> bool:
+    from pydantic import BaseModel
+
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -184,6 +193,8 @@ class _CommandGroup(click.Group):
             print_untrusted(f"error[{error.code or DEFAULT_CODE}]: {error}", err=True)
             ctx.exit(error.exit_code)
         except click.NoSuchOption as error:
+            from smelt.pipeline.recipe.mistakes import other_name_hint
+
             known = [] if error.ctx is None else [o for p in error.ctx.command.params for o in p.opts]
             if hint := other_name_hint(error.option_name, known):
                 raise click.UsageError(f"{error.message}{hint}", error.ctx) from error

@@ -80,6 +80,12 @@ def test_importing_smelt_its_stages_and_predictions_loads_nothing_heavy_and_onnx
     assert found == [[], [], [], ["onnxruntime"]]
 
 
+def test_the_help_of_the_command_line_loads_no_pydantic() -> None:
+    """Half of the time of `smelt --help` was its import."""
+    code = "import json, sys, smelt.cli.main; print(json.dumps('pydantic' in sys.modules))"
+    assert python(code) is False
+
+
 def repeated_imports(source: str) -> list[str]:
     """Names that a function or `if TYPE_CHECKING` imports although the module has imported them already."""
     tree = ast.parse(source)

@@ -19,8 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from quantization import BATCHES, TASKS, data_of
+
+from smelt.pipeline.recipe.yaml_file import dump_yaml
 
 INT8: dict[str, Any] = {"scheme": "int8-static"}
 # what TensorRT takes of int4: docs/reference/stages/tensorrt.md
@@ -81,9 +82,7 @@ def main(arguments: list[str]) -> int:
         )
     options.out.mkdir(parents=True, exist_ok=True)
     recipe = options.out / f"{options.task}.yaml"
-    recipe.write_text(
-        yaml.safe_dump(recipe_of(options.task, model, options.build), sort_keys=False), encoding="utf-8"
-    )
+    recipe.write_text(dump_yaml(recipe_of(options.task, model, options.build)), encoding="utf-8")
     command = [sys.executable, "-m", "smelt", "run", str(recipe), "--out", str(options.out / options.task)]
     return subprocess.run(command, check=False).returncode
 

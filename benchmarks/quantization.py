@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
+from smelt.pipeline.recipe.yaml_file import dump_yaml
 
 BENCHMARKS = Path(__file__).parent
 SHARED = BENCHMARKS.parent.parent / "shared"
@@ -154,9 +154,7 @@ def run(name: str, model: Path, arms: list[str], updates: int, seed: int, out: P
     """Write the recipe of one task to out/NAME.yaml and run it; return the exit status."""
     out.mkdir(parents=True, exist_ok=True)
     recipe = out / f"{name}.yaml"
-    recipe.write_text(
-        yaml.safe_dump(recipe_of(name, model, arms, updates, seed), sort_keys=False), encoding="utf-8"
-    )
+    recipe.write_text(dump_yaml(recipe_of(name, model, arms, updates, seed)), encoding="utf-8")
     command = [sys.executable, "-m", "smelt", "run", str(recipe), "--out", str(out / name)]
     return subprocess.run(command, check=False).returncode
 

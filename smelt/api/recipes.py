@@ -14,8 +14,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, RunError, combined_error
 from smelt.core.files import MANIFEST, load_json, write_atomically
@@ -40,7 +38,7 @@ from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.recipe.mistakes import dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.recipe import check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import ONNX_EQUIVALENTS, load_stage
-from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, parse_yaml, read_yaml
+from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, dump_yaml, parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan
@@ -86,7 +84,7 @@ class Recipe:
                 setting="name",
             )
         values = to_plain({"model": model, "task": task, "data": data, **keys, "stages": stages})
-        text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        text = dump_yaml(values)
         self._read(text, Path(base).expanduser().resolve() / f"{name}.yaml")
 
     @classmethod
@@ -138,13 +136,6 @@ class Recipe:
 
     def __repr__(self) -> str:
         return f"Recipe({self.path.stem!r})\n{self.text}"
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes lists that occur twice in full, without YAML anchors."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
 
 
 def to_plain(value: Any, where: KeyPath = ()) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -176,54 +177,25 @@ class PlanWarning(UserWarning):
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name that `word` is a typo of, else "".
 
-    A typo has a few wrong, missing or swapped letters (at most three in ten, ignoring case), or is a whole
-    prefix or suffix between hyphens: `int8` for `int8-dynamic`. Names that are merely similar, such as
-    `negative` and `positive` or `rouge3` and `rouge1`, are not suggested.
+    A typo is at least 80 percent similar by `difflib` (75 up to five letters; ignoring case), or is a whole prefix or suffix between
+    hyphens: `int8` for `int8-dynamic`. Names that differ in digits only, such as `rouge3` and `rouge1`, and
+    names that are merely similar, such as `negative` and `positive`, are not suggested.
     """
     wanted = word.casefold()[:_MAX_WORD_LENGTH]
-    found = [
-        (slip, name)
-        for name in candidates
-        if name != word and (slip := _typo_distance(wanted, name.casefold()[:_MAX_WORD_LENGTH])) is not None
-    ]
-    return f" Did you mean '{min(found)[1]}'?" if found else ""
+    names = {name.casefold()[:_MAX_WORD_LENGTH]: name for name in candidates if name != word}
+    if len(wanted) >= _MIN_AFFIX_LENGTH:
+        prefixed = [name for name in names if name.startswith((f"{wanted}-", f"{wanted}_"))]
+        suffixed = [name for name in names if name.endswith((f"-{wanted}", f"_{wanted}"))]
+        if affixed := sorted(prefixed) or sorted(suffixed):
+            return f" Did you mean '{names[affixed[0]]}'?"
+    pattern = wanted.translate(_DIGITS_TO_ZERO)
+    typed = [name for name in names if name == wanted or name.translate(_DIGITS_TO_ZERO) != pattern]
+    cutoff = 0.75 if len(wanted) <= _SHORT_WORD else 0.8  # `negative` and `positive` have 0.75
+    similar = get_close_matches(wanted, typed, n=1, cutoff=cutoff)
+    return f" Did you mean '{names[similar[0]]}'?" if similar else ""
 
 
 _MAX_WORD_LENGTH = 100  # letters that are compared
-_MAX_TYPO_DISTANCE = 0.3  # fraction of wrong letters
-_AFFIX_DISTANCE = 1e-3  # ranks a suffix after a prefix and before wrong letters
+_SHORT_WORD = 5  # letters
 _MIN_AFFIX_LENGTH = 3  # letters of an abbreviation
 _DIGITS_TO_ZERO = str.maketrans("123456789", "0" * 9)
-
-
-def _typo_distance(word: str, name: str) -> float | None:
-    """Return the distance of `word` from `name`, 0 to 1; None if it is no typo of it."""
-    if word != name and word.translate(_DIGITS_TO_ZERO) == name.translate(_DIGITS_TO_ZERO):
-        return None
-    if len(word) >= _MIN_AFFIX_LENGTH and name.startswith((f"{word}-", f"{word}_")):
-        return 0.0
-    if len(word) >= _MIN_AFFIX_LENGTH and name.endswith((f"-{word}", f"_{word}")):
-        return _AFFIX_DISTANCE
-    longest = max(len(word), len(name))
-    allowed = max(1, int(_MAX_TYPO_DISTANCE * longest)) if longest > 2 else 0
-    if abs(len(word) - len(name)) > allowed:
-        return None
-    edits = _edit_distance(word, name)
-    return edits / longest if edits <= allowed and longest else None
-
-
-def _edit_distance(one: str, other: str) -> int:
-    """Return the number of edits: change, insert, delete, or swap neighbouring letters.
-
-    The optimal string alignment distance: Damerau 1964, https://doi.org/10.1145/363958.363994.
-    """
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, start=1):
-        before, above, row = row, before, [i]
-        for j, its in enumerate(other, start=1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != its))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == its:
-                cost = min(cost, above[j - 2] + 1)
-            row.append(cost)
-    return row[-1]

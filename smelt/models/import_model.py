@@ -418,11 +418,12 @@ def _licence_from_card(path: Path) -> str | None:
     front = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", _read(path), flags=re.S)
     if front is None:
         return None
-    import yaml
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
 
     try:
-        values = yaml.safe_load(front[1])
-    except (yaml.YAMLError, RecursionError, ValueError):
+        values = YAML(typ="safe", pure=True).load(front[1])
+    except (YAMLError, RecursionError, ValueError):
         return None
     values = values if isinstance(values, dict) else {}
     fields = [values.get(key) for key in ("license", "license_name", "license_link")]

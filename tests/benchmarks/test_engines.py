@@ -4,19 +4,19 @@ import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import engines
 import pytest
 import tiny
-import yaml
 from expected_errors import raises_code
 from parsed_recipes import parse_recipe
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.pipeline.recipe.yaml_file import dump_yaml
 
 
 @pytest.mark.parametrize("task", engines.TASKS)
 @pytest.mark.parametrize("build", [False, True])
 def test_every_arm_is_a_branch_that_ends_in_an_engine(task, build, tmp_path):
     written = tmp_path / "recipe.yaml"
-    written.write_text(yaml.safe_dump(engines.recipe_of(task, tmp_path, build)))
+    written.write_text(dump_yaml(engines.recipe_of(task, tmp_path, build)))
     recipe = parse_recipe(written.read_text(), written)
     stages = {stage.name: stage for stage in recipe.stages}
     assert [name for name in stages if stages[name].stage == "tensorrt"] == list(engines.ARMS)
@@ -32,12 +32,12 @@ def test_plan_takes_the_codes_and_precisions_of_every_arm(tmp_path, monkeypatch)
     monkeypatch.setattr(engines, "data_of", lambda task, split: tmp_path / f"{split}.jsonl")
     recipe = engines.recipe_of("translation", tmp_path / "model", build=True)
     written = tmp_path / "recipe.yaml"
-    written.write_text(yaml.safe_dump(recipe))
+    written.write_text(dump_yaml(recipe))
     plan = load_plan(written)
     assert {step.name for step in plan.steps} >= set(engines.ARMS)
     graphs = next(stage for stage in recipe["stages"] if stage["name"] == "int4-fp16-graphs")
     graphs["onnx"]["dtype"] = "bf16"
-    written.write_text(yaml.safe_dump(recipe))
+    written.write_text(dump_yaml(recipe))
     with raises_code("low-precision-scales", InputError):
         load_plan(written)
 

@@ -6,8 +6,9 @@ import subprocess
 import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import pytest
 import quantization
-import yaml
 from parsed_recipes import parse_recipe
+
+from smelt.pipeline.recipe.yaml_file import dump_yaml
 
 ARMS = quantization.selected_arms(None)
 
@@ -15,7 +16,7 @@ ARMS = quantization.selected_arms(None)
 @pytest.mark.parametrize("task", quantization.TASKS)
 def test_every_arm_is_a_branch_of_a_recipe(task, tmp_path):
     written = tmp_path / "recipe.yaml"
-    written.write_text(yaml.safe_dump(quantization.recipe_of(task, tmp_path, ARMS, 7)))
+    written.write_text(dump_yaml(quantization.recipe_of(task, tmp_path, ARMS, 7)))
     recipe = parse_recipe(written.read_text(), written)
     names = [stage.name for stage in recipe.stages]
     assert {f"{quantization.step_of(arm)}-ort-cpu" for arm in ("fp32", *ARMS)} <= set(names)

@@ -3,9 +3,9 @@
 from typing import Annotated, Literal
 
 import pytest
-import yaml
 from expected_errors import raises_code
 from pydantic import Field
+from ruamel.yaml import YAML
 
 from smelt.cli.main import _settings_lines, describe_stage
 from smelt.core.errors import InputError
@@ -61,7 +61,7 @@ def test_each_stage_is_explained_within_80_columns(word: str) -> None:
 def test_each_example_is_a_step_of_a_recipe(word: str) -> None:
     paragraphs = describe_stage(word).split("\n\n")
     [examples] = [text for text in paragraphs if text.startswith("    - ")]
-    steps = yaml.safe_load(examples)
+    steps = YAML(typ="safe").load(examples)
     assert word in {key for step in steps for key in step}
     for step in steps:
         [(stage, settings)] = [pair for pair in step.items() if pair[0] in STAGE_CLASSES]

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
-import yaml
 from pydantic import BaseModel
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = sorted(
@@ -68,8 +69,8 @@ def mappings(text: str) -> Iterator[tuple[str, Any]]:
         if "..." in body or body != body.strip():
             continue
         try:
-            yield found.group(1), yaml.safe_load(body)
-        except yaml.YAMLError:
+            yield found.group(1), YAML(typ="safe").load(body)
+        except YAMLError:
             continue
 
 

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
+
+from smelt.pipeline.recipe.yaml_file import dump_yaml
 
 pytestmark = pytest.mark.quick
 
@@ -46,10 +48,10 @@ def test_benchmark_recipe_has_no_mistake_in_its_text(path: Path) -> None:
     from smelt.pipeline.recipe.recipe import METRICS_BY_TASK
 
     text = path.read_text()
-    if yaml.safe_load(text).get("search"):
-        value = at_first_values(yaml.safe_load(text))
+    if YAML(typ="safe").load(text).get("search"):
+        value = at_first_values(YAML(typ="safe").load(text))
         del value["search"]
-        text = yaml.safe_dump(value)
+        text = dump_yaml(value)
     recipe = parse_recipe(text, path)
     assert set(recipe.score.quality) <= set(METRICS_BY_TASK[recipe.task])
 

@@ -12,8 +12,8 @@ import numpy
 import pandas
 import pytest
 import tiny
-import yaml
 from expected_errors import message_locations, raises_code
+from ruamel.yaml import YAML
 
 import smelt
 from smelt.core.messages import message_codes
@@ -46,7 +46,7 @@ def result(home: Path) -> Any:
 def test_a_recipe_in_python_runs_and_its_folder_holds_it_as_a_file(result: Any, home: Path) -> None:
     assert result.exit_code == 0
     assert [step["name"] for step in result.report["steps"]] == ["model", "quantize", "graph"]
-    assert yaml.safe_load((home / "run" / "recipe.yaml").read_text())["stages"][1]["name"] == "graph"
+    assert YAML(typ="safe").load((home / "run" / "recipe.yaml").read_text())["stages"][1]["name"] == "graph"
 
 
 def test_a_recipe_is_the_same_after_a_way_through_yaml(home: Path, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_recipe_is_the_same_after_a_way_through_yaml(home: Path, tmp_path: Pat
     assert again.text == made.text
     assert again.path == tmp_path / "r.yaml"
     assert smelt.Recipe.from_yaml(made.text).text == made.text
-    assert yaml.safe_load(made.text)["seed"] == 3
+    assert YAML(typ="safe").load(made.text)["seed"] == 3
 
 
 def test_a_list_that_is_used_twice_is_written_twice(home: Path) -> None:
@@ -109,7 +109,7 @@ def test_numbers_of_numpy_are_numbers(home: Path) -> None:
     data = {"train": Path("data.jsonl"), "test": "data.jsonl"}
     stages = [{"factorize": {"keep_ratio": numpy.float64(0.5), "calibration_samples": numpy.int64(8)}}]
     made = recipe(home, seed=numpy.int64(3), data=data, stages=stages)
-    assert yaml.safe_load(made.text)["stages"] == [
+    assert YAML(typ="safe").load(made.text)["stages"] == [
         {"factorize": {"keep_ratio": 0.5, "calibration_samples": 8}}
     ]
     plan = smelt.plan(made, overrides={"seed": numpy.int64(4), "data.test": Path("data.jsonl")})

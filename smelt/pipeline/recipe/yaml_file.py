@@ -1,8 +1,8 @@
-"""Read YAML by the core schema of YAML 1.2, with the line of every key and value.
+"""Read YAML 1.2 with the line of every key and value, and write it.
 
-PyYAML's composer creates the nodes; the values are built here. Supported are mappings, lists, strings,
-numbers, true, false and null. As in YAML 1.2's core schema, `no` and `on` are strings and `1e-4` is a
-number (https://yaml.org/spec/1.2.2/#103-core-schema).
+ruamel.yaml composes the nodes and resolves their types. Supported are mappings, lists, strings, numbers,
+true, false and null; a date is a string. As in YAML 1.2's core schema, `no` and `on` are strings and `1e-4`
+is a number (https://yaml.org/spec/1.2.2/#103-core-schema).
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import math
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 from smelt.core.errors import InputError
 
@@ -28,20 +32,9 @@ MAX_DEPTH = 40
 MAX_INTEGER = 2**63 - 1
 
 _TAG = "tag:yaml.org,2002:"
-_INT = re.compile(r"[-+]?[0-9][0-9_]*$")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
 # `- distill` without a colon: YAML joins it with the next line into one string
 _BARE_ITEM = re.compile(r"\s*- (?P<word>[\w-]+)\s*(#.*)?")
-_NULL = ("", "~", "null", "Null", "NULL")
-_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-
-
-class _Loader(yaml.SafeLoader):
-    """Composes nodes only; the types of plain scalars are resolved in `_plain_scalar`."""
-
-    # PyYAML's resolvers would turn `no` into False and 2024-01-01 into a date
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+_PREFIXED = re.compile(r"[-+]?0[box]")
 
 
 @dataclass
@@ -116,20 +109,16 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
         )
     document = YamlDocument(name, None, text)
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-        finally:
-            loader.dispose()
+        node = YAML(typ="safe", pure=True).compose(text)
         if node is not None:
             document.value = _NodeConverter(document).convert(node, (), 0)
-    except yaml.MarkedYAMLError as error:
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None
         raise InputError(
             _yaml_message(name, text, error), code="invalid-yaml", file=name, line=line
         ) from error
-    except yaml.reader.ReaderError as error:
+    except ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         raise InputError(
             f"{name}:{line}: invalid YAML: the character {chr(int(error.character))!r} is not allowed. Remove"
@@ -138,7 +127,7 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
             file=name,
             line=line,
         ) from error
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise InputError(f"{name}: invalid YAML: {error}", code="invalid-yaml", file=name) from error
     except RecursionError as error:
         raise InputError(
@@ -147,7 +136,7 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
             file=name,
         ) from error
     except (ValueError, IndexError, OverflowError) as error:
-        # PyYAML's scanner does not catch all of these, for example for \U escapes beyond Unicode
+        # the scanner does not catch all of these, for example for \U escapes beyond Unicode
         raise InputError(f"{name}: invalid YAML: {error}", code="invalid-yaml", file=name) from error
     return document
 
@@ -156,7 +145,7 @@ def _too_deep_text(name: str) -> str:
     return f"{name}: not a recipe: nested more than {MAX_DEPTH} levels deep."
 
 
-def _yaml_message(name: str, text: str, error: yaml.MarkedYAMLError) -> str:
+def _yaml_message(name: str, text: str, error: MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"{name}:{mark.line + 1}" if mark else name
     problem = error.problem or "cannot be parsed"
@@ -181,7 +170,7 @@ class _NodeConverter:
         self.document = document
         self.count = 0
 
-    def convert(self, node: yaml.Node, path: KeyPath, depth: int) -> Any:
+    def convert(self, node: Node, path: KeyPath, depth: int) -> Any:
         self.count += 1
         if self.count > MAX_NODES:
             raise InputError(
@@ -195,24 +184,26 @@ class _NodeConverter:
                 _too_deep_text(self.document.name), code="recipe-too-deep", file=self.document.name
             )
         self.document.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
-            self._expect_tag(node, path, "map")
+        if isinstance(node, MappingNode):
+            if node.tag != f"{_TAG}map":
+                self._note_unsupported_tag(node, path)
             return self._mapping(node, path, depth)
-        if isinstance(node, yaml.SequenceNode):
-            self._expect_tag(node, path, "seq")
+        if isinstance(node, SequenceNode):
+            if node.tag != f"{_TAG}seq":
+                self._note_unsupported_tag(node, path)
             return [self.convert(child, (*path, i), depth + 1) for i, child in enumerate(node.value)]
-        assert isinstance(node, yaml.ScalarNode)  # the composer creates no other node types
+        assert isinstance(node, ScalarNode)  # the composer creates no other node types
         return self._scalar(node, path)
 
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, path: KeyPath, depth: int) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            key: Hashable = self._scalar(key_node, path) if isinstance(key_node, yaml.ScalarNode) else None
+            key: Hashable = self._scalar(key_node, path) if isinstance(key_node, ScalarNode) else None
             if path and type(key) is int:  # such as the number of a layer; keys of the recipe are strings
                 key = str(key)
             if not isinstance(key, str):
-                read = repr(key_node.value)[:60] if isinstance(key_node, yaml.ScalarNode) else "a structure"
+                read = repr(key_node.value)[:60] if isinstance(key_node, ScalarNode) else "a structure"
                 self._note_mistake(path, f"a key must be a string, got {read}.", line, "wrong-key")
                 continue
             if key in out:
@@ -224,50 +215,42 @@ class _NodeConverter:
             out[key] = self.convert(value_node, (*path, key), depth + 1)
         return out
 
-    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
-        line = node.start_mark.line + 1
-        text: str = node.value
-        # every untagged scalar has the tag `str`; only plain style may be a number
-        self._expect_tag(node, path, "str")
+    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
+        line, text = node.start_mark.line + 1, str(node.value)
         if any("\ud800" <= c <= "\udfff" for c in text):
             self._note_replaced(
                 path, "a lone surrogate is not a valid character. Remove it.", line, "lone-surrogate"
             )
             return ""
-        if node.style is not None:
-            return text
-        return self._plain_scalar(text, path, line)
-
-    def _plain_scalar(self, text: str, path: KeyPath, line: int) -> Any:
-        if text in _NULL:
+        kind = node.tag.removeprefix(_TAG)
+        if kind == "null":
             return None
-        if text in _BOOL:
-            return _BOOL[text]
-        if _NOT_FINITE.match(text):
-            self._note_replaced(path, f"expected a finite number, got {text}.", line, "not-finite")
-            return 0.0
-        if _INT.match(text) or _FLOAT.match(text):
-            return self._number(text, path, line)
+        if kind == "bool" and text.casefold() in ("true", "false"):
+            return text.casefold() == "true"
+        if kind in ("int", "float"):
+            return self._number(text, kind, path, line)
+        if kind not in ("str", "bool", "timestamp", "merge", "value"):
+            self._note_unsupported_tag(node, path)
         return text
 
-    def _number(self, text: str, path: KeyPath, line: int) -> int | float:
-        digits = text.replace("_", "")
-        number: int | float = float(digits)
-        if _INT.match(text) and abs(number) < MAX_INTEGER:
-            return int(digits)
-        if _INT.match(text) or not math.isfinite(number):
-            self._note_replaced(path, f"number too large: {text[:40]}.", line, "number-too-large")
+    def _number(self, text: str, kind: str, path: KeyPath, line: int) -> int | float:
+        digits = text.replace("_", "").casefold()
+        if digits.lstrip("+-") in (".inf", ".nan"):
+            self._note_replaced(path, f"expected a finite number, got {text}.", line, "not-finite")
+            return 0.0
+        try:
+            number = float(digits) if kind == "float" else int(digits, 0 if _PREFIXED.match(digits) else 10)
+        except ValueError:  # more digits than Python converts, or a tag before text
+            number = math.inf
+        if not math.isfinite(number) or (kind == "int" and abs(number) >= MAX_INTEGER):
+            self._note_replaced(path, f"not a number, or too large: {text[:40]}.", line, "number-too-large")
             return 0
         return number
 
-    def _expect_tag(self, node: yaml.Node, path: KeyPath, tag: str) -> None:
-        if node.tag not in (f"{_TAG}{tag}", "!"):
-            self._note_mistake(
-                path,
-                f"unsupported YAML tag {node.tag[:60]!r}. Remove it.",
-                node.start_mark.line + 1,
-                "unsupported-tag",
-            )
+    def _note_unsupported_tag(self, node: Node, path: KeyPath) -> None:
+        line = node.start_mark.line + 1
+        text = f"unsupported YAML tag {node.tag[:60]!r}. Remove it."
+        self._note_mistake(path, text, line, "unsupported-tag")
 
     def _note_replaced(self, path: KeyPath, message: str, line: int, code: str) -> None:
         self.document.replaced_paths.add(path)
@@ -275,3 +258,15 @@ class _NodeConverter:
 
     def _note_mistake(self, path: KeyPath, message: str, line: int, code: str) -> None:
         self.document.mistakes.append((path, message, line, code))
+
+
+def dump_yaml(value: Any) -> str:
+    """Return `value`, of plain types, as YAML: keys in their order, lists that occur twice in full."""
+    writer = YAML(typ="safe", pure=True)
+    writer.default_flow_style = False
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    writer.allow_unicode, writer.width = True, 100
+    writer.representer.ignore_aliases = lambda *_: True
+    stream = StringIO()
+    writer.dump(value, stream)
+    return stream.getvalue()

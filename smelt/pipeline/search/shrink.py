@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from smelt.core.errors import InputError, SmeltError, did_you_mean
 from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
@@ -32,7 +30,7 @@ from smelt.pipeline.inspect.init_stages import MIN_SHORTLIST_ROWS, layer_counts
 from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model, is_onnx
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.recipe.stages import MODEL_STEP, load_stage
-from smelt.pipeline.recipe.yaml_file import parse_yaml
+from smelt.pipeline.recipe.yaml_file import dump_yaml, parse_yaml
 from smelt.pipeline.search.report import finish_search
 from smelt.pipeline.search.space import SearchSpace, read_space
 from smelt.pipeline.search.study import Search, SearchOptions
@@ -211,7 +209,7 @@ class _Shrink:
                 for reason in reasons:
                     explain(reason)
             comments = "".join(f"# {line}\n" for line in [self.command, *reasons])
-            text = comments + yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+            text = comments + dump_yaml(value)
             checked = Path(space) / RECIPE_FILE
             checked.write_text(text, encoding="utf-8")
             read_space(str(checked))
@@ -240,7 +238,7 @@ class _Shrink:
             for step in steps[1:]:
                 step["from"] = MODEL_STEP
         recipe = {key: part for key, part in value.items() if key != "baseline"}
-        document = parse_yaml(yaml.safe_dump(recipe | {"stages": steps or [{"onnx": {}}]}), "measured.yaml")
+        document = parse_yaml(dump_yaml(recipe | {"stages": steps or [{"onnx": {}}]}), "measured.yaml")
         plan = make_plan(document, space / "measured.yaml", until=None if steps else MODEL_STEP)
         data = plan.read_data()
         metric = resolve_task(plan, data, plan.recipe.score.quality).metrics[0]

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field
 
 from smelt.core.errors import InputError, combined_error, did_you_mean
@@ -41,7 +40,7 @@ from smelt.pipeline.recipe.recipe import (
     find_recipe,
 )
 from smelt.pipeline.recipe.stages import MODEL_STEP, apply_overrides, read_stages, step_names
-from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, read_yaml
+from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, dump_yaml, read_yaml
 from smelt.pipeline.search.parameters import SEARCH_KEY, Parameter, order_parameters, stage_parameters
 
 COSTS = ("latency", "size", "memory")
@@ -167,7 +166,7 @@ class SearchSpace:
     def recipe_at(self, values: Mapping[str, Any]) -> YamlDocument:
         """Return the recipe of one point, with the lines of the file. values: by parameter name."""
         value, chain = self.value_at(values)
-        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+        text = dump_yaml(value)
         return YamlDocument(self.document.name, value, text, self._lines(chain))
 
     def value_at(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -223,7 +222,7 @@ class SearchSpace:
             path = resolve_path(base, holder[key])
             if path.exists():
                 holder[key] = str(path.resolve())
-        return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+        return dump_yaml(value)
 
 
 def _places_of_paths(value: dict[str, Any], plan: Plan) -> Iterator[tuple[Any, Any]]:

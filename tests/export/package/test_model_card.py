@@ -2,7 +2,7 @@
 
 import huggingface_hub
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 from smelt.export.package.huggingface import card_front_matter
 from smelt.export.package.package_format import OriginScore, PackageOrigin
@@ -47,7 +47,7 @@ def test_a_model_without_scores_has_no_index():
 
 
 def test_a_licence_in_words_has_a_name():
-    content = yaml.safe_load(
+    content = YAML(typ="safe").load(
         card_front_matter("translation", PackageOrigin(licence="Some Licence, v2: own"), "transformers")
     )
     assert (content["license"], content["license_name"]) == ("other", "Some-Licence-v2-own")

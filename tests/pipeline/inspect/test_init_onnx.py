@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import third_party_graphs as graphs
-import yaml
 from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
+from ruamel.yaml import YAML
 
 from smelt.core.errors import InputError
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
@@ -41,7 +41,7 @@ def layers(*operators: str) -> Any:
 
 def written(model: Any, folder: Path, *data: Path) -> Any:
     path = graphs.save_model(model, folder / "m.onnx")
-    return yaml.safe_load(onnx_recipe_text(str(path), data, None, Path("m.yaml"), folder))
+    return YAML(typ="safe").load(onnx_recipe_text(str(path), data, None, Path("m.yaml"), folder))
 
 
 def scheme(recipe: Any) -> str | None:

@@ -383,13 +383,13 @@ _SETS = st.lists(st.tuples(st.lists(_WORDS, min_size=1, max_size=3), _WORDS), ma
 def test_any_structure_is_a_recipe_or_an_input_error(
     value: dict[str, object], sets: list[tuple[list[str], str]]
 ) -> None:
-    import yaml
+    from smelt.pipeline.recipe.yaml_file import dump_yaml
 
     base = {"model": "m", "task": "translation", "data": {"test": "t"}, "stages": [{"prune": {}}]}
     overrides = [f"{'.'.join(address)}={word}" for address, word in sets]
     found = "recipe.yaml:"
     try:
-        read(yaml.safe_dump(base | value), *overrides)
+        read(dump_yaml(base | value), *overrides)
     except InputError as error:
         found = str(error)
     assert all(line.startswith(("recipe.yaml:", "--set ")) for line in found.split("\n"))

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from expected_errors import error_codes
+from ruamel.yaml import YAML
 from search_recipes import QUICKSTART, RECIPE, small, write
 
 from smelt.core.errors import InputError
@@ -55,7 +55,7 @@ def test_a_point_is_a_recipe_without_search(space, tmp_path):
 def test_relative_paths_of_a_point_are_absolute(tmp_path):
     (tmp_path / "q").symlink_to(QUICKSTART)
     space = read_space(write(tmp_path, small().replace(str(QUICKSTART), "q")))
-    value = yaml.safe_load(space.portable_recipe(space.defaults()))
+    value = YAML(typ="safe").load(space.portable_recipe(space.defaults()))
     assert value["model"] == str((QUICKSTART / "model").resolve())
     assert all(Path(path).is_absolute() for path in value["data"].values())
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
 
 SECONDS, MEMORY = 20, 3 << 30
 ODD_VALUES: list[Any] = [
@@ -115,7 +115,7 @@ def fuzz(kind: str, draws: int, home: Path, first: int = 0) -> Iterator[str]:
 def mutate(draw: random.Random, name: str, content: bytes) -> bytes:
     """Return `content` with one to three changes: of values where it is JSON or YAML, else of bytes."""
     if name.endswith((".json", ".yaml")) and draw.random() < 0.8:
-        value = json.loads(content) if name.endswith(".json") else yaml.safe_load(content)
+        value = json.loads(content) if name.endswith(".json") else YAML(typ="safe").load(content)
         for _ in range(draw.randint(1, 3)):
             value = _mutate_value(draw, value)
         return json.dumps(value).encode("utf-8", "surrogatepass")

@@ -25,9 +25,11 @@ from smelt.compress.prune.costs import (
     flop_costs,
     parameter_costs,
 )
-from smelt.compress.prune.importance import UnitScores, magnitude_scores
+from smelt.compress.prune.importances.magnitude import magnitude_scores
+from smelt.compress.prune.importances.registry import IMPORTANCES
+from smelt.compress.prune.importances.scores import UnitScores
 from smelt.compress.prune.latency_costs import latency_costs
-from smelt.compress.prune.settings import IMPORTANCES, Budget, PruneSettings
+from smelt.compress.prune.settings import Budget, PruneSettings
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -233,20 +235,17 @@ def _comparable_scores(
 ) -> Mapping[str, Tensor]:
     """Return scores of heads and neurons on one scale: the change of the loss without the unit.
 
-    Taylor counts a neuron once per linear layer, and a head once. Random scores are scaled by the cost of a
-    unit. Magnitudes are only compared within one kind, as in `scope: global`.
+    Scores of importances that compare no kinds are only compared within one, as in `scope: global`.
     """
     heads = [group for group in groups if isinstance(group, AttentionGroup)]
     blocks = [group for group in groups if isinstance(group, FeedForwardGroup)]
     if scores is None or not IMPORTANCES[settings.importance].compares_kinds:
         among = (scores or magnitude_scores(model, heads, blocks)).normalized()
         return among.heads | among.neurons
-    found = dict(scores.heads | scores.neurons)
-    if settings.importance == "taylor":
-        found |= {b.name: found[b.name] / (3 if b.structure.gate else 2) for b in blocks}
-    if settings.importance == "random":
-        found = {name: score * float(costs.by_group[name][-1]) / len(score) for name, score in found.items()}
-    return found
+    by_group = dict(scores.heads | scores.neurons)
+    if not IMPORTANCES[settings.importance].is_per_cost:
+        return by_group
+    return {name: score * float(costs.by_group[name][-1]) / len(score) for name, score in by_group.items()}
 
 
 def _round_value(value: float) -> float | int:

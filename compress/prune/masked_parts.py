@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from smelt.compress.drop_layers.drop_parts import LayerPart, layer_parts
 from smelt.compress.drop_layers.settings import check_part_kinds
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
-from smelt.compress.prune.channels import hidden_norms
 from smelt.compress.prune.costs import UnitGroup
+from smelt.compress.prune.importances.scores import hidden_norms
 from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.prune.units import (
     find_groups,

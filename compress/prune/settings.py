@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.stage import Settings, StoredDtype
@@ -16,36 +16,6 @@ from smelt.data.splits import SENTENCE_SIMILARITY, Task
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 from smelt.models.text_rules import position_limit
 
-
-@dataclass(frozen=True)
-class Importance:
-    """How units are scored. The function of each target is in the table of that target (see `targets`)."""
-
-    description: str
-    """For the documentation of the setting."""
-    targets: tuple[str, ...]
-    """Units that it scores. heads, ffn: `UNIT_SCORES` in importance.py; width: `WIDTH_SCORES` in width.py;
-    channels: `CHANNEL_SCORES` in channels.py."""
-    needs: Literal["weights", "samples", "labels"]
-    """What scores are computed from: weights alone, calibration samples, or samples with labels."""
-    compares_kinds: bool = True
-    """Whether the score of a head can be compared with that of a neuron; a budget needs it."""
-    is_local: bool = False
-    """Whether the weights of one block suffice, so that a large model is pruned block by block."""
-
-
-IMPORTANCES: Mapping[str, Importance] = {
-    "taylor": Importance("gradient times value", ("heads", "ffn", "width", "channels"), "labels"),
-    "fisher": Importance(
-        "squared gradient (default with a budget)", ("heads", "ffn", "width", "channels"), "labels"
-    ),
-    "magnitude": Importance(
-        "weight norms", ("heads", "ffn", "width", "channels"), "weights", compares_kinds=False, is_local=True
-    ),
-    "wanda": Importance("weight times input norm", ("heads", "ffn"), "samples", compares_kinds=False),
-    "random": Importance("the baseline", ("heads", "ffn", "width", "channels"), "weights"),
-    "activation": Importance("hidden states (default for width)", ("width",), "samples"),
-}
 # Settings that a budget replaces.
 _REPLACED_BY_BUDGET = ("keep_ratio", "scope")
 Ratio = Annotated[float, Field(gt=0, le=1)]

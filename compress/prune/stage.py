@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.model_input import QuantizedInput
+from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.settings import (
     EMBEDDER_WIDTH_ERROR,
-    IMPORTANCES,
     PruneSettings,
     check_length,
     check_units,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from smelt.compress.prune.budget import BudgetAllocation
-    from smelt.compress.prune.importance import Groups, UnitScores
+    from smelt.compress.prune.importances.scores import Groups, UnitScores
     from smelt.compress.prune.reconstruct import UnitSelection
     from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
     from smelt.models.streamed_model import StreamedModel
@@ -73,12 +73,9 @@ class Prune:
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
-        "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
-        " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; wanda: Sun et al. 2023,"
-        " arXiv:2306.11695; global: Molchanov et al. 2017,"
-        " arXiv:1611.06440; budgets of latency: HALP, Shen et al. 2021, arXiv:2110.10811, ZipLM, Kurtic et"
-        " al. 2023, arXiv:2302.04089; width: Minitron, Muralidharan et al. 2024, arXiv:2407.14679; channels:"
-        " Li et al. 2017, arXiv:1608.08710, Molchanov et al. 2019, arXiv:1906.10771"
+        "; ".join(f"{i.name}: {i.source}" for i in IMPORTANCES.values() if i.source)
+        + "; scope global: Molchanov et al. 2017, arXiv:1611.06440; budgets of latency: HALP, Shen et al."
+        " 2021, arXiv:2110.10811, ZipLM, Kurtic et al. 2023, arXiv:2302.04089"
     )
     version: ClassVar[int] = 5
     prunes_units: ClassVar[bool] = True
@@ -191,7 +188,7 @@ class Prune:
                 self._prune(src, settings, ctx)
 
     def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
-        from smelt.compress.prune.importance import UNIT_SCORES, ScoredModel
+        from smelt.compress.prune.importances.scores import ScoredModel
         from smelt.compress.prune.reconstruct import cut_units, load_reconstruction_samples
         from smelt.compress.prune.units import find_groups, rounding_warnings, update_config
         from smelt.models.checkpoint import count_stored_parameters, load_model, save_model
@@ -207,7 +204,9 @@ class Prune:
         ctx.warnings.extend(fixed_heads_warnings(settings.targets, model.config.to_dict()))
         attentions = attentions if "heads" in settings.targets else []
         blocks = blocks if "ffn" in settings.targets else []
-        score = partial(UNIT_SCORES[settings.importance], ScoredModel(model, src, settings, ctx))
+        score = partial(
+            IMPORTANCES[settings.importance].scorer("heads"), ScoredModel(model, src, settings, ctx)
+        )
         scores = score((attentions, blocks)) if streamed is None else None
         if settings.scope == "layer" and settings.budget is None:
             ctx.warnings.extend(rounding_warnings(model, attentions, blocks, settings))

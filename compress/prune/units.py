@@ -22,7 +22,31 @@ from smelt.core.messages import Message, warning, with_article
 from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices, replace_layer
 from smelt.models.families.family import Attention, FeedForward, RelativeBias
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of
-from smelt.models.layers import LowRankLinear, SharedLinear
+from smelt.models.layers import LowRankLinear, SharedLinear, conv_end_names
+
+
+@dataclass(frozen=True)
+class ChannelGroup:
+    """The channels between two convolutions: `first` outputs, `norm` normalizes and `second` reads them.
+
+    All three are dotted names in the model. name: the module that holds `first` and `norm`.
+    """
+
+    name: str
+    first: str
+    norm: str
+    second: str
+
+    def count(self, model: nn.Module) -> int:
+        """Return the number of channels."""
+        return find_convolution(model, conv_end_names(model, self.first)[1]).out_channels
+
+
+def find_convolution(model: nn.Module, path: str) -> nn.Conv2d:
+    """Return the convolution with the name `path`."""
+    found = model.get_submodule(path)
+    assert isinstance(found, nn.Conv2d)
+    return found
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ Shapes: T = tokens, D = channels before, k = after, N = outputs of a linear laye
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, observe_inputs
+from smelt.calibration.samples import CalibrationSamples, observe_inputs
 from smelt.calibration.sequential import RunningBlock, run_blocks
-from smelt.compress.prune.channels import activation_scores, channel_magnitudes, gradient_scores
-from smelt.compress.prune.importance import ScoredModel, score_on_labelled_samples
+from smelt.compress.prune.importances.registry import IMPORTANCES
+from smelt.compress.prune.importances.scores import ScoredModel
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner, load_reconstruction_samples
 from smelt.compress.prune.settings import PruneSettings, count_kept_channels, fixed_width_error
 from smelt.compress.prune.units import linear_with_inputs
@@ -43,8 +43,6 @@ from smelt.models.edits import is_masked
 from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.registry import Block, family_of, has_norm_at, output_modules
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
-from smelt.runtimes.device import torch_device
-from smelt.training.losses import label_objective
 
 
 @dataclass(frozen=True)
@@ -298,7 +296,8 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     kept = count_kept_channels(width, settings)
     ctx.details["parameters_before"], ctx.details["width_before"] = before, width
     if kept < width:
-        scores = WIDTH_SCORES[settings.importance](ScoredModel(model, src, settings, ctx), width)
+        score = IMPORTANCES[settings.importance].scorer("width")
+        scores: Tensor = score(ScoredModel(model, src, settings, ctx), width)
         keep = scores.topk(kept).indices.sort().values
         rows = load_reconstruction_samples(model, src, settings, ctx)
         whole = copy.deepcopy(model) if rows is not None else None
@@ -328,34 +327,3 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
     if codes is not None:
         codes.write_master_weights(model, ctx)
-
-
-def _activation_scores(scored: ScoredModel, width: int) -> Tensor:
-    settings, ctx = scored.settings, scored.ctx
-    rows = load_calibration_samples(scored.model, scored.src, settings.calibration_samples, ctx, "prune")
-    device = torch_device(ctx.device)
-    try:
-        batches = ({n: v.to(device) for n, v in batch.items()} for batch in rows.batches)
-        return activation_scores(scored.model.to(device), width, batches)
-    finally:
-        scored.model.to("cpu")
-
-
-def _gradient_scores(squared: bool) -> Callable[[ScoredModel, int], Tensor]:
-    return lambda scored, width: score_on_labelled_samples(
-        scored,
-        lambda batches: gradient_scores(scored.model, width, batches, label_objective(), squared),
-        single=squared,
-    )
-
-
-# By importance: a function that returns the scores of the channels of the hidden states, float64 [D].
-WIDTH_SCORES: Mapping[str, Callable[[ScoredModel, int], Tensor]] = {
-    "taylor": _gradient_scores(squared=False),
-    "fisher": _gradient_scores(squared=True),
-    "magnitude": lambda scored, width: channel_magnitudes(scored.model),
-    "random": lambda scored, width: torch.rand(
-        width, generator=torch.Generator().manual_seed(scored.ctx.seed), dtype=torch.float64
-    ),
-    "activation": _activation_scores,
-}

@@ -177,9 +177,10 @@ class PlanWarning(UserWarning):
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name that `word` is a typo of, else "".
 
-    A typo is at least 80 percent similar by `difflib` (75 up to five letters; ignoring case), or is a whole prefix or suffix between
-    hyphens: `int8` for `int8-dynamic`. Names that differ in digits only, such as `rouge3` and `rouge1`, and
-    names that are merely similar, such as `negative` and `positive`, are not suggested.
+    A typo is at least 80 percent similar by `difflib` (75 up to five letters; ignoring case), or is a whole
+    prefix or suffix between hyphens: `int8` for `int8-dynamic`. Names that differ in digits only, such as
+    `rouge3` and `rouge1`, and names that are merely similar, such as `negative` and `positive`, are not
+    suggested.
     """
     wanted = word.casefold()[:_MAX_WORD_LENGTH]
     names = {name.casefold()[:_MAX_WORD_LENGTH]: name for name in candidates if name != word}

@@ -122,7 +122,7 @@ def test_help_names_the_commands() -> None:
 
 
 MEASURING = (
-    "factorize.svd", "prune.importance", "prune.width", "drop_layers.select_layers",
+    "factorize.svd", "prune.importances.scores", "prune.width", "drop_layers.select_layers",
     "drop_layers.drop_parts", "quantize.ranges",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from expected_errors import raises_code
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.prune.channels import hidden_norms
+from smelt.compress.prune.importances.scores import hidden_norms
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model, save_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expected_errors import raises_code
 
-from smelt.compress.prune.importance import magnitude_scores
+from smelt.compress.prune.importances.magnitude import magnitude_scores
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import find_groups, linear_with_inputs
 from smelt.core.errors import InputError

@@ -4,7 +4,10 @@ import every_family
 import pytest
 import torch
 
-from smelt.compress.prune.channels import activation_scores, channel_magnitudes, gradient_scores, hidden_norms
+from smelt.compress.prune.importances.activation import activation_scores
+from smelt.compress.prune.importances.magnitude import channel_magnitudes
+from smelt.compress.prune.importances.scores import hidden_norms
+from smelt.compress.prune.importances.taylor import gradient_scores
 from smelt.models.checkpoint import load_model
 from smelt.models.hidden_width import hidden_width
 from smelt.training.losses import label_objective

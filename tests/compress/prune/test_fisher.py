@@ -5,7 +5,7 @@ import torch
 from pruning_models import bert_model, example_batch, marian_model
 from torch.nn.functional import cross_entropy
 
-from smelt.compress.prune.importance import fisher_scores
+from smelt.compress.prune.importances.fisher import fisher_scores
 from smelt.compress.prune.units import find_groups, linear_with_inputs
 
 

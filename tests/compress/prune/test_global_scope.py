@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import tensor
 
-from smelt.compress.prune.importance import UnitScores
+from smelt.compress.prune.importances.scores import UnitScores
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import allocate_globally
 from smelt.models.checkpoint import load_model, save_model
@@ -116,7 +116,7 @@ def test_the_ratio_of_one_target_leaves_the_other_as_it_is(tmp_path, target, oth
 
 
 def test_random_units_are_drawn_by_the_seed(tmp_path):
-    from smelt.compress.prune.importance import random_scores
+    from smelt.compress.prune.importances.random import random_scores
     from smelt.compress.prune.units import find_groups
 
     model, _ = load_model(every_family.model_with_layers("bert", 3))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from smelt.compress.prune.channels import hidden_norms
+from smelt.compress.prune.importances.scores import hidden_norms
 from smelt.models.families.registry import blocks_of, hidden_state_locations
 
 

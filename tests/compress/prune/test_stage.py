@@ -1,6 +1,8 @@
 """Pruning: the scores recomputed by hand, and cutting against masking."""
 
 import re
+from importlib import import_module
+from pathlib import Path
 
 import causal
 import harness
@@ -11,9 +13,9 @@ from expected_errors import raises_code
 from pruning_models import bert_model, example_batch, factorized_model, marian_model
 from transformers import AutoModelForSeq2SeqLM
 
-from smelt.compress.prune.channels import CHANNEL_SCORES
-from smelt.compress.prune.importance import UNIT_SCORES, magnitude_scores
-from smelt.compress.prune.settings import IMPORTANCES
+from smelt.compress.prune.importances import registry
+from smelt.compress.prune.importances.magnitude import magnitude_scores
+from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import (
     count_kept_heads,
@@ -24,7 +26,6 @@ from smelt.compress.prune.units import (
     linear_with_inputs,
     update_config,
 )
-from smelt.compress.prune.width import WIDTH_SCORES
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
@@ -203,7 +204,7 @@ def test_taylor_computes_with_the_threads_that_are_given_and_leaves_them_as_they
 def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "smelt.compress.prune.importance.torch_device",
+        "smelt.compress.prune.importances.scores.torch_device",
         lambda wanted: asked.append(wanted) or "cpu",
     )
     source = tiny.write_bert(tmp_path / "m")
@@ -252,7 +253,11 @@ def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):
     assert ctx.details["parameters_before"] - ctx.details["parameters_after"] == 2 * (32 + 24) * (32 + 1 + 32)
 
 
-@pytest.mark.parametrize("name", IMPORTANCES)
-def test_each_importance_has_a_function_for_each_of_its_targets(name):
-    tables = {"heads": UNIT_SCORES, "ffn": UNIT_SCORES, "width": WIDTH_SCORES, "channels": CHANNEL_SCORES}
-    assert {target for target, table in tables.items() if name in table} == set(IMPORTANCES[name].targets)
+def test_each_importance_has_a_file_with_a_function_for_each_of_its_targets():
+    folder = Path(registry.__file__).parent
+    assert {path.stem for path in folder.glob("*.py")} == {*IMPORTANCES, "registry", "scores", "__init__"}
+    for importance in IMPORTANCES.values():
+        functions = {importance.scorer(target).__name__ for target in importance.targets}
+        module = import_module(f"smelt.compress.prune.importances.{importance.name}")
+        public = {f"score_{kind}" for kind in ("units", "width", "channels")}
+        assert functions == {name for name in public if hasattr(module, name)}

@@ -11,7 +11,8 @@ from pruning_models import bert_model, example_batch, example_loss, factorized_m
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.compress.prune.importance import magnitude_scores, taylor_scores
+from smelt.compress.prune.importances.magnitude import magnitude_scores
+from smelt.compress.prune.importances.taylor import taylor_scores
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import find_groups, linear_with_inputs, linear_with_outputs
 from smelt.models.checkpoint import load_model, save_model

@@ -9,7 +9,7 @@ from expected_errors import raises_code, raises_setting_codes
 from pruning_models import bert_model, example_batch, factorized_model, marian_model
 
 from smelt.calibration.samples import CalibrationSamples
-from smelt.compress.prune.importance import wanda_scores
+from smelt.compress.prune.importances.wanda import wanda_scores
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.compress.prune.units import find_groups, whole_weight

@@ -32,7 +32,7 @@ _RUN_IMPORTS = [
         "smelt.pipeline.plan.plan_checker",
     ),
     *("smelt.compress.finetune", "smelt.compress.distill.stage", "smelt.compress.factorize.stage"),
-    *("smelt.compress.prune.stage", "smelt.compress.prune.importance", "smelt.training.trainer"),
+    *("smelt.compress.prune.stage", "smelt.compress.prune.importances.taylor", "smelt.training.trainer"),
     *("smelt.compress.quantize.plan_layers", "smelt.evaluate.environment", "smelt.evaluate.quality"),
     *("smelt.runtimes.predict_texts", "smelt.quantization.layers", "smelt.runtimes.torch_backend"),
 ]

@@ -1,0 +1,1 @@
+"""Importances of `prune`, one file each, and their registry."""

@@ -1,0 +1,141 @@
+"""What importances of `prune` share: scores, the model that is scored, and batches of labelled samples.
+
+Shapes: H = heads of a layer, F = neurons of its feed-forward block.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.data.splits import SENTENCE_SIMILARITY, missing_scores_errors
+from smelt.models.families.registry import family_of, model_attentions, norm_consumers
+from smelt.runtimes.device import torch_device
+from smelt.training.samples import EncodedSample, collate, encode_split, group_by_length, load_processor
+
+
+@dataclass(frozen=True)
+class UnitScores:
+    """Importance by group name: float64 [H] per attention, [F] per feed-forward block.
+
+    comparable_across_layers: whether scores can be compared between layers without normalization; else the
+    scores of each layer are divided by their norm first (Molchanov et al. 2017, arXiv:1611.06440, equation
+    9).
+    """
+
+    heads: dict[str, Tensor]
+    neurons: dict[str, Tensor]
+    comparable_across_layers: bool = False
+
+    def normalized(self) -> UnitScores:
+        """Return scores that are comparable between layers, for units of one kind."""
+        if self.comparable_across_layers:
+            return self
+        heads, neurons = (
+            {name: found / found.norm().clamp_min(1e-300) for name, found in kind.items()}
+            for kind in (self.heads, self.neurons)
+        )
+        return UnitScores(heads, neurons, comparable_across_layers=True)
+
+
+def unit_mask_hook(mask: Tensor, width: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """Return a hook that multiplies a layer's inputs by `mask` [units], `width` columns per unit."""
+
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0] * mask.repeat_interleave(width), *inputs[1:])
+
+    return hook
+
+
+Groups = tuple[list[AttentionGroup], list[FeedForwardGroup]]
+ScoresT = TypeVar("ScoresT")
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """The model that is scored, the artifact it comes from, and the stage's settings (PruneSettings)."""
+
+    model: Any
+    src: Artifact
+    settings: Any
+    ctx: Context
+
+
+def hidden_norms(model: Any) -> list[nn.Module]:
+    """Return the norms of the hidden states of `model`, each once, in the order of computation."""
+    family: Any = family_of(model)
+    of_heads = {norm for attention in model_attentions(model) for norm in attention.qk_norms or ()}
+    names = [feed.norm for feed in norm_consumers(model) if feed.norm not in of_heads]
+    return [model.get_submodule(name) for name in names if name not in family.head_modules]
+
+
+def score_on_labelled_samples(
+    scored: ScoredModel,
+    score: Callable[[Iterator[dict[str, torch.Tensor]]], ScoresT],
+    *,
+    single: bool = False,
+) -> ScoresT:
+    """Return the result of `score` on batches of labelled samples, with the model on the device.
+
+    Args:
+        scored: its `settings.batch_size` is the size of the batches.
+        score: a function of the batches.
+        single: whether each batch is one sample, for squared gradients; the loss of sentence pairs compares
+            pairs, so it needs batches anyway.
+
+    Raises:
+        InputError: there are no labelled samples.
+    """
+    model, settings, ctx = scored.model, scored.settings, scored.ctx
+    rows = _labelled_samples(model, scored.src, settings, ctx)
+    alone = single and ctx.task != SENTENCE_SIMILARITY
+    groups = group_by_length(rows, 1 if alone else settings.batch_size, None, None)
+    device = torch_device(ctx.device)
+    try:
+        return score(_device_batches(rows, groups, model.to(device), device, ctx))
+    finally:
+        model.to("cpu")
+
+
+def _labelled_samples(model: Any, src: Artifact, settings: Any, ctx: Context) -> list[EncodedSample]:
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is None or not len(split):
+        raise InputError(
+            f"prune: importance: {settings.importance} needs labelled samples. Add data: {{train: FILE}}.",
+            code="missing-data",
+            setting="data.train",
+        )
+    if found := missing_scores_errors(ctx.task, {"rows": split}, ("rows",)):
+        raise InputError(
+            f"prune: importance: {settings.importance}: {found[0].message} Or set importance: magnitude.",
+            code=found[0].code,
+            setting="importance",
+        )
+    draw = random.Random(ctx.seed)
+    if ctx.task != "language-modeling":  # language modeling samples are windows of one text
+        drawn = sorted(draw.sample(range(len(split)), min(settings.calibration_samples, len(split))))
+        split = split.select(drawn)
+    rows = encode_split(split, model.config, load_processor(src.path), ctx, split_name="prune: calibration")
+    if len(rows) > settings.calibration_samples and ctx.task == "language-modeling":
+        rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.calibration_samples))]
+    return rows
+
+
+def _device_batches(
+    samples: list[EncodedSample], groups: list[list[int]], model: Any, device: str, ctx: Context
+) -> Iterator[dict[str, torch.Tensor]]:
+    done = 0
+    for group in groups:
+        batch = collate([samples[i] for i in group], model.config)
+        yield {name: value.to(device) for name, value in batch.items()}
+        done += len(group)
+        ctx.progress(done, len(samples), "importance")

@@ -214,8 +214,8 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_WALL_TIME_FACTOR = 6  # wall time per processor time: the machine may have other work
-_MAX_OUTPUT_CHARS = 300  # letters of a process's output
+WALL_TIME_FACTOR = 6  # wall time per processor time: the machine may have other work
+MAX_OUTPUT_CHARS = 300  # letters of a process's output
 
 
 class ProcessLimits(NamedTuple):
@@ -248,11 +248,11 @@ def run_isolated(module: str, arguments: Sequence[str], limits: ProcessLimits) -
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, env=environment,
-            stdin=subprocess.DEVNULL, timeout=max(1.0, limits.seconds) * _WALL_TIME_FACTOR,
+            stdin=subprocess.DEVNULL, timeout=max(1.0, limits.seconds) * WALL_TIME_FACTOR,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise IsolatedProcessError(
-            f"it took more than {_WALL_TIME_FACTOR * limits.seconds:.0f} s", "time-limit"
+            f"it took more than {WALL_TIME_FACTOR * limits.seconds:.0f} s", "time-limit"
         ) from error
     except OSError as error:
         raise IsolatedProcessError(f"no process could be started: {error}", "process-failed") from error
@@ -262,25 +262,26 @@ def run_isolated(module: str, arguments: Sequence[str], limits: ProcessLimits) -
         if "failed" in found:
             raise IsolatedProcessError(found["failed"], found["code"])
         return found["answer"]
-    raise IsolatedProcessError(*_failure_reason(done.returncode, done.stderr, limits))
+    raise IsolatedProcessError(*failure_reason(done.returncode, done.stderr, limits))
 
 
-def _failure_reason(code: int, stderr: str, limits: ProcessLimits) -> tuple[str, str]:
-    """Return why a process failed, and its code."""
-    if code in (-signal.SIGXCPU, -signal.SIGKILL) if os.name != "nt" else False:
+def failure_reason(code: int, stderr: str, limits: ProcessLimits) -> tuple[str, str]:
+    """Return why a process failed, and the code of its `IsolatedProcessError`."""
+    if os.name != "nt" and code in (-signal.SIGXCPU, -signal.SIGPROF, -signal.SIGKILL):
         return f"it took more than {limits.seconds:.0f} s of processor time", "time-limit"
     if any(word in stderr for word in ("bad_alloc", "MemoryError", "Cannot allocate memory")):
-        return _out_of_memory_message(limits.memory_bytes), "memory-limit"
+        return out_of_memory_message(limits.memory_bytes), "memory-limit"
     name = signal.Signals(-code).name if code < 0 else f"code {code}"
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "nothing")
-    return f"its process crashed ({name}); its last output: {last[:_MAX_OUTPUT_CHARS]}", "process-crashed"
+    return f"its process crashed ({name}); its last output: {last[:MAX_OUTPUT_CHARS]}", "process-crashed"
 
 
-def _out_of_memory_message(limit: int) -> str:
+def out_of_memory_message(limit: int) -> str:
+    """Return that a process requested more than `limit` bytes, as the end of a sentence."""
     return f"it requested more than {limit / 1e9:.1f} GB of memory"
 
 
-def _apply_limits(limits: ProcessLimits) -> None:
+def apply_limits(limits: ProcessLimits) -> None:
     """Set the limits; unsupported ones are skipped."""
     try:
         import resource
@@ -318,13 +319,13 @@ def isolated_main(arguments: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     limits = ProcessLimits(int(memory), float(seconds))
-    _apply_limits(limits)
+    apply_limits(limits)
     try:
         found: dict[str, Any] = {
             "answer": getattr(importlib.import_module(module), function or "subprocess_main")(rest)
         }
     except MemoryError:
-        found = {"failed": _out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
+        found = {"failed": out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
     print(json.dumps(found), file=answers, flush=True)
     os._exit(0)  # a native library may fail at exit
 

@@ -137,6 +137,8 @@ class Example:
 
 # Raise it whenever the same text and settings give other windows.
 WINDOWS_VERSION = 2
+# The same for the tokens of prompts and responses.
+RESPONSES_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,8 @@ class Split:
                 for text, e in zip(self.row_contents, self.examples, strict=True)
             ]
         )
+        if self.examples and self.examples[0].layout is not None:
+            return json_hash([rows, RESPONSES_VERSION])
         return rows if self.windows is None else json_hash([rows, self.windows.model_dump(), WINDOWS_VERSION])
 
     @cached_property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from smelt.generation.config import GenerationConfig, GenerationSettings
 from smelt.models.prompt_template import PROMPT_FIELD, PromptTemplate, ResponseParts
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import (
+    TextTokenizer,
     as_text_tokenizer,
     encode_prompts,
     encode_rendered,
@@ -50,8 +51,13 @@ def encode_responses(
     """Return prompts with their responses as tokens, without truncation.
 
     The response is followed by the token that ends a text, or in a chat by the end of the assistant's turn.
-    It is tokenized without added special tokens: separately from the prompt, in a chat with it where the
-    prompt's tokens do not change by that.
+    It is tokenized without added special tokens: with the prompt where the prompt's tokens do not change by
+    that, as they are continued in generation, else separately.
+
+    Without the end, only the tokens of the response itself are targets: prompt and response are tokenized
+    together, and tokens of the prompt that change by the response belong to it. Spaces at the end of a plain
+    prompt belong to the response, as in lm-evaluation-harness; in a chat the text before the response is the
+    template's.
 
     Args:
         pairs: n prompts, plain texts or conversations, each with its response.
@@ -61,38 +67,63 @@ def encode_responses(
         with_end: whether the end of the response is a target.
 
     Raises:
-        InputError: a prompt does not fit the template (see `PromptTemplate.render`).
+        InputError: a prompt does not fit the template (see `PromptTemplate.render_prompts`).
+
+    Source: github.com/EleutherAI/lm-evaluation-harness 0.4.13, lm_eval/api/model.py, `_encode_pair`.
     """
     words = as_text_tokenizer(tokenizer)
     template = words.prompts or PromptTemplate(PROMPT_FIELD)
-    owners: list[int] = []
-    parts: list[ResponseParts] = []
-    for at, (prompt, response) in enumerate(pairs):
-        turns = assistant_turns(prompt, response)
-        for turn in turns if every_turn else turns[-1:]:
-            owners.append(at)
-            part = template.render_response(turn)
-            parts.append(part if with_end else _without_end(part, turn[-1]["content"].strip()))
-    prompts = encode_rendered([part.prompt for part in parts], words)
-    alone = words.encode_plain([part.response for part in parts])
-    joint = words.encode_plain([part.prompt + part.response for part in parts]) if template.is_chat else alone
+    turns = [assistant_turns(*pair) if every_turn else assistant_turns(*pair)[-1:] for pair in pairs]
+    owners = [at for at, conversations in enumerate(turns) for _ in conversations]
+    parts = template.render_responses([turn for conversations in turns for turn in conversations])
+    if not with_end:
+        parts = [_without_end(part, template.is_chat) for part in parts]
     end = [words.eos_token_id] if with_end and words.eos_token_id is not None else []
-    found: list[list[EncodedResponse]] = [[] for _ in pairs]
-    for owner, part, ids, separate, together in zip(owners, parts, prompts, alone, joint, strict=True):
-        natural = template.is_chat and together[: len(ids)] == ids
-        targets = (together[len(ids) :] if natural else separate) + ([] if part.ended else end)
+    encoded = _encode_after([part.prompt for part in parts], [part.response for part in parts], words)
+    samples: list[list[EncodedResponse]] = [[] for _ in pairs]
+    for owner, part, (prompt, unchanged, following) in zip(owners, parts, encoded, strict=True):
+        joint = unchanged == prompt if with_end else bool(unchanged)  # a first token cannot be predicted
+        ids = unchanged if joint else prompt
+        targets = (following if joint else words.encode_plain([part.response])[0]) + ([] if part.end else end)
         mask = [False] * len(ids)
-        rows = found[owner]
+        rows = samples[owner]
         if rows and ids[: len(rows[-1].ids)] == rows[-1].ids:  # the earlier turns as they were rendered
             before = rows.pop().is_target
             mask[: len(before)] = before
         rows.append(EncodedResponse(ids + targets, mask + [True] * len(targets)))
-    return found
+    return samples
 
 
-def _without_end(part: ResponseParts, content: str) -> ResponseParts:
-    """Return `part` without what a chat template writes after the content of the assistant's turn."""
-    return replace(part, response=part.response[: part.response.rfind(content) + len(content)])
+def _without_end(part: ResponseParts, is_chat: bool) -> ResponseParts:
+    """Return `part` with the response's own text as the response."""
+    prompt = part.prompt + part.lead
+    text = prompt if is_chat else prompt.rstrip()
+    return ResponseParts(text, "", prompt[len(text) :] + part.content, "")
+
+
+def _encode_after(
+    prompts: Sequence[str], texts: Sequence[str], words: TextTokenizer
+) -> list[tuple[list[int], list[int], list[int]]]:
+    """Tokenize rendered prompts, each with the text that follows it.
+
+    A text is not tokenized alone: SentencePiece tokenizers such as Llama 2's put a space before it.
+
+    Returns:
+        for each prompt its tokens with special ones, those of them that do not change once the text follows,
+        and the tokens that then follow these, without special ones. No token is unchanged if the last ones
+        change and special ones follow them.
+    """
+    encoded = encode_rendered(prompts, words)
+    alone = words.encode_plain(prompts)
+    joint = words.encode_plain([prompt + text for prompt, text in zip(prompts, texts, strict=True)])
+    results = []
+    for ids, before, both in zip(encoded, alone, joint, strict=True):
+        pairs = enumerate(zip(before, both, strict=False))
+        common = next((at for at, (a, b) in pairs if a != b), min(len(before), len(both)))
+        changed = len(before) - common
+        ends_alike = not changed or ids[len(ids) - len(before) :] == before
+        results.append((ids, ids[: len(ids) - changed] if ends_alike else [], both[common:]))
+    return results
 
 
 def fit_response(sample: EncodedResponse, limit: int, bos_token_id: int | None) -> EncodedResponse:

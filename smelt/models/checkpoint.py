@@ -433,12 +433,9 @@ def _write_chat_rules(folder: Path, rules: TextRules) -> None:
     write_json(folder / TEXT_RULES_FILE, rules.model_dump(exclude_defaults=True))
     template = read_prompt_template(folder)
     assert template is not None
-    word = "a"  # a response that no template changes
-    turn = template.render_response(
-        [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
-    )
-    ids = tokenizer(turn.response.rpartition(word)[2], add_special_tokens=False)["input_ids"]
-    if not turn.ended or len(ids) != 1 or ids[0] not in tokenizer.all_special_ids:
+    turn = template.render_response([{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}])
+    ids = tokenizer(turn.end.strip(), add_special_tokens=False)["input_ids"]
+    if len(ids) != 1 or ids[0] not in tokenizer.all_special_ids:
         return
     path, config = folder / "generation_config.json", load_config(folder)
     settings = read_json_object(path) or GenerationConfig.from_model_config(config).to_dict()

@@ -1,8 +1,8 @@
 """The template that turns a prompt into a model's input text, without torch and transformers.
 
 A template is the tokenizer's chat template, or a text with `{prompt}`. A chat template is rendered as by
-`apply_chat_template` of transformers (chat_template_utils.py, 5.23): the same sandbox, filters and special
-tokens, and `enable_thinking` false, so that models such as Qwen3 answer directly.
+transformers, in a separate process (`smelt.models.chat_rendering`), with the same special tokens, and
+`enable_thinking` false, so that models such as Qwen3 answer directly.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, read_json_object
 from smelt.data.prompt_rows import ChatMessage, parse_conversation, prompt_messages
+from smelt.models.chat_rendering import ChatRequest, ChatTemplateError, render_chats
 
 CHAT = "chat"
 PROMPT_FIELD = "{prompt}"
@@ -27,17 +26,27 @@ _NAMED_TOKENS = (
 )  # fmt: skip
 
 
+_FIRST_MARK, _LAST_MARK = 0xE000, 0xF8FF  # private use: letters that no text and no template has
+
+
 @dataclass(frozen=True)
 class ResponseParts:
     """A conversation up to a turn of the assistant, rendered.
 
-    prompt: the input text of the model, up to where the response begins. response: the rest of the turn, with
-    the text that ends it, "" at the end where the template has none. ended: whether it has one.
+    prompt: the input text of the model, up to where the response begins. lead: what the template writes
+    between it and the content, often nothing. content: of the turn, as the template writes it. end: the text
+    that ends the turn, "" where the template has none.
     """
 
     prompt: str
-    response: str
-    ended: bool
+    lead: str
+    content: str
+    end: str
+
+    @property
+    def response(self) -> str:
+        """What follows the prompt, to the end of the turn."""
+        return self.lead + self.content + self.end
 
 
 @dataclass(frozen=True)
@@ -56,124 +65,121 @@ class PromptTemplate:
         """Whether it is a chat template, whose result has all special tokens of the input."""
         return self.template == CHAT
 
-    @cached_property
-    def _compiled(self) -> Any:
-        return _compile(self.chat_template)
-
     def render(self, prompt: str) -> str:
-        """Return the input text of `prompt`, plain text or a conversation (`smelt.data.prompt_rows`).
+        """Return the input text of `prompt`; see `render_prompts`."""
+        return self.render_prompts([prompt])[0]
+
+    def render_response(self, messages: Sequence[ChatMessage]) -> ResponseParts:
+        """Return the prompt and the response of a conversation; see `render_responses`."""
+        return self.render_responses([messages])[0]
+
+    def render_prompts(self, prompts: Sequence[str]) -> list[str]:
+        """Return the input text of each prompt, plain text or a conversation (`smelt.data.prompt_rows`).
 
         Raises:
             InputError: `needs-chat-template`: a conversation, and this is a text with `{prompt}`;
                 `unknown-role`, `no-user-turn`; `chat-template-failed`.
         """
         if self.is_chat:
-            return self.render_chat(prompt_messages(prompt), True)
-        if parse_conversation(prompt) is not None and prompt_messages(prompt):
-            raise InputError(
-                f"The prompt is a conversation ({prompt[:60]!r}), but the prompt template"
-                f" {self.template!r} is for single texts. Use a model with a chat template and"
-                " prompt_template: chat, or pass the prompt as plain text.",
-                code="needs-chat-template",
-            )
-        return self.template.replace(PROMPT_FIELD, prompt)
+            return self.render_chats([ChatRequest(prompt_messages(prompt), True) for prompt in prompts])
+        for prompt in prompts:
+            if parse_conversation(prompt) is not None and prompt_messages(prompt):
+                raise InputError(
+                    f"The prompt is a conversation ({prompt[:60]!r}), but the prompt template"
+                    f" {self.template!r} is for single texts. Use a model with a chat template and"
+                    " prompt_template: chat, or pass the prompt as plain text.",
+                    code="needs-chat-template",
+                )
+        return [self.template.replace(PROMPT_FIELD, prompt) for prompt in prompts]
 
-    def render_response(self, messages: Sequence[ChatMessage]) -> ResponseParts:
-        """Return the prompt and the response of a conversation that ends with a turn of the assistant.
+    def render_responses(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[ResponseParts]:
+        """Return the prompt and the response of conversations that end with a turn of the assistant.
+
+        In a chat the content and the end of the last turn are recognized by rendering it a second time with
+        a mark as its content: a response may consist of the same letters as the text that ends it.
 
         Raises:
-            InputError: as `render`.
+            InputError: as `render_prompts`.
         """
-        before, answer = messages[:-1], messages[-1]["content"]
         if not self.is_chat:
-            text = before[0]["content"] if len(before) == 1 else json.dumps(before, ensure_ascii=False)
-            return ResponseParts(self.render(text), answer, False)
-        prompt, whole = self.render_chat(before, True), self.render_chat(messages, False)
-        if not whole.startswith(prompt):  # the template changes earlier text, as some do after the last turn
-            return ResponseParts(prompt, answer, False)
-        response = whole[len(prompt) :].rstrip()
-        return ResponseParts(prompt, response, not response.endswith(answer.strip()))
+            texts = [
+                turns[0]["content"] if len(turns) == 2 else json.dumps(turns[:-1], ensure_ascii=False)
+                for turns in conversations
+            ]
+            prompts = self.render_prompts(texts)
+            return [
+                ResponseParts(prompt, "", turns[-1]["content"], "")
+                for prompt, turns in zip(prompts, conversations, strict=True)
+            ]
+        marks = [_unused_letter(self.chat_template, turns) for turns in conversations]
+        requests = []
+        for turns, mark in zip(conversations, marks, strict=True):
+            marked = [*turns[:-1], {**turns[-1], "content": mark}]
+            requests += [
+                ChatRequest(turns[:-1], True),
+                ChatRequest(turns, False),
+                ChatRequest(marked, False),
+            ]
+        rendered = self.render_chats(requests)
+        return [
+            _split_response(*rendered[3 * at : 3 * at + 3], marks[at], turns[-1]["content"])
+            for at, turns in enumerate(conversations)
+        ]
 
-    def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
-        """Return `messages` as text; with `add_generation_prompt` the assistant's turn is begun.
+    def render_chats(self, requests: Sequence[ChatRequest]) -> list[str]:
+        """Return conversations as text.
 
         Raises:
-            InputError: `chat-template-failed`: the template is invalid, or refuses the messages.
+            InputError: `chat-template-failed`: the template is invalid, refuses the messages, or takes too
+                much time or memory.
         """
-        from jinja2 import TemplateError
-
-        values = {**self.special_tokens, "enable_thinking": False}
         try:
-            text: str = self._compiled.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **values,
-            )
-        except (TemplateError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            roles = ", ".join(message["role"] for message in messages)
+            return render_chats(self.chat_template, self.special_tokens, requests)
+        except ChatTemplateError as error:
+            conversation = "the conversations"
+            if error.request is not None:
+                roles = ", ".join(message["role"] for message in requests[error.request].messages)
+                conversation = f"a conversation with the roles {roles}"
             raise InputError(
-                f"The model's chat template cannot render a conversation with the roles {roles}: {error}. Set"
-                ' data: {prompt_template: "..."} to a text with {prompt}, or change the conversation.',
+                f"The model's chat template cannot render {conversation}: {error}. Mend"
+                f' {CHAT_TEMPLATE_FILE}, set data: {{prompt_template: "..."}} to a text with {{prompt}}, or'
+                " change the conversation.",
                 code="chat-template-failed",
             ) from error
-        return text
 
 
-def _compile(template: str) -> Any:
-    """Return `template` compiled by Jinja in a sandbox.
-
-    Raises:
-        InputError: `chat-template-failed`: it is not valid.
-    """
-    from datetime import datetime
-
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationBlocks(Extension):
-        """Renders `{% generation %}` blocks, which mark the turns of the assistant, as their content."""
-
-        tags = {"generation"}  # noqa: RUF012, as in the base class
-
-        def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    def raise_exception(message: str) -> str:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.now().strftime(pattern)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
+def _unused_letter(template: str, messages: Sequence[ChatMessage]) -> str:
+    texts = [template, *(message["content"] for message in messages)]
+    return next(
+        (c for c in map(chr, range(_FIRST_MARK, _LAST_MARK)) if not any(c in text for text in texts)),
+        chr(_LAST_MARK),
     )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    try:
-        return environment.from_string(template)
-    except TemplateError as error:
-        raise InputError(
-            f"The model's chat template is not a valid Jinja template: {error}. Mend {CHAT_TEMPLATE_FILE}, or"
-            ' set data: {prompt_template: "..."} to a text with {prompt}.',
-            code="chat-template-failed",
-        ) from error
+
+
+def _split_response(prompt: str, rendered: str, marked: str, mark: str, answer: str) -> ResponseParts:
+    """Return the parts of a rendered conversation.
+
+    Args:
+        prompt: the conversation before the last turn, with that turn begun.
+        rendered: the conversation.
+        marked: the same with `mark` as the content of the last turn.
+        mark: a letter that occurs nowhere else.
+        answer: the content of the last turn.
+    """
+    before, found, after = marked.rpartition(mark)
+    if not found:  # the template does not render the turn
+        return ResponseParts(prompt, "", answer, "")
+    candidates = [
+        (prompt, ""),
+        (before, ""),
+    ]  # the template may begin a response otherwise than it renders one
+    if before.startswith(prompt):  # usual; the turn may still begin otherwise with this content
+        candidates = [(before, before[len(prompt) :]), (prompt, "")]
+    for begin, lead in candidates:
+        length = len(rendered) - len(begin) - len(after)
+        if length >= 0 and rendered.startswith(begin) and rendered.endswith(after):
+            return ResponseParts(prompt, lead, rendered[len(begin) :][:length], after.rstrip())
+    return ResponseParts(prompt, "", answer, after.rstrip())
 
 
 def read_chat_template(folder: Path) -> str | None:

@@ -395,7 +395,7 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, max_tokens: int) -> lis
 
     Raises:
         InputError: an empty prompt, and the tokenizer has no first token; or a prompt does not fit the
-            template (see `PromptTemplate.render`).
+            template (see `PromptTemplate.render_prompts`).
     """
     words = as_text_tokenizer(tokenizer)
     whole = encode_rendered(_render(texts, words), words)
@@ -403,7 +403,7 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, max_tokens: int) -> lis
 
 
 def _render(texts: Sequence[str], words: TextTokenizer) -> list[str]:
-    return list(texts) if words.prompts is None else [words.prompts.render(text) for text in texts]
+    return list(texts) if words.prompts is None else words.prompts.render_prompts(texts)
 
 
 def encode_rendered(texts: Sequence[str], words: TextTokenizer) -> list[list[int]]:

@@ -4,6 +4,8 @@ import causal
 import numpy as np
 import pytest
 import tiny
+import torch
+import transformers
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
@@ -11,6 +13,7 @@ from smelt.core.stage import no_progress
 from smelt.data.splits import Example, Split
 from smelt.evaluate.quality import score_choices
 from smelt.evaluate.significance import compare_steps
+from smelt.models.checkpoint import load_tokenizer
 from smelt.pipeline.execute import scoring
 from smelt.runtimes.registry import open_runner
 
@@ -46,6 +49,38 @@ def test_scores_equal_those_of_the_harness(tmp_path, monkeypatch, family):
     assert -np.array(losses[:2]) == pytest.approx(np.array(theirs), abs=2e-4)
     assert found["acc"].value == pytest.approx(100 * acc)
     assert found["acc_norm"].value == pytest.approx(100 * acc_norm)
+
+
+def _harness_loss(words, model, context, continuation):
+    """`_encode_pair` and the log-likelihood of lm-eval 0.4.13, written from its description."""
+    spaces = len(context) - len(context.rstrip())
+    context, continuation = context.rstrip(), context[len(context) - spaces :] + continuation
+    ids, begin = words(context + continuation)["input_ids"], len(words(context)["input_ids"])
+    with torch.no_grad():
+        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return -sum(float(log_probs[at - 1, ids[at]]) for at in range(begin, len(ids)))
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "space before each text"])
+def test_prompt_and_choice_are_tokenized_together_as_by_the_harness(tmp_path, kind):
+    causal.write_model(tmp_path, "llama")
+    words = load_tokenizer(tmp_path) if kind == "byte-level" else causal.write_metaspace_tokenizer(tmp_path)
+    (tmp_path / "text.json").write_text('{"prompt_template": "{prompt}"}')
+    prompts = ["The sky is", "Which color? ", "Name it:\n\n", "A: "]
+    choices = (" in the sun", " blue", " river", "s")
+    split = Split("x", tuple(Example(p, choices=choices, answer=at) for at, p in enumerate(prompts)))
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    expected = [[_harness_loss(words, model, prompt, choice) for choice in choices] for prompt in prompts]
+    losses = []
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        open_runner(tiny.as_artifact(tmp_path, "text-generation")) as runner,
+    ):
+        patch.setattr(
+            "smelt.evaluate.quality.score_choices", lambda metrics, found, *_: losses.extend(found) or {}
+        )
+        scoring._choice_scores(("acc",), runner, split, 8, no_progress)
+    assert np.array(losses) == pytest.approx(np.array(expected), abs=1e-3)
 
 
 def test_choices_of_differing_number_and_paired_test():

@@ -9,6 +9,7 @@ import tiny
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
+from smelt.models.chat_rendering import ChatRequest
 from smelt.models.checkpoint import copy_tokenizer, load_tokenizer, write_text_rules
 from smelt.models.prompt_template import (
     PromptTemplate,
@@ -42,17 +43,20 @@ def test_chats_are_rendered_as_by_transformers(tmp_path, name, begins):
     words = _write_tokenizer(tmp_path / "m", getattr(chat_templates, name))
     template = open_prompt_template(tmp_path / "m", "chat", {})
     messages = TALK[1:2] if begins == 1 else TALK[:begins]
-    for added in (True, False):
-        expected = words.apply_chat_template(
+    expected = [
+        words.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=added, enable_thinking=False
         )
-        assert template.render_chat(messages, added) == expected
-    whole = words.apply_chat_template([*messages, ANSWER], tokenize=False, enable_thinking=False)
+        for added in (True, False)
+    ]
+    requests = [ChatRequest(messages, True), ChatRequest(messages, False)]
+    assert template.render_chats(requests) == expected
+    rendered = words.apply_chat_template([*messages, ANSWER], tokenize=False, enable_thinking=False)
     parts = template.render_response([*messages, ANSWER])
-    if name == "EXOTIC":  # what begins a response is not in the rendered response
-        assert (parts.response, parts.ended) == (ANSWER["content"], False)
-    else:
-        assert whole.startswith(parts.prompt + parts.response)
+    assert parts.content == ANSWER["content"]
+    assert parts.end.strip() == (words.eos_token if name == "LLAMA2" else "<|im_end|>")
+    if name != "EXOTIC":  # what begins a response is not in the rendered response
+        assert rendered.startswith(parts.prompt + parts.response)
 
 
 def test_special_tokens_are_those_of_transformers(tmp_path):
@@ -63,10 +67,31 @@ def test_special_tokens_are_those_of_transformers(tmp_path):
 def test_the_end_of_a_turn_belongs_to_the_response():
     template = PromptTemplate("chat", chat_templates.CHATML)
     parts = template.render_response([TALK[3], ANSWER])
-    assert (parts.response, parts.ended) == ("Yes!<|im_end|>", True)
-    assert PromptTemplate("Q: {prompt}\nA:").render_response([TALK[3], ANSWER]).ended is False
+    assert (parts.response, parts.end) == ("Yes!<|im_end|>", "<|im_end|>")
+    assert PromptTemplate("Q: {prompt}\nA:").render_response([TALK[3], ANSWER]).end == ""
     no_end = PromptTemplate("chat", "{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    assert no_end.render_response([TALK[3], ANSWER]).ended is False
+    assert no_end.render_response([TALK[3], ANSWER]).end == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (chat_templates.CHATML, ">", ("", ">", "<|im_end|>")),
+        (chat_templates.CHATML, "end", ("", "end", "<|im_end|>")),
+        (chat_templates.CHATML, "user", ("", "user", "<|im_end|>")),
+        (chat_templates.CHATML, "\ue000 x", ("", "\ue000 x", "<|im_end|>")),  # a letter used as a mark
+        (chat_templates.LLAMA2, " s ", (" ", "s", " </s>")),  # the template strips the content
+        (chat_templates.OPENED_THINKING, "yes", ("", "yes", "<|im_end|>")),
+        (chat_templates.SPLIT_THINKING, "x</think>end", ("", "x</think>end", "<|im_end|>")),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content | upper }}[/{{ m.role }}]{% endfor %}", "roles",
+         ("[assistant]", "ROLES", "[/assistant]")),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "a", ("", "a", "")),
+    ],
+)  # fmt: skip
+def test_content_and_end_are_those_of_the_template_whatever_letters_they_share(template, answer, expected):
+    chat = PromptTemplate("chat", template, {"bos_token": "<s>", "eos_token": "</s>"})
+    parts = chat.render_response([TALK[3], {"role": "assistant", "content": answer}])
+    assert (parts.lead, parts.content, parts.end) == expected
 
 
 def test_texts_are_put_into_the_template_as_they_are():
@@ -128,6 +153,20 @@ def test_rules_follow_the_tokenizer_and_end_generation_with_the_turn(tmp_path):
     assert read_prompt_template(tmp_path / "next") == read_prompt_template(folder)
     assert read_text_rules(folder).special_tokens == words.special_tokens_map
     assert load_tokenizer(tmp_path / "next").smelt_prompts.is_chat
+
+
+def test_end_of_turn_with_the_letters_of_a_response_ends_generation(tmp_path):
+    folder = causal.write_model(tmp_path / "m", "qwen2", vocab_size=400)
+    words = load_tokenizer(folder)
+    words.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|a_turn_ends|>"]})
+    words.chat_template = (
+        "{% for m in messages %}<|start|>{{ m.content }}<|a_turn_ends|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>{% endif %}"
+    )
+    words.save_pretrained(folder)
+    write_text_rules(folder, TextRules(prompt_template="chat"))
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [0, words.convert_tokens_to_ids("<|a_turn_ends|>")]
 
 
 def test_keys_of_other_tasks_do_not_change():

@@ -66,6 +66,41 @@ def test_chats_have_the_tokens_of_transformers(tokenizer):
     assert encode_prompts([json.dumps(TALK[:1])], words, 10**6) == [prompt]
 
 
+def _decode_targets(words, sample):
+    return words.decode([i for i, target in zip(sample.ids, sample.is_target, strict=True) if target])
+
+
+@pytest.mark.parametrize("choice", ["end", "im", "i", ">", "yes", " cat"])
+@pytest.mark.parametrize("template", ["CHATML", "OPENED_THINKING", "LLAMA2"])
+def test_targets_of_a_choice_in_a_chat_are_its_own_tokens(tokenizer, template, choice):
+    words = tokenizer("chat", getattr(chat_templates, template))
+    [[sample]] = encode_responses([("The cat", choice)], words, every_turn=False, with_end=False)
+    [[trained]] = encode_responses([("The cat", choice)], words, every_turn=False)
+    scored, learned = _decode_targets(words, sample), _decode_targets(words, trained)
+    if template == "LLAMA2":  # writes " choice </s>", whose first space may be a part of the choice's token
+        assert (scored.lstrip(), learned) == (choice.strip(), f" {choice.strip()} <|endoftext|>")
+    else:
+        assert (scored, learned) == (choice, f"{choice}<|im_end|>")
+
+
+@pytest.mark.parametrize("with_end", [True, False])
+def test_response_continues_the_prompt_where_a_tokenizer_puts_a_space_before_each_text(tmp_path, with_end):
+    words = causal.write_metaspace_tokenizer(tmp_path)
+    (tmp_path / "text.json").write_text('{"prompt_template": "Q: {prompt} A:"}')
+    words = load_tokenizer(tmp_path)
+    [[sample]] = encode_responses([("The cat", " sleeps")], words, every_turn=True, with_end=with_end)
+    joint = words("Q: The cat A: sleeps")["input_ids"]
+    assert sample.ids == joint + ([words.eos_token_id] if with_end else [])
+    assert sample.ids[: -sample.num_last_targets] == words("Q: The cat A:")["input_ids"]
+
+
+def test_tokens_of_a_prompt_that_merge_with_a_choice_are_scored_with_it(tokenizer):
+    words = tokenizer("{prompt}")
+    [[sample]] = encode_responses([("The hou", "se stands")], words, every_turn=False, with_end=False)
+    assert sample.ids == _plain(words, "The house stands")
+    assert _decode_targets(words, sample) == " house stands"
+
+
 def test_every_turn_of_the_assistant_is_a_target_in_training_only(tokenizer):
     words = tokenizer("chat", chat_templates.CHATML)
     [[found]] = encode_responses([(json.dumps(LONGER), "is cold")], words, every_turn=True)

@@ -55,6 +55,30 @@ def write_tokenizer(folder: Path, begin: bool = False) -> Any:
     return found
 
 
+def write_metaspace_tokenizer(folder: Path) -> Any:
+    """Write a BPE of 300 tokens that puts a space before each text, and a first token, as Llama 2's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE(unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<unk>", "<s>", "</s>"]
+    alphabet = [chr(code) for code in range(33, 127)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(TEXT.splitlines(), trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=64
+    )
+    found.save_pretrained(folder)
+    return found
+
+
 @written_once
 def write_model(folder: Path, family: str, seed: int = 0, **config: Any) -> Path:
     """Write a random model of `family` with its tokenizer into `folder`; return it.

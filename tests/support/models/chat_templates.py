@@ -53,3 +53,13 @@ EXOTIC = (
     "{% if add_generation_prompt %}{{ dict(a=1) | tojson }}{% endif %}"
 )
 """Filters, macros, loop controls, the date, and blocks of generation."""
+OPENED_THINKING = CHATML.replace("<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think>\\n' }}")
+"""As DeepSeek-R1's and QwQ's: a response begins with an opened reasoning, which later turns do not have."""
+SPLIT_THINKING = THINKING.replace(
+    "{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}\n        {{- message.content",
+    "{%- set parts = message.content.split('</think>') %}\n"
+    "        {{- '<|im_start|>assistant\\n<think>\\n' + (parts[0] if parts[1:] else '') }}\n"
+    "        {{- '\\n</think>\\n\\n' }}\n"
+    "        {{- parts[-1].lstrip('\\n')",
+)
+"""As Qwen3's: reasoning in a response is rendered in its own place."""

@@ -122,9 +122,8 @@ def score_texts(
         elif metric in _ANSWER_METRICS:
             signature, rows = _answer_statistics(metric, predictions, references)
         elif metric == "meteor":
-            rows = meteor_rows(predictions, references)
-            signature = f"alpha:0.9|beta:3|gamma:0.5|tok:nltk|refs:best|{BOOTSTRAP_SIGNATURE}"
-            signature += f"|version:nltk {version('nltk')}"
+            rows, signature = meteor_rows(predictions, references)
+            signature += f"|{BOOTSTRAP_SIGNATURE}|version:nltk {version('nltk')}"
         elif metric == "bertscore":
             own = (settings or {})[metric]
             rows = bertscore_rows(predictions, references, own, base, device)

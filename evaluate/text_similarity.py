@@ -44,11 +44,26 @@ def require_wordnet() -> None:
     )
 
 
-def meteor_rows(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Rows:
-    """Return METEOR of each prediction, 0..1, the maximum over its references.
+def sentence_tokenizer() -> tuple[Any, str]:
+    """Return nltk's Punkt, which splits a text into sentences, and the name of its parameters.
 
-    Computed by nltk with its defaults (alpha 0.9, beta 3, gamma 0.5; Banerjee and Lavie 2005) on words of
-    its Treebank tokenizer, which splits as `word_tokenize` does within a sentence.
+    They are `english`, those of `word_tokenize`, if nltk's data folder has punkt_tab, else `untrained`, which
+    know no abbreviations.
+    """
+    from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
+
+    try:
+        return PunktTokenizer("english"), "english"
+    except LookupError:
+        return PunktSentenceTokenizer(), "untrained"
+
+
+def meteor_rows(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[Rows, str]:
+    """Return METEOR of each prediction, 0..1, the maximum over its references, and the part of its signature.
+
+    Computed by nltk with its defaults (alpha 0.9, beta 3, gamma 0.5; Banerjee and Lavie 2005) on words as
+    `word_tokenize` of nltk splits them: first into sentences, since the Treebank tokenizer separates a full
+    stop only at the end of what it gets.
 
     Raises:
         MissingDependencyError: as `require_wordnet`.
@@ -57,11 +72,16 @@ def meteor_rows(predictions: Sequence[str], references: Sequence[Sequence[str]])
     from nltk.tokenize import NLTKWordTokenizer
     from nltk.translate.meteor_score import meteor_score
 
-    words = NLTKWordTokenizer().tokenize
-    return [
+    (sentences, parameters), tokenizer = sentence_tokenizer(), NLTKWordTokenizer()
+
+    def words(text: str) -> list[str]:
+        return [word for sentence in sentences.tokenize(text) for word in tokenizer.tokenize(sentence)]
+
+    rows: Rows = [
         [float(meteor_score([words(text) for text in texts], words(prediction)))]
         for prediction, texts in zip(predictions, references, strict=True)
     ]
+    return rows, f"alpha:0.9|beta:3|gamma:0.5|tok:nltk|sentences:punkt {parameters}|refs:best"
 
 
 def check_encoder(settings: Mapping[str, Any], base: Path) -> Path:

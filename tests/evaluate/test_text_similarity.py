@@ -97,6 +97,39 @@ def test_meteor_follows_the_published_formula(monkeypatch):
     assert score.value == pytest.approx(100 * (1 - penalty) * fmean / 2)
 
 
+def test_meteor_tokenizes_each_sentence_as_word_tokenize_does(monkeypatch):
+    import nltk.tokenize
+    import nltk.translate.meteor_score as theirs
+
+    monkeypatch.setattr(text_similarity, "require_wordnet", lambda: None)
+    monkeypatch.setattr(theirs.meteor_score, "__defaults__", _with_wordnet(theirs.meteor_score))
+    monkeypatch.setattr(nltk.data, "path", [])
+    prediction, reference = "The cat sat on the mat. It slept.", "It slept on the mat. The cat sat."
+    score = score_texts(["meteor"], [prediction], [[reference]])["meteor"]
+    # the ten words of both, among them two full stops
+    words = ["The", "cat", "sat", "on", "the", "mat", ".", "It", "slept", "."]
+    others = ["It", "slept", "on", "the", "mat", ".", "The", "cat", "sat", "."]
+    assert score.value == pytest.approx(100 * theirs.meteor_score([others], words))
+    assert "sentences:punkt untrained" in score.signature.split("|")
+    untrained = nltk.tokenize.PunktSentenceTokenizer()
+    monkeypatch.setattr(nltk.tokenize, "_get_punkt_tokenizer", lambda language: untrained)
+    assert nltk.tokenize.word_tokenize(prediction) == words
+
+
+def test_meteor_uses_the_punkt_parameters_that_are_installed(tmp_path, monkeypatch):
+    import nltk
+
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    (folder / "abbrev_types.txt").write_text("dr\n")
+    for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
+        (folder / name).write_text("")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    tokenizer, parameters = text_similarity.sentence_tokenizer()
+    assert parameters == "english"
+    assert tokenizer.tokenize("She saw Dr. Smith. He left.") == ["She saw Dr. Smith.", "He left."]
+
+
 def _with_wordnet(function):
     return tuple(SmallWordNet() if "ordnet" in type(v).__name__.lower() or "Corpus" in type(v).__name__ else v
                  for v in function.__defaults__)  # fmt: skip

@@ -168,15 +168,17 @@ class Scorer:
 
     @cached_property
     def _metric_files(self) -> dict[str, str]:
-        """Hashes of the files that metrics consist of: a user's module, the model of BERTScore."""
+        """What metrics consist of: hashes of a user's module and of BERTScore's model, Punkt of METEOR."""
         from smelt.evaluate.own_metric import load_own_metric
-        from smelt.evaluate.text_similarity import encoder_hash
+        from smelt.evaluate.text_similarity import encoder_hash, sentence_tokenizer
 
         own = {
             name: load_own_metric(name, self.base).source_hash for name in self.metrics if is_own_metric(name)
         }
         if "bertscore" in self.metrics:
             own["bertscore"] = encoder_hash(self.metric_settings["bertscore"], self.base)
+        if "meteor" in self.metrics:
+            own["meteor"] = sentence_tokenizer()[1]
         return own
 
     def _key(self, artifact: Artifact, split: Split) -> str:

@@ -52,17 +52,31 @@ def check_external_student(
     wrong = _incompatibility(own, teacher_config)
     sizes_differ = None not in (teacher_size, own_size) and teacher_size != own_size
     if wrong is None and student.model and sizes_differ:
+        sizes_differ = not _are_padding(student.model, teacher_size, own_size)
+    if wrong is None and student.model and sizes_differ:
         text = (
-            f"the student's vocabulary has {own_size} tokens, but the model's has {teacher_size};"
-            " they must be equal."
+            f"the student's vocabulary has {own_size} tokens, but the model's has {teacher_size}; they may"
+            " differ only by rows without a token. Use a student with the same vocabulary."
         )
         wrong = error_message("vocabulary-mismatch", text)
     if wrong is not None:
         return [error_message(wrong.code, wrong.message, setting=word)], {}
     outputs = {name: teacher_config[name] for name in _OUTPUT_KEYS if name in teacher_config}
-    return [], {**own, **outputs} | (
-        {} if (teacher_size or own_size) is None else {"vocab_size": teacher_size or own_size}
-    )
+    size = own_size if student.model else teacher_size
+    return [], {**own, **outputs} | ({} if size is None else {"vocab_size": size})
+
+
+def _are_padding(folder: str, *sizes: int) -> bool:
+    """Return whether the tokenizer in `folder` has no token in the rows that only one of two models has."""
+    from smelt.models.checkpoint import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(Path(folder))
+    except InputError:
+        return False
+    tokens = tokenizer.get_vocab()
+    # without files, transformers makes a tokenizer of special tokens
+    return tokens.keys() > set(tokenizer.all_special_tokens) and max(tokens.values()) < min(sizes)
 
 
 def _incompatibility(own: Mapping[str, Any], config: Mapping[str, Any]) -> Message | None:

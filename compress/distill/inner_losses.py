@@ -191,13 +191,20 @@ class InnerLosses:
         layer_map: LayerMap,
         relation_heads: int | None = None,
         seed: int = 0,
+        *,
+        mean_over_layers: bool = False,
     ) -> None:
         """Prepare both models; states of different widths get a projection (initialized with `seed`).
+
+        mean_over_layers: hidden-state and attention losses are divided by the number of mapped layers. Jiao
+        et al. 2020, TinyBERT, add them (equation 11; task_distill.py), so that their weight relative to other
+        terms grows with the student's depth.
 
         Raises:
             InputError: the two models do not have what the losses compare.
         """
         self.weights, self.relation_heads = weights, relation_heads
+        self.mean_over_layers = mean_over_layers
         self.student, self.teacher = student, teacher
         for mistake in check_layer_map(layer_map, student.config.to_dict(), teacher.config.to_dict()):
             raise InputError(
@@ -298,7 +305,10 @@ class InnerLosses:
         return torch.ones(captured[0].shape[:2], dtype=torch.bool, device=captured[0].device)
 
     def _hidden_states(self, pair: StackPairs, mask: Tensor) -> Tensor:
-        return self._states_distance(pair.stack.name, pair.blocks, mask)
+        return self._states_distance(pair.stack.name, pair.blocks, mask) / self._layer_divisor(pair)
+
+    def _layer_divisor(self, pair: StackPairs) -> int:
+        return len(pair.blocks) if self.mean_over_layers else 1
 
     def _input_embeddings(self, pair: StackPairs, mask: Tensor) -> Tensor:
         return self._states_distance(pair.stack.name, pair.embeddings, mask)
@@ -322,7 +332,7 @@ class InnerLosses:
         for a, b in pair.blocks.items():
             for ours, theirs in zip(self.ours.scores[name, a], self.theirs.scores[name, b], strict=True):
                 parts.append(attention_loss(ours.scores, theirs.scores, ours.visible, mask))
-        return _sum_tensors(parts)
+        return _sum_tensors(parts) / self._layer_divisor(pair)
 
     def _self_attention_relations(self, pair: StackPairs, mask: Tensor) -> Tensor:
         name, parts = pair.stack.name, []

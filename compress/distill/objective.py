@@ -85,7 +85,15 @@ def make_inner_losses(student: Any, teacher: Any, settings: DistillSettings, see
     """
     if not settings.losses.inner_weights():
         return None
-    return InnerLosses(student, teacher, settings.losses, settings.layer_map, settings.relation_heads, seed)
+    return InnerLosses(
+        student,
+        teacher,
+        settings.losses,
+        settings.layer_map,
+        settings.relation_heads,
+        seed,
+        mean_over_layers=settings.layer_reduction == "mean",
+    )
 
 
 def make_cached_teacher(

@@ -364,6 +364,9 @@ class DistillSettings(TechniqueTrainingSettings):
         default="uniform",
         description="teacher layer for each student layer, as {1: 4}, or that per stack",
     )
+    layer_reduction: Literal["sum", "mean"] = Field(
+        default="sum", description="hidden_states and attention: sum or mean over the mapped layers"
+    )
     relation_heads: int | None = Field(
         default=None, ge=1, description="heads of self_attention_relations; default: the teacher's"
     )
@@ -468,6 +471,11 @@ class DistillSettings(TechniqueTrainingSettings):
         if self.layer_map != "uniform" and not inner:
             raise SettingError(
                 f"layer_map has no effect without one of the losses {', '.join(INNER_LOSSES)}",
+                code="unused-setting",
+            )
+        if self.layer_reduction != "sum" and not inner & {"hidden_states", "attention"}:
+            raise SettingError(
+                "layer_reduction has no effect without the loss hidden_states or attention",
                 code="unused-setting",
             )
         if self.relation_heads is not None and "self_attention_relations" not in inner:

@@ -214,7 +214,9 @@ def map_teacher_tokens(
 ) -> list[int] | None:
     """Make `teacher` take the student's token ids, and return logits of the student's tokens only.
 
-    The softmax of these logits is the teacher's distribution over the student's tokens.
+    The softmax of these logits is the teacher's distribution over the student's tokens. Models of one
+    tokenizer may have rows without a token, to pad their matrices (Qwen2.5: 151,936 rows, with 7 billion
+    parameters 152,064); those of the teacher alone get no probability, nor do those of the student alone.
 
     Args:
         teacher: changed in place if its vocabulary differs; usable for nothing else afterwards.
@@ -223,15 +225,30 @@ def map_teacher_tokens(
         student_folder: where it was loaded from; its `vocabulary.json` lists the kept tokens.
 
     Returns:
-        The teacher's token id for each of the student's tokens; None if the vocabularies are the same.
+        The teacher's token id for each of the student's tokens, -1 for a row that the teacher lacks; None if
+        the vocabularies are the same.
 
     Raises:
         InputError: the student has tokens that the teacher lacks.
     """
     words, known = (_vocabulary_size(model.config) for model in (student, teacher))
     places = map_to_teacher_tokens(student_folder, teacher_folder, words, known)
-    if places is None:
+    if places is not None:
+        _select_tokens(teacher, places)
+    elif words == known:
         return None
+    else:
+        _require_padding(teacher_folder, student_folder, known, words)
+        places = [*range(min(words, known)), *[-1] * (words - known)]
+        _resize_logits(teacher, words)
+    teacher.config.vocab_size = words
+    if getattr(teacher.config, "decoder_vocab_size", None) is not None:
+        teacher.config.decoder_vocab_size = words
+    return places
+
+
+def _select_tokens(teacher: Any, places: Sequence[int]) -> None:
+    """Map the ids that `teacher` reads by `places`, and select the logits of these tokens."""
     table = torch.tensor(places)
 
     def read(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -244,10 +261,48 @@ def map_teacher_tokens(
     teacher.register_forward_pre_hook(read, with_kwargs=True)
     if teacher.can_generate():
         teacher.register_forward_hook(map_outputs)
-    teacher.config.vocab_size = words
-    if getattr(teacher.config, "decoder_vocab_size", None) is not None:
-        teacher.config.decoder_vocab_size = words
-    return places
+
+
+# Of a row that the teacher lacks, below its least likely token: exp of it is 0 at any useful temperature, and
+# in float16 it is finite.
+_ABSENT_LOGIT_MARGIN = 1000.0
+
+
+def _resize_logits(teacher: Any, words: int) -> None:
+    """Drop logits of `teacher` from row `words` on, or add those of rows that it lacks."""
+
+    def resize(module: Any, given: tuple[Any, ...], result: Any) -> Any:
+        logits = result.logits[..., :words]
+        lacking = words - logits.shape[-1]
+        if lacking:
+            lowest = logits.amin(dim=-1, keepdim=True) - _ABSENT_LOGIT_MARGIN
+            logits = torch.cat([logits, lowest.expand(*logits.shape[:-1], lacking)], dim=-1)
+        result.logits = logits
+        return result
+
+    if teacher.can_generate():
+        teacher.register_forward_hook(resize)
+
+
+def _require_padding(teacher: Path, student: Path, teacher_rows: int, student_rows: int) -> None:
+    """Require that the rows which only one of two models has belong to no token of their tokenizer.
+
+    Raises:
+        InputError: `vocabulary-mismatch`.
+    """
+    from smelt.models.checkpoint import load_tokenizer
+
+    ours, theirs = (load_tokenizer(folder).get_vocab() for folder in (student, teacher))
+    last = max(*ours.values(), *theirs.values())
+    if ours != theirs or last >= min(teacher_rows, student_rows):
+        what = f"there are tokens up to id {last}" if ours == theirs else "the tokenizers differ"
+        raise InputError(
+            f"distill: the teacher's vocabulary has {teacher_rows} tokens, but the student's has"
+            f" {student_rows}, and {what}. They may differ only by rows without a token; use a teacher"
+            " with the same vocabulary.",
+            code="vocabulary-mismatch",
+            setting="teacher",
+        )
 
 
 def _vocabulary_size(config: Any) -> int:
@@ -377,7 +432,7 @@ def align_vocabularies(
     found = [
         map_teacher_tokens(teacher.model, teacher.folder, student, student_folder) for teacher in teachers
     ]
-    common = [len(words) for words in found if words is not None]
+    common = [sum(token >= 0 for token in words) for words in found if words is not None]
     if common:
         ctx.details["words_of_teacher"] = max(common)
     return found

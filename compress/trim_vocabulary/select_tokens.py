@@ -224,11 +224,12 @@ def compose_kept_tokens(before: KeptTokens | None, ids: list[int], vocabulary_si
 def map_to_teacher_tokens(
     student: Path, teacher: Path, student_size: int, teacher_size: int
 ) -> list[int] | None:
-    """Return the teacher's token id for each of the student's tokens; None if they are the same.
+    """Return the teacher's token id for each of the student's tokens; None if none was trimmed, or the same.
 
     Args:
         student: folder of a model.
-        teacher: folder of another; the student was trimmed from it, or both from a third.
+        teacher: folder of another with the same tokenizer before trimming; the number of rows that models
+            have for it may differ (padding).
         student_size: size of the student's vocabulary.
         teacher_size: size of the teacher's vocabulary.
 
@@ -238,12 +239,10 @@ def map_to_teacher_tokens(
     mine, theirs = read_kept_tokens(student), read_kept_tokens(teacher)
     if mine == theirs:
         return None
-    whole = mine.original_size if mine is not None else student_size
-    root = theirs.original_size if theirs is not None else teacher_size
-    of_teacher = theirs.ids if theirs is not None else list(range(root))
+    of_teacher = theirs.ids if theirs is not None else list(range(teacher_size))
     places = {word: at for at, word in enumerate(of_teacher)}
     wanted = mine.ids if mine is not None else list(range(student_size))
-    if whole != root or not places.keys() >= set(wanted):
+    if not places.keys() >= set(wanted):
         lacking = len(set(wanted) - places.keys())
         raise InputError(
             f"distill: the teacher ({teacher_size} tokens) lacks {lacking} of the student's"

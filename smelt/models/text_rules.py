@@ -7,8 +7,9 @@ it too.
 
 Pooling and normalization of a sentence embedder are in the files of sentence-transformers. `modules.json`
 lists the steps: Transformer, Pooling, optionally Normalize. The folder of Pooling has its kind;
-`sentence_bert_config.json` the maximum number of tokens. Both forms of Pooling are read: a word
-(sentence-transformers 6) and flags (before). smelt writes flags, which all versions read.
+`sentence_bert_config.json` the maximum number of tokens, in one of several places. A setting of these files
+that smelt does not know is refused, since the vectors may depend on it. Both forms of Pooling are read: a
+word (sentence-transformers 6) and flags (before). smelt writes flags, which all versions read.
 
 Source: github.com/huggingface/sentence-transformers 6.2, base/modules and sentence_transformer/modules.
 
@@ -158,6 +159,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_POOLING_KEYS = {*_FLAGS, "pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension"}
 _SAVE_AGAIN_HINT = "Save the model with a supported structure, or use another model."
 
 
@@ -200,21 +202,21 @@ def read_sentence_rules(folder: Path) -> SentenceRules | None:
             " SentenceTransformer(FOLDER).save(NEW).",
             code="outdated-modules",
         )
-    settings = _transformer_settings(folder)
+    path, settings = _transformer_settings(folder)
+    _require_known_settings(path, settings)
+    setting, max_length = _sentence_limit(settings)
     try:
         return SentenceRules(
             pooling=_read_pooling(folder / str(modules[1].get("path") or "") / "config.json"),
             normalize=normalize,
-            max_length=settings.get("max_seq_length"),
+            max_length=max_length,
             lower=bool(settings.get("do_lower_case", False)),
         )
-    except ValueError as error:  # pydantic's own is one
-        max_length = settings.get("max_seq_length")
+    except ValidationError as error:
         raise InputError(
-            f"{folder / SENTENCE_CONFIG_FILE}: max_seq_length must be an integer above 0,"
-            f" got {max_length!r}.",
+            f"{path}: {setting} must be an integer above 0, got {max_length!r}.",
             code="wrong-value",
-            setting="max_seq_length",
+            setting=setting,
         ) from error
 
 
@@ -262,15 +264,115 @@ def _name(path: Path, module: Any) -> str:
     return str(module["type"].rpartition(".")[2])
 
 
-def _transformer_settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of the Transformer's own file; older ones are named after the family."""
+def _transformer_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the Transformer's own file and its settings; older files are named after the family."""
     paths = [folder / SENTENCE_CONFIG_FILE, *sorted(folder.glob("sentence_*_config.json"))]
-    found: Mapping[str, Any] = next((_read(path, dict) for path in paths if path.is_file()), {})
+    path = next((path for path in paths if path.is_file()), None)
+    return (folder / SENTENCE_CONFIG_FILE, {}) if path is None else (path, _read(path, dict))
+
+
+# Settings of the Transformer's file and of its parts: the values with which the vectors are those that smelt
+# computes; None: any value. Settings without a value (null) are not used by sentence-transformers either.
+_ANY: tuple[Any, ...] | None = None
+_LOADING = dict.fromkeys(("trust_remote_code", "use_fast", "use_safetensors", "cache_dir", "revision"), _ANY)
+_MODEL_SETTINGS = _LOADING | dict.fromkeys(
+    ("dtype", "torch_dtype", "attn_implementation", "device_map", "add_pooling_layer"), _ANY
+)
+_TOKENIZER_SETTINGS = _LOADING | {"model_max_length": _ANY, "padding_side": _ANY}
+_CALL_SETTINGS = {
+    "max_length": _ANY,
+    "truncation": (True, "longest_first", "only_first"),
+    "add_special_tokens": (True,),
+    **dict.fromkeys(("padding", "padding_side", "pad_to_multiple_of", "return_tensors"), _ANY),
+    **dict.fromkeys(("return_attention_mask", "return_token_type_ids"), _ANY),
+}
+_TEXT_MODALITY = {"method": ("forward",), "method_output_name": ("last_hidden_state",)}
+_SETTINGS: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
+    "": {
+        **dict.fromkeys(("max_seq_length", "do_lower_case", "unpad_inputs"), _ANY),
+        **dict.fromkeys(("processing_kwargs", "modality_config"), _ANY),
+        **dict.fromkeys(("tokenizer_args", "processor_kwargs", "model_args", "model_kwargs"), _ANY),
+        **dict.fromkeys(("config_args", "config_kwargs"), _ANY),
+        "transformer_task": ("feature-extraction",),
+        "module_output_name": ("token_embeddings",),
+    },
+    # of encodings other than of texts
+    "processing_kwargs": dict.fromkeys(("common", "text", "audio", "image", "video", "chat_template"), _ANY),
+    "processing_kwargs.common": _CALL_SETTINGS,
+    "processing_kwargs.text": _CALL_SETTINGS,
+    "tokenizer_args": _TOKENIZER_SETTINGS,
+    "processor_kwargs": _TOKENIZER_SETTINGS,
+    "model_args": _MODEL_SETTINGS,
+    "model_kwargs": _MODEL_SETTINGS,
+    "config_args": _LOADING,
+    "config_kwargs": _LOADING,
+    "modality_config": dict.fromkeys(("text", "image", "audio", "video"), _ANY),
+    "modality_config.text": _TEXT_MODALITY,
+}
+
+
+def _part(settings: Mapping[str, Any], name: str) -> Any:
+    """Return the part of `settings` at a dotted name; empty where there is none."""
+    found: Any = settings
+    for key in filter(None, name.split(".")):
+        found = (found.get(key) if isinstance(found, dict) else None) or {}
     return found
+
+
+def _require_known_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Require that no setting changes the vectors in a way that smelt does not compute.
+
+    Raises:
+        InputError: `unsupported-setting`, `wrong-json-type`.
+    """
+    for name, known in _SETTINGS.items():
+        part = _part(settings, name)
+        if not isinstance(part, dict):
+            raise InputError(
+                f"{path}: {name}: expected an object, got {repr(part)[:80]}.", code="wrong-json-type"
+            )
+        for key, value in part.items():
+            values = known.get(key, ())
+            if value is None or values is None or value in values:
+                continue
+            full_name = f"{name}.{key}".lstrip(".")
+            accepted = f"supported: {', '.join(map(repr, values))}" if values else "the key is not supported"
+            raise InputError(
+                f"{path}: {full_name}: {repr(value)[:80]}; {accepted}. Remove it if the vectors do not depend"
+                " on it, or use another model.",
+                code="unsupported-setting",
+                setting=full_name,
+            )
+
+
+def _sentence_limit(settings: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the setting with the maximum number of tokens, and its value; None where there is none.
+
+    A call's `max_length` overrides the tokenizer's `model_max_length`, and that `max_seq_length`.
+    """
+    for name, key in (
+        ("processing_kwargs.text", "max_length"),
+        ("processing_kwargs.common", "max_length"),
+        ("tokenizer_args", "model_max_length"),
+        ("processor_kwargs", "model_max_length"),
+        ("", "max_seq_length"),
+    ):
+        value = _part(settings, name).get(key)
+        if value is not None:
+            unlimited = isinstance(value, int | float) and value >= NO_LIMIT
+            return f"{name}.{key}".lstrip("."), None if unlimited else value
+    return "max_seq_length", None
 
 
 def _read_pooling(path: Path) -> Pooling:
     config = _read(path, dict)
+    unknown = [key for key, value in config.items() if value and key not in _POOLING_KEYS]
+    if unknown:
+        raise InputError(
+            f"{path}: {unknown[0]}: {repr(config[unknown[0]])[:80]} is not supported. {_SAVE_AGAIN_HINT}",
+            code="unsupported-setting",
+            setting=unknown[0],
+        )
     mode = config.get("pooling_mode")
     kinds = [mode] if isinstance(mode, str) else list(mode or ())
     kinds = kinds or [kind for flag, kind in _FLAGS.items() if config.get(flag)] or ["mean"]

@@ -73,6 +73,58 @@ def test_settings_in_a_file_called_after_the_family_are_read(tmp_path):
     assert read_sentence_rules(tmp_path) == SentenceRules(pooling="cls", max_length=5, lower=True)
 
 
+VERSION_6 = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+    "query_length": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        (VERSION_6, None),
+        ({"processing_kwargs": {"text": {"max_length": 12, "truncation": True}}}, 12),
+        ({"processing_kwargs": {"common": {"max_length": 12, "return_tensors": "pt"}}}, 12),
+        ({"processing_kwargs": {"common": {"max_length": 12}, "text": {"max_length": 9}}}, 9),
+        ({"tokenizer_args": {"model_max_length": 12, "use_fast": True}, "max_seq_length": 20}, 12),
+        ({"processor_kwargs": {"model_max_length": 12}, "max_seq_length": None}, 12),
+        ({"processing_kwargs": {"text": {"max_length": 9}}, "tokenizer_args": {"model_max_length": 12}}, 9),
+        ({"tokenizer_args": {"model_max_length": 10**30}}, None),
+        ({"model_args": {"add_pooling_layer": False}, "config_args": {}, "max_seq_length": 7}, 7),
+    ],
+)
+def test_limit_is_that_of_sentence_transformers_wherever_it_is_set(settings, limit, tmp_path):
+    found = read_sentence_rules(folder(tmp_path, settings=settings))
+    assert found == SentenceRules(pooling="cls", max_length=limit)
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"max_length": 9}, "max_length"),
+        ({"transformer_task": "fill-mask"}, "transformer_task"),
+        ({"query_expansion": {"strategy": "fixed", "length": 32}}, "query_expansion"),
+        ({"processing_kwargs": {"max_length": 9}}, "processing_kwargs.max_length"),
+        ({"processing_kwargs": {"text": {"truncation": False}}}, "processing_kwargs.text.truncation"),
+        ({"processing_kwargs": {"text": {"stride": 2}}}, "processing_kwargs.text.stride"),
+        ({"tokenizer_args": {"truncation_side": "left"}}, "tokenizer_args.truncation_side"),
+        ({"config_args": {"hidden_size": 9}}, "config_args.hidden_size"),
+        ({"modality_config": {"message": {"method": "forward"}}}, "modality_config.message"),
+        (
+            {"modality_config": {"text": {"method": "get_text_features"}}},
+            "modality_config.text.method",
+        ),
+    ],
+)
+def test_setting_that_may_change_vectors_is_refused_with_its_name(settings, setting, tmp_path):
+    with raises_code("unsupported-setting", InputError) as caught:
+        read_sentence_rules(folder(tmp_path, settings=settings))
+    assert caught.value.setting == setting
+    assert str(tmp_path / "sentence_bert_config.json") in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("made", "code", "named"),
     [
@@ -113,6 +165,9 @@ def test_settings_in_a_file_called_after_the_family_are_read(tmp_path):
         ),
         ({"settings": {"max_seq_length": 0}}, "wrong-value", "max_seq_length"),
         ({"settings": [1]}, "wrong-json-type", ""),
+        ({"settings": {"processing_kwargs": {"text": 9}}}, "wrong-json-type", "processing_kwargs.text"),
+        ({"settings": {"tokenizer_args": {"model_max_length": "x"}}}, "wrong-value", "model_max_length"),
+        ({"pooling": {"pooling_mode": "cls", "layers": [1, 2]}}, "unsupported-setting", "layers"),
     ],
 )
 def test_what_is_not_supported_is_said_with_the_file(made, code, named, tmp_path):

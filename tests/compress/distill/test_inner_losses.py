@@ -89,6 +89,18 @@ def test_a_narrower_student_learns_tinyberts_sum_through_one_projection(tmp_path
     assert found["attention"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_mean_over_layers_divides_the_sum_by_the_mapped_layers(tmp_path):
+    teacher, student = bert(tmp_path / "t", 0, num_hidden_layers=4), bert(tmp_path / "s", 1)
+    weights = {"hidden_states": 1.0, "attention": 0.7, "input_embeddings": 0.5, "cosine": 1.0}
+    added, _ = terms(student, teacher, settings(weights), TEXTS)
+    means, _ = terms(student, teacher, settings(weights, layer_reduction="mean"), TEXTS)
+    layers = {
+        "hidden_states": student.config.num_hidden_layers,
+        "attention": student.config.num_hidden_layers,
+    }
+    assert means == pytest.approx({name: value / layers.get(name, 1) for name, value in added.items()})
+
+
 @pytest.mark.parametrize(
     "kind", ["hidden_states", "input_embeddings", "attention", "self_attention_relations"]
 )

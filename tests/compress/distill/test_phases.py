@@ -124,6 +124,8 @@ def test_the_plan_names_families_whose_scores_cannot_be_read():
 
 def test_vocabularies_that_differ_are_refused(tmp_path, rows):
     source, other = tiny.write_bert(tmp_path / "a"), tiny.write_bert(tmp_path / "b", vocab_size=50)
+    with (other / "vocab.txt").open("a") as file:
+        file.write("\nextra\n")
     artifact = tiny.as_artifact(source, "text-classification")
     ancestors = {"model": artifact, "big": tiny.as_artifact(other, "text-classification")}
     ctx = harness.make_context(tmp_path / "out", "text-classification", rows, ancestors=ancestors)

@@ -187,6 +187,7 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
         ("sparsify: {pattern: '4:2'}", "wrong-pattern", ("4:2",)),
         ("sparsify: {pattern: '2:4', sparsity: 0.5}", "settings-conflict", ("sparsity", "pattern")),
         ("distill: {layer_map: last}", "unused-setting", ("layer_map", "hidden_states")),
+        ("distill: {layer_reduction: mean}", "unused-setting", ("layer_reduction", "hidden_states")),
         ("distill: {relation_heads: 2}", "unused-setting", ("relation_heads", "self_attention_relations")),
         ("distill: {losses: {hidden_states: 1}, layer_map: {1: 9}}", "unknown-layer", ("0 (",)),
         (

@@ -96,7 +96,7 @@ def run(tmp_path_factory):
         rows = _rows(family)
         _write_rows(home / "train.jsonl", rows)
         _write_rows(home / "test.jsonl", rows)
-        template = ', prompt_template: "Q: {prompt}\\nA: "' if family == "llama" else ""
+        template = ', prompt_template: "Q: {prompt}\\nA:\\n"' if family == "llama" else ""
         first = f"finetune: {{{TRAINING}}}"
         if family == "gpt2":
             first = f"distill: {{losses: {{labels: 1.0, logits: 0.1}}, {TRAINING}}}"
@@ -184,7 +184,7 @@ def test_perplexity_is_that_of_transformers(run, family):
     folder = home / "run" / report["steps"][1]["artifact"]
     end = [] if family == "qwen2" else [0]
     found = [
-        _log_likelihood(folder, family, q, row, f"{a}<|im_end|>" if family == "qwen2" else a, end, " ")
+        _log_likelihood(folder, family, q, row, f"{a}<|im_end|>" if family == "qwen2" else a, end, "\n")
         for (q, a), row in zip(PAIRS, _rows(family), strict=True)
     ]
     expected = math.exp(-sum(logp for logp, _ in found) / sum(count for _, count in found))
@@ -201,7 +201,7 @@ def test_choices_are_ranked_by_their_likelihood(run, family):
         rows[step["name"]] = {name: statistics[name]["rows"] for name in ("acc", "acc_norm")}
         assert step["quality"]["acc"]["chance"] == pytest.approx(100 / 3)
     first = report["steps"][0]
-    space = " " if family == "llama" else ""  # the last letter of its template, which the harness moves
+    space = "\n" if family == "llama" else ""  # the last letter of its template, which the harness moves
     for at, (question, row) in enumerate(zip((q for q, _ in PAIRS), _rows(family), strict=True)):
         logp = [
             _log_likelihood(home / "run" / first["artifact"], family, question, row, space + choice)[0]

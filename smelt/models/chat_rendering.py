@@ -23,7 +23,7 @@ from smelt.data.prompt_rows import ChatMessage
 
 # A published template takes less than 1 ms and 30 MB for a conversation of some thousand letters.
 MEMORY_BYTES = 1_000_000_000
-BASE_SECONDS = 10.0
+BASE_SECONDS = 5.0
 SECONDS_PER_CONVERSATION, SECONDS_PER_CHAR = 0.02, 5e-6
 MAX_TEXT_CHARS, TEXT_FACTOR = 20_000_000, 20  # of a request's results: a constant, and per input letter
 _REQUEST_CONVERSATIONS, _REQUEST_CHARS = 500, 2_000_000

@@ -50,10 +50,14 @@ def check_external_student(
         return [error_message(error.code or DEFAULT_CODE, str(error), setting=word)], {}
     teacher_size, own_size = teacher_config.get("vocab_size"), own.get("vocab_size")
     wrong = _incompatibility(own, teacher_config)
-    sizes_differ = None not in (teacher_size, own_size) and teacher_size != own_size
-    if wrong is None and student.model and sizes_differ:
-        sizes_differ = not _are_padding(student.model, teacher_size, own_size)
-    if wrong is None and student.model and sizes_differ:
+    if (
+        wrong is None
+        and student.model
+        and isinstance(teacher_size, int)
+        and isinstance(own_size, int)
+        and teacher_size != own_size
+        and not _are_padding(student.model, teacher_size, own_size)
+    ):
         text = (
             f"the student's vocabulary has {own_size} tokens, but the model's has {teacher_size}; they may"
             " differ only by rows without a token. Use a student with the same vocabulary."
@@ -74,7 +78,7 @@ def _are_padding(folder: str, *sizes: int) -> bool:
         tokenizer = load_tokenizer(Path(folder))
     except InputError:
         return False
-    tokens = tokenizer.get_vocab()
+    tokens: dict[str, int] = tokenizer.get_vocab()
     # without files, transformers makes a tokenizer of special tokens
     return tokens.keys() > set(tokenizer.all_special_tokens) and max(tokens.values()) < min(sizes)
 

@@ -120,10 +120,10 @@ class PromptTemplate:
                 ChatRequest(turns, False),
                 ChatRequest(marked, False),
             ]
-        rendered = self.render_chats(requests)
+        rendered = iter(self.render_chats(requests))
         return [
-            _split_response(*rendered[3 * at : 3 * at + 3], marks[at], turns[-1]["content"])
-            for at, turns in enumerate(conversations)
+            _split_response(next(rendered), next(rendered), next(rendered), mark, turns[-1]["content"])
+            for mark, turns in zip(marks, conversations, strict=True)
         ]
 
     def render_chats(self, requests: Sequence[ChatRequest]) -> list[str]:

@@ -42,7 +42,7 @@ def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
         origin: the artifact's origin.
         library: the library that opens the folder.
     """
-    from huggingface_hub.utils import yaml_dump
+    from huggingface_hub import ModelCardData
 
     tag = _TAGS.get(task, task)
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": tag, "tags": ["smelt"]}
@@ -60,8 +60,7 @@ def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
             "metrics": [metric | {"args": {"signature": metric["args"]}} for metric in found],
         }
         front["model-index"] = [{"name": origin.run or "model", "results": [result]}]
-    text: str = yaml_dump(front, sort_keys=False)
-    return text
+    return f"{ModelCardData(**front).to_yaml()}\n"
 
 
 def _hub_licence(text: str | None) -> dict[str, str]:

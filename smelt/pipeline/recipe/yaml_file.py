@@ -222,7 +222,7 @@ class _NodeConverter:
                 path, "a lone surrogate is not a valid character. Remove it.", line, "lone-surrogate"
             )
             return ""
-        kind = node.tag.removeprefix(_TAG)
+        kind = str(node.tag).removeprefix(_TAG)
         if kind == "null":
             return None
         if kind == "bool" and text.casefold() in ("true", "false"):
@@ -249,7 +249,7 @@ class _NodeConverter:
 
     def _note_unsupported_tag(self, node: Node, path: KeyPath) -> None:
         line = node.start_mark.line + 1
-        text = f"unsupported YAML tag {node.tag[:60]!r}. Remove it."
+        text = f"unsupported YAML tag {str(node.tag)[:60]!r}. Remove it."
         self._note_mistake(path, text, line, "unsupported-tag")
 
     def _note_replaced(self, path: KeyPath, message: str, line: int, code: str) -> None:

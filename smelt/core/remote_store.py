@@ -5,7 +5,8 @@ Layout below the URL: ``files/SHA256``, each file of an artifact under the hash 
 artifact is complete or absent. Files are never changed, so two writers of one key are harmless also if their
 bytes differ: the artifact is that of the later manifest.
 
-What is read is compared with the hashes of the manifest. Damaged files count as absent and are written again.
+What is read is compared with the hashes of the manifest; manifests and scores have hashes of their own.
+Damaged files count as absent and are written again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, Manifest, read_manifest
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
-from smelt.core.files import MANIFEST, sha256_of
+from smelt.core.files import MANIFEST, sha256_of, verified_content
 from smelt.core.messages import escape_controls, hide_password
 
 # Seconds for the first answer; the drivers would try again for minutes.
@@ -177,14 +178,21 @@ class RemoteStore:
         self._damaged.discard(key)
 
     def read_score(self, key: str) -> dict[str, Any] | None:
-        """Return the score stored under `key`, or None."""
-        content = self._read(f"scores/{key}.json")
-        try:
-            value = json.loads(content or b"")
-        except (ValueError, RecursionError):
+        """Return the score stored under `key`, or None.
+
+        Raises:
+            DamagedFileError: it is not what was written.
+        """
+        place = f"scores/{key}.json"
+        content = self._read(place)
+        if content is None:
             return None
+        try:
+            value = verified_content(json.loads(content))
+        except (ValueError, RecursionError) as error:
+            raise DamagedFileError(f"{place}: {error}") from error
         self._known.add(f"scores/{key}")
-        return value if isinstance(value, dict) else None
+        return value
 
     def push_score(self, key: str, file: Path, replace: bool = False) -> None:
         """Write the score in `file`; nothing if there is one, unless with `replace`."""

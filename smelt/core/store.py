@@ -2,13 +2,10 @@
 
 Layout: ``artifacts/KEY/`` (a folder per artifact), ``scores/KEY.json``, ``tmp/`` (work in progress, each
 folder with its marker ``NAME.owner``, cleaned of leftovers of dead processes), ``locks/`` (work that is
-being done), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared, and the
-hash of the manifest). Nothing is written in place: a folder is made under `tmp`, flushed, then renamed.
-
-Intermediate results of stages that later steps use again, such as a teacher's logits or statistics, are
-stored under a key of all their dependencies, in ``kept/KEY/`` with ``kept.json``: their description, their
-source artifacts, and the hash of each file. A folder is complete or absent. Damaged files count as absent,
-because they can be made again.
+being done), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared),
+``kept/`` (see `smelt.core.stage_cache`). Nothing is written in place: a folder is made under `tmp`, flushed,
+then renamed. Every JSON file that is read again has a hash of its content; a damaged one counts as absent,
+except an artifact's manifest, which is an error as any changed file of an artifact is.
 
 Checkpoints are stored in ``unfinished/KEY/N``, N the index of a training in its step.
 
@@ -22,16 +19,12 @@ import errno
 import os
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from smelt.core.artifact import Artifact, FileRecord, Manifest, read_artifact
+from smelt.core.artifact import Artifact, FileRecord, Manifest, read_artifact, write_manifest
 from smelt.core.errors import InputError
 from smelt.core.files import (
     MANIFEST,
@@ -39,12 +32,11 @@ from smelt.core.files import (
     folder_size,
     fsync_path,
     is_artifact_file,
-    json_hash,
-    load_json,
     partial_files,
+    read_hashed_json,
     seconds_since_written,
     sha256_of,
-    write_json,
+    write_hashed_json,
 )
 from smelt.core.locks import STALE_AFTER_S, file_lock, heartbeat, is_active, remove_stale_lock
 from smelt.core.messages import Message, warning
@@ -101,26 +93,15 @@ class Store:
         if not path.is_dir() and not self._pull(key):
             return None
         try:
-            artifact = read_artifact(path)
+            artifact = read_artifact(path, hint)
             if artifact.key != key:
                 raise InputError(
                     f"{path / MANIFEST}: this is the manifest of another artifact.", code="wrong-manifest"
                 )
         except InputError as error:
-            raise InputError(f"{error} {hint}", code=error.code) from error
+            text = str(error)
+            raise InputError(text if text.endswith(hint) else f"{text} {hint}", code=error.code) from error
         if self._read_checked(key).get("files") != _file_states(artifact):
-            try:
-                digest = sha256_of(path / MANIFEST)
-            except OSError as error:
-                raise InputError(
-                    f"{path / MANIFEST}: cannot be read: {error}. {hint}", code="unreadable-file"
-                ) from error
-            # checked twice: another process may have stored a new artifact and its note meanwhile
-            if all(self._read_checked(key).get("manifest", digest) != digest for _ in range(2)):
-                raise InputError(
-                    f"{path / MANIFEST}: the file has been modified since it was written. {hint}",
-                    code="changed-manifest",
-                )
             artifact.verify(hint)
             self._write_checked(artifact)
         self._push(lambda remote: remote.push(artifact))  # one that was made while it could not be reached
@@ -168,7 +149,7 @@ class Store:
                 code="unknown-file",
             )
         manifest = manifest.model_copy(update={"files": files})
-        write_json(folder / MANIFEST, manifest.model_dump())
+        write_manifest(folder, manifest)
         artifact = self._move_to_artifacts(folder, manifest.key, replace)
         self._push(lambda remote: remote.push(artifact, replace))
         return artifact
@@ -215,22 +196,22 @@ class Store:
                 raise
 
     def read_score(self, key: str) -> dict[str, Any] | None:
-        """Return the score stored under `key`, or None."""
+        """Return the score stored under `key`; None if there is none, or it is damaged."""
         path = self.root / "scores" / f"{key}.json"
-        value = read_json_or_none(path)
+        value = read_hashed_json(path)
         if value is not None:
             self._push(lambda remote: remote.push_score(key, path))
             return value
         with self._using_remote() as remote:
             value = None if remote is None else remote.read_score(key)
         if value is not None:
-            write_json(path, value)
+            write_hashed_json(path, value)
         return value
 
     def write_score(self, key: str, value: dict[str, Any]) -> None:
         """Store `value` under `key`, replacing an earlier one."""
         path = self.root / "scores" / f"{key}.json"
-        write_json(path, value)
+        write_hashed_json(path, value)
         self._push(lambda remote: remote.push_score(key, path, replace=True))
 
     def _pull(self, key: str) -> bool:
@@ -295,13 +276,13 @@ class Store:
 
     def _read_checked(self, key: str) -> dict[str, Any]:
         """Return the note of the last comparison of the artifact's bytes; empty if there is none."""
-        return read_json_or_none(self.root / "checked" / f"{key}.json") or {}
+        return read_hashed_json(self.root / "checked" / f"{key}.json") or {}
 
     def _write_checked(self, artifact: Artifact) -> None:
         """Note that the bytes of `artifact` are intact with the present states of its files."""
         with suppress(OSError):  # a full disk: they are compared again next time
-            found = {"files": _file_states(artifact), "manifest": sha256_of(artifact.path / MANIFEST)}
-            write_json(self.root / "checked" / f"{artifact.key}.json", found)
+            states = {"files": _file_states(artifact)}
+            write_hashed_json(self.root / "checked" / f"{artifact.key}.json", states)
 
     def _remove_leftovers(self) -> None:
         """Remove leftovers of dead processes: workspaces, markers, partial files, lock files."""
@@ -339,185 +320,6 @@ def _file_states(artifact: Artifact) -> dict[str, list[int]]:
             continue  # `verify` reports it
         states[name] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
     return states
-
-
-def read_json_or_none(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`; None if there is none, or it is incomplete."""
-    try:
-        value = load_json(path)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-CACHE_NOTE_FILE = "kept.json"
-_MAX_NOTE_BYTES = 1_000_000
-
-
-class CacheNote(BaseModel):
-    """The content of `kept.json`. what: a description. artifacts: the keys of the source artifacts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    schema_version: int = 1
-    key: str
-    what: str
-    artifacts: tuple[str, ...]
-    files: dict[str, FileRecord]
-
-
-@dataclass(frozen=True)
-class CachedFiles:
-    """A folder of cached files, with its note; the note is None if unreadable."""
-
-    path: Path
-    note: CacheNote | None
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of all its files in bytes."""
-        return folder_size(self.path)
-
-    @property
-    def description(self) -> str:
-        """The description of the files."""
-        return "damaged" if self.note is None else self.note.what
-
-    def find_damage(self) -> tuple[Path, str] | None:
-        """Return a damaged file and what is wrong with it; None if all are intact."""
-        if self.note is None or self.note.key != self.path.name:
-            return self.path / CACHE_NOTE_FILE, "not a note that this version of smelt can read"
-        for name, record in self.note.files.items():
-            file = self.path / name
-            if not file.is_file():
-                return file, "missing"
-            if file.stat().st_size != record.size_bytes:
-                return file, f"{file.stat().st_size:,} bytes instead of {record.size_bytes:,}"
-            if sha256_of(file) != record.sha256:
-                return file, "its bytes are not those that were written"
-        return None
-
-
-def list_cached_files(root: Path) -> list[CachedFiles]:
-    """Return the cached files of the store at `root`, by key."""
-    return [_read_cached_files(path) for path in sorted((root / "kept").glob("*")) if path.is_dir()]
-
-
-def find_cached_files(store: Store, key: str) -> CachedFiles | None:
-    """Return the cached files under `key`, not checked for damage; None if there are none."""
-    path = store.root / "kept" / key
-    return _read_cached_files(path) if path.is_dir() else None
-
-
-def commit_cached_files(
-    store: Store, folder: Path, key: str, description: str, artifacts: Sequence[str]
-) -> CachedFiles:
-    """Move the finished `folder` of a workspace to the cache under `key`, by an atomic rename.
-
-    Raises:
-        OSError: it could not be written to the disk.
-    """
-    apply_umask(folder)
-    files = {
-        path.name: FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
-        for path in sorted(folder.iterdir())
-    }
-    note = CacheNote(key=key, what=description, artifacts=tuple(artifacts), files=files)
-    write_json(folder / CACHE_NOTE_FILE, note.model_dump(mode="json"))
-    for path in folder.iterdir():
-        fsync_path(path)
-    target = store.root / "kept" / key
-    target.parent.mkdir(exist_ok=True)
-    os.rename(folder, target)
-    fsync_path(target.parent)
-    return CachedFiles(target, note)
-
-
-def remove_cached_files(path: Path) -> None:
-    """Remove a folder of cached files."""
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _read_cached_files(path: Path) -> CachedFiles:
-    return CachedFiles(path, _read_note(path / CACHE_NOTE_FILE))
-
-
-def _read_note(path: Path) -> CacheNote | None:
-    try:
-        if path.stat().st_size > _MAX_NOTE_BYTES:
-            return None
-        value: Any = load_json(path)
-        note = CacheNote.model_validate(value)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return note if all(Path(name).name == name for name in note.files) else None
-
-
-@dataclass(frozen=True)
-class StageCache:
-    """Returns cached results to a stage.
-
-    versions: of the libraries, on which all results depend. log: writes a line to the log.
-    """
-
-    store: Store
-    versions: Mapping[str, str]
-    log: Callable[[str], None]
-
-    def cached_value(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-        """Return the result of `make` (JSON), from the store if it is cached."""
-        key = self.value_key(what)
-        with self.store.lock(key, self._report_wait):
-            found = self.store.read_score(key)
-            if found is None:
-                found = {"artifact": what.get("artifact"), "made": make()}
-                self.store.write_score(key, found)
-        return found["made"]
-
-    @contextmanager
-    def cached_files(
-        self, what: Mapping[str, Any], make: Callable[[Path], None]
-    ) -> Iterator[tuple[Path, bool]]:
-        """Yield the folder with the files of `make`, and whether they were cached.
-
-        Damaged files are made again.
-        """
-        key = self.files_key(what)
-        words, artifacts = str(what["what"]), list(what["artifacts"])
-        with self.store.lock(key, self._report_wait):
-            found, cached = self.find_intact(key, words), True
-            if found is None:
-                cached, started = False, time.monotonic()
-                with self.store.workspace() as space:
-                    folder = space / "out"
-                    folder.mkdir()
-                    make(folder)
-                    found = commit_cached_files(self.store, folder, key, words, artifacts)
-                took = f"made in {time.monotonic() - started:,.1f} s and cached"
-            else:
-                took = "from the cache"
-            self.log(f"  {words}: {found.size_bytes / 1e6:,.1f} MB, {took}")
-        yield found.path, cached
-
-    def value_key(self, what: Mapping[str, Any]) -> str:
-        """Return the key of a cached value."""
-        return json_hash({"kept": dict(what), "libraries": dict(self.versions)})
-
-    def files_key(self, what: Mapping[str, Any]) -> str:
-        """Return the key of cached files."""
-        return json_hash({"files": dict(what), "libraries": dict(self.versions)})
-
-    def find_intact(self, key: str, words: str) -> CachedFiles | None:
-        """Return the cached files `key`; damaged ones are removed."""
-        found = find_cached_files(self.store, key)
-        wrong = found.find_damage() if found is not None else None
-        if found is None or wrong is None:
-            return found
-        self.log(f"  {words}: {wrong[0]}: {wrong[1]}; made again")
-        remove_cached_files(found.path)
-        return None
-
-    def _report_wait(self, holder: str) -> None:
-        self.log(f"waiting for {holder}, which computes the same files")
 
 
 class StepCheckpoints:

@@ -34,7 +34,15 @@ from torch import Tensor, nn
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
-from smelt.core.files import fsync_path, json_hash, read_json_object, sha256_of, write_json
+from smelt.core.files import (
+    fsync_path,
+    json_hash,
+    load_json,
+    read_hashed_json,
+    sha256_of,
+    verified_content,
+    write_hashed_json,
+)
 from smelt.core.messages import Message, messages_to_json
 from smelt.core.process_group import from_first, process_count, process_rank, wait_for_all
 from smelt.core.stage import Context, candidate_artifact
@@ -86,8 +94,10 @@ def read_checkpoint(folder: Path, identity: str, log: Callable[[str], None]) -> 
         log: called with a line about a damaged file; the training then starts from the beginning.
     """
     try:
-        note = read_json_object(folder / CHECKPOINT_FILE)
-        if not note or note["identity"] != identity:
+        if not (folder / CHECKPOINT_FILE).is_file():
+            return None
+        note = verified_content(load_json(folder / CHECKPOINT_FILE))
+        if note["identity"] != identity:
             return None
         path = folder / Path(str(note["file"])).name
         if sha256_of(path) != note["sha256"]:
@@ -110,7 +120,7 @@ def write_checkpoint(
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     save_file(_unshare(plain), path, metadata={_METADATA_KEY: json.dumps(state)})
     fsync_path(path)
-    write_json(
+    write_hashed_json(
         folder / CHECKPOINT_FILE,
         {"identity": identity, "step": step, "file": path.name, "sha256": sha256_of(path)},
     )
@@ -121,9 +131,8 @@ def write_checkpoint(
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove the files of a failed write in `folder`; a complete earlier checkpoint is kept."""
-    named: set[str] = set()
-    with contextlib.suppress(OSError, InputError, KeyError, TypeError):
-        named = {CHECKPOINT_FILE, str(read_json_object(folder / CHECKPOINT_FILE)["file"])}
+    note = read_hashed_json(folder / CHECKPOINT_FILE)
+    named = set() if note is None else {CHECKPOINT_FILE, str(note["file"])}
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if path.name not in named:

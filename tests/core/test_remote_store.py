@@ -204,3 +204,24 @@ def test_a_missing_package_and_silence_are_errors(monkeypatch):
     with raises_code("store-unreachable", InputError):
         open_remote_store(f"memory://{uuid.uuid4().hex}")
     ended.set()
+
+
+def test_damaged_score_of_a_bucket_is_computed_and_written_again(machines):
+    one, two = machines.store("one"), machines.store("two")
+    one.write_score("s", {"bleu": 93.63})
+    place = f"{machines.root}/scores/s.json"
+    machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b"93.63", b"99.99"))
+    assert two.read_score("s") is None
+    assert message_codes(two.found) == ["damaged-remote-file"]
+    two.write_score("s", {"bleu": 93.63})
+    three = machines.store("three")
+    assert (three.read_score("s"), three.found) == ({"bleu": 93.63}, [])
+
+
+def test_manifest_with_a_changed_value_counts_as_absent(machines):
+    one, two = machines.store("one"), machines.store("two")
+    _commit(one)
+    place = f"{machines.root}/artifacts/{KEY}.json"
+    machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b'"seed": 0', b'"seed": 1'))
+    assert two.find(KEY) is None
+    assert message_codes(two.found) == ["damaged-remote-file"]

@@ -412,3 +412,45 @@ def test_a_store_that_may_not_be_written_is_explained_to_a_plain_user(tmp_path):
         command = [sys.executable, "-c", code, str(store)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.stdout.startswith(f"unusable-store {errno.EACCES} {store}: "), done.stderr
+
+
+SCORE = {"bleu": {"value": 93.63}, "n": 16, "odd": [float("nan"), 1e-300, {"1": "é"}]}
+
+
+def test_score_with_any_changed_byte_counts_as_absent(tmp_path):
+    store = Store(tmp_path)
+    store.write_score("k", {"bleu": {"value": 93.63}, "n": 16})
+    file = tmp_path / "scores" / "k.json"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        assert store.read_score("k") in (None, {"bleu": {"value": 93.63}, "n": 16}), bytes(changed)
+    store.write_score("k", {"n": 2})  # it is written again
+    assert store.read_score("k") == {"n": 2}
+
+
+def test_every_json_value_is_read_as_it_was_written(tmp_path):
+    store = Store(tmp_path)
+    store.write_score("k", SCORE | {1: (2,), "content_sha256": "an earlier one"})
+    assert repr(store.read_score("k")) == repr(SCORE | {"1": [2]})
+
+
+def test_changed_note_of_checked_files_neither_speaks_for_nor_against_the_artifact(tmp_path):
+    store = Store(tmp_path)
+    made = _write(store)
+    note = tmp_path / "checked" / f"{KEY}.json"
+    text = note.read_text()
+    for old, new in (("model.safetensors", "model.safetensorz"), ("content_sha256", "content_sha25.")):
+        note.write_text(text.replace(old, new))
+        assert store.find(KEY) == made
+        assert note.read_text() == text
+    note.write_text(text)
+    note.unlink()  # as on a machine that has just copied the artifact
+    manifest = made.path / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
+    with raises_code("changed-manifest", InputError):
+        store.find(KEY)
+    with raises_code("changed-manifest", InputError):
+        read_artifact(made.path)

@@ -23,10 +23,10 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, StepRecord
 from smelt.core.errors import RunError, SmeltError
-from smelt.core.files import MANIFEST, load_json
+from smelt.core.files import MANIFEST, read_hashed_json
 from smelt.core.messages import Message, messages_to_json, warning
 from smelt.core.remote_store import RemoteStore, open_remote_store
-from smelt.core.store import Store, read_json_or_none
+from smelt.core.store import Store
 from smelt.core.system import available_bytes, memory_limit_bytes
 from smelt.data.splits import Split
 from smelt.evaluate.environment import machine_id, physical_cores
@@ -311,7 +311,7 @@ class _PlannedStore(Store):
 
     def read_score(self, key: str) -> dict[str, Any] | None:
         """Return the score stored under `key`, or None."""
-        value = read_json_or_none(self.root / "scores" / f"{key}.json")
+        value = read_hashed_json(self.root / "scores" / f"{key}.json")
         if value is not None:
             return value
         with self._using_remote() as remote:
@@ -387,7 +387,7 @@ def step_records(root: Path, threads: int | None) -> list[StepRecord]:
     machine, count, found = machine_id(), threads or physical_cores(), list[StepRecord]()
     for _, file in manifests:
         with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is reported where it is used
-            record = load_json(file).get("record")
+            record = (read_hashed_json(file) or {}).get("record")
             if record and record["machine"] == machine and record["threads"] == count:
                 found.append(StepRecord.model_validate(record))
     return found

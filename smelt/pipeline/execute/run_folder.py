@@ -30,7 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
-from smelt.core.files import json_hash, load_json, partial_files, write_atomically, write_json
+from smelt.core.files import (
+    json_hash,
+    load_json,
+    partial_files,
+    read_hashed_json,
+    write_atomically,
+    write_hashed_json,
+)
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.remote_store import is_store_url, open_remote_store
 from smelt.core.store import OWNER_SUFFIX, Store
@@ -325,8 +332,8 @@ def register_run(store: Path, folder: Path) -> Iterator[None]:
     note.parent.mkdir(exist_ok=True)
     with ExitStack() as stack:
         with cleaning_lock(store):  # waits until a running `smelt store clean` has finished
-            if not note.is_file():
-                write_json(note, {"folder": str(folder)})
+            if read_hashed_json(note) is None:
+                write_hashed_json(note, {"folder": str(folder)})
             stack.enter_context(heartbeat(note.with_suffix(OWNER_SUFFIX)))
         yield
 
@@ -341,9 +348,9 @@ def list_runs(store: Path) -> list[StoreRun]:
     folders = {path.parent.resolve() for path in store.parent.glob("*/artifacts") if path.is_dir()}
     busy = set()
     for note in sorted((store / "runs").glob("*.json")):
-        folder = _recorded_folder(note)
-        if folder is None:
-            continue
+        if (record := read_hashed_json(note)) is None:
+            continue  # see `damaged_run_records`
+        folder = Path(record["folder"])
         folders.add(folder)
         marker = note.with_suffix(OWNER_SUFFIX)
         if marker.exists() and is_active(marker):
@@ -356,12 +363,9 @@ def _run_record(store: Path, folder: Path) -> Path:
     return store / "runs" / f"{json_hash(str(folder))[:32]}.json"
 
 
-def _recorded_folder(note: Path) -> Path | None:
-    try:
-        value = load_json(note)
-        return Path(value["folder"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+def damaged_run_records(store: Path) -> list[Path]:
+    """Return the records of runs that cannot be read, so that the folders of these runs are unknown."""
+    return [note for note in sorted((store / "runs").glob("*.json")) if read_hashed_json(note) is None]
 
 
 def linked_keys(store: Path, folder: Path) -> dict[str, str]:

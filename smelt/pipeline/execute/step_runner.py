@@ -20,7 +20,8 @@ from smelt.core.errors import SmeltError, combined_error, rust_panics_as_errors
 from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message
 from smelt.core.stage import Context
-from smelt.core.store import StageCache, StepCheckpoints, Store
+from smelt.core.stage_cache import StageCache
+from smelt.core.store import StepCheckpoints, Store
 from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
 from smelt.data.labels import ProblemType
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows

@@ -23,7 +23,8 @@ from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import messages_to_json
 from smelt.core.stage import Context
-from smelt.core.store import StageCache, StepCheckpoints, Store, commit_cached_files, find_cached_files
+from smelt.core.stage_cache import StageCache, commit_cached_files, find_cached_files
+from smelt.core.store import StepCheckpoints, Store
 from smelt.pipeline.execute.display import explain_step_error
 
 if TYPE_CHECKING:

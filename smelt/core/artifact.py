@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -171,11 +172,31 @@ def read_artifact(path: Path, hint: str | None = None) -> Artifact:
             is outside of the folder, or the folder has a file that the manifest does not list and that could
             be read as part of the model (all but hidden files, system files, and notes such as README.md).
     """
+    if (problem := broken_link_problem(path)) is not None:
+        raise InputError(f"{path}: {problem[1]}", code=problem[0])
     path = path.resolve()
     manifest = read_manifest(path, hint)
     for stranger, code, problem in unexpected_files(path, manifest):
         raise InputError(f"{stranger}: {problem}", code=code)
     return Artifact(path, manifest)
+
+
+def broken_link_problem(path: Path) -> tuple[str, str] | None:
+    """Return code and text of the problem if `path` is a run's link to an artifact that is missing."""
+    if not path.is_symlink() or path.exists():
+        return None
+    target, run = Path(os.path.realpath(path)), path.absolute().parent.parent
+    store, again = target.parent.parent, f"run its recipe again with --out {shlex.quote(str(run))}"
+    if store.is_dir():
+        return (
+            "removed-artifact",
+            f"this artifact was removed from the store in {store}. To build it, {again}.",
+        )
+    return "moved-run", (
+        f"a link to the store in {store}, which does not exist: the run was moved or copied without its"
+        f" store. Move it back, copy the store there, or {again} --store STORE, the store that it was made"
+        " with: artifacts that are in it are not built again."
+    )
 
 
 def default_threads(manifest: Manifest) -> int | None:

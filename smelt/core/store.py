@@ -24,7 +24,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import Artifact, FileRecord, Manifest, read_artifact, write_manifest
+from smelt.core.artifact import (
+    Artifact,
+    FileRecord,
+    Manifest,
+    read_artifact,
+    read_manifest,
+    write_manifest,
+)
 from smelt.core.errors import InputError
 from smelt.core.files import (
     MANIFEST,
@@ -77,7 +84,7 @@ class Store:
     def find(
         self, key: str, hint: str = "Run the recipe again with --rebuild to build it again."
     ) -> Artifact | None:
-        """Return the artifact with this key, or None if it was never finished.
+        """Return the artifact with this key; None if it was never finished, or has missing files.
 
         Its files are compared with the manifest: hashes are computed only for files whose size, times or
         inode have changed since the last comparison.
@@ -87,10 +94,10 @@ class Store:
             hint: how to repair a damaged one, the end of the message.
 
         Raises:
-            InputError: a file is missing or its bytes have changed.
+            InputError: the bytes of a file have changed.
         """
         path = self.root / "artifacts" / key
-        if not path.is_dir() and not self._pull(key):
+        if not self._is_complete(path) and not self._pull(key):
             return None
         try:
             artifact = read_artifact(path, hint)
@@ -160,6 +167,7 @@ class Store:
             fsync_path(path)
         fsync_path(folder)
         target = self.root / "artifacts" / key
+        replace = replace or not self._is_complete(target)
         # a note of the previous artifact would not match the new one
         (self.root / "checked" / f"{key}.json").unlink(missing_ok=True)
         with self._set_aside(target) if replace else nullcontext():
@@ -172,6 +180,26 @@ class Store:
         artifact = read_artifact(target)
         self._write_checked(artifact)
         return artifact
+
+    def _is_complete(self, path: Path) -> bool:
+        """Return whether an artifact's folder exists with all its files, whose bytes are not compared.
+
+        One with missing files gives a warning; it is built again and replaced, as a missing one is.
+        """
+        if not path.is_dir():
+            return False
+        try:
+            names = (MANIFEST, *read_manifest(path).files)
+        except InputError as error:
+            names = (MANIFEST,)
+            if error.code != "not-an-artifact":
+                return True  # damaged, which `find` reports
+        missing = next((name for name in names if not os.path.exists(path / name)), None)
+        if missing is None:
+            return True
+        text = f"{path / missing}: this file of an artifact is missing. The artifact is built again."
+        self.warn(warning("incomplete-artifact", text))
+        return False
 
     def remove(self, key: str) -> None:
         """Remove the artifact `key` if it exists."""

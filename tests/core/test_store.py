@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from smelt.core.artifact import Manifest, read_artifact
 from smelt.core.errors import InputError
 from smelt.core.files import MANIFEST
 from smelt.core.locks import STALE_AFTER_S, current_owner, read_owner, write_owner
+from smelt.core.messages import message_codes
 from smelt.core.store import Store
 
 KEY = "ab" * 32
@@ -454,3 +456,21 @@ def test_changed_note_of_checked_files_neither_speaks_for_nor_against_the_artifa
         store.find(KEY)
     with raises_code("changed-manifest", InputError):
         read_artifact(made.path)
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "deep", MANIFEST])
+def test_artifact_with_missing_files_counts_as_absent_and_is_replaced(tmp_path, missing):
+    """As one whose whole folder was removed."""
+    warnings = []
+    store = Store(tmp_path, warn=warnings.append)
+    path = _write(store).path / missing
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    assert store.find(KEY) is None
+    assert message_codes(warnings) == ["incomplete-artifact"]
+    assert str(path) in str(warnings[0])
+    assert store.find(_write(store).key) is not None
+    assert path.exists()
+    assert not list((tmp_path / "tmp").iterdir())

@@ -248,6 +248,8 @@ class _PlanRunner:
             self.display.print_line(_log_text(failure))
         if self.cluster_run is not None:
             self.cluster_run.cancel()
+        if self.report.status != "interrupted":
+            self.run_folder.remove_old_links(self.artifacts)
         self._write_report(last=True)
         self._finish_trackers()
         self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")

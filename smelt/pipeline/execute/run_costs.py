@@ -32,7 +32,7 @@ from smelt.data.splits import Split
 from smelt.evaluate.environment import machine_id, physical_cores
 from smelt.models.costs import INTERPRETER_BYTES, Work
 from smelt.pipeline.execute.display import Display
-from smelt.pipeline.execute.run_folder import StorePlace, default_store
+from smelt.pipeline.execute.run_folder import StorePlace, default_store, moved_run_text
 from smelt.pipeline.execute.sources import import_onnx_model, import_user_model, make_untrained_model
 from smelt.pipeline.execute.step_runner import StepRunner, recipe_scorer, recipe_step_runner, resolve_task
 from smelt.pipeline.inspect.machine import MachineSpeed, gpu_memory_bytes, machine_speed
@@ -434,6 +434,8 @@ def plan_costs(
             raise
         speed = None
         failures.append(warning("speed-not-measured", str(error)))
+    if text := moved_run_text(folder, root):
+        failures.append(warning("moved-run", text))
     records = step_records(root, plan.recipe.threads)
     found = predict_costs(plan, estimates, limits, speed, stored=stored, records=records, unread=unread)
     return replace(found, messages=(*found.messages, *failures))

@@ -28,7 +28,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import Artifact
+from smelt.core.artifact import Artifact, broken_link_problem
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import (
     json_hash,
@@ -235,7 +235,11 @@ def summary_lines(result: Result) -> Sequence[str]:
     step = next((step for step in report.steps if report.verdict and step.name == report.verdict.step), None)
     if step is None:
         return lines
-    folder = _short_path(result.folder / "artifacts" / step.name)
+    place = result.folder / "artifacts" / step.name
+    if not place.exists():
+        problem = broken_link_problem(place)
+        return [*lines, f"{_short_path(place)}: {problem[1] if problem else 'this artifact is missing.'}"]
+    folder = _short_path(place)
     inputs: dict[str, str] = {CUSTOM_TASK: "--data FILE.npz", IMAGE_CLASSIFICATION: "IMAGE.png"}
     what = inputs.get(str(report.recipe.get("task")), '"TEXT"')
     return [
@@ -285,7 +289,7 @@ def check_store(place: StorePlace | None) -> None:
 
 
 def open_store(place: StorePlace | None, folder: Path, cache: Path | None = None) -> tuple[Store, str]:
-    """Return the store of a run in `folder`, and a note if it is a new one.
+    """Return the store of a run in `folder`, and a note if it is a new one, or not that of an earlier run.
 
     Args:
         place: as given by the user; None: the default.
@@ -296,10 +300,12 @@ def open_store(place: StorePlace | None, folder: Path, cache: Path | None = None
         InputError: it cannot be used.
     """
     if isinstance(place, Path):
-        return Store(place), ""
+        store = Store(place)
+        return store, moved_run_text(folder, store.root)
     remote = None if place is None else open_remote_store(place)
     local, note = (cache, "") if cache else default_store(folder)
-    return Store(local, remote), note
+    store = Store(local, remote)
+    return store, note if remote is not None else note or moved_run_text(folder, store.root)
 
 
 def default_store(folder: Path) -> tuple[Path, str]:
@@ -319,6 +325,19 @@ def default_store(folder: Path) -> tuple[Path, str]:
         f"Using a new store in {root}; artifacts of runs in {usual.parent} are not reused. To share them, use"
         f" --store {usual}."
     )
+
+
+def moved_run_text(folder: Path, store: Path) -> str:
+    """Return a warning if the artifacts of the earlier run in `folder` are in a store that is missing, else "".
+
+    store: of the next run, in which they may be.
+    """
+    for link in sorted((folder / "artifacts").glob("*")):
+        stored = store / "artifacts" / Path(os.path.realpath(link)).name
+        problem = broken_link_problem(link)
+        if problem is not None and problem[0] == "moved-run" and not stored.is_dir():
+            return f"{link}: {problem[1]}"
+    return ""
 
 
 def _is_owned(root: Path) -> bool:
@@ -417,7 +436,9 @@ class RunFolder:
         return name if isinstance(name, str) and name != plan.path.stem else None
 
     def prepare(self, plan: Plan, store: Path) -> None:
-        """Remove links of earlier runs, except those of steps excluded by `--until`; write the recipe.
+        """Remove the report of an earlier run, unless it describes steps excluded by `--until`; write the recipe.
+
+        The links of the earlier run are kept until this one has replaced them or has ended.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -426,10 +447,6 @@ class RunFolder:
         self.previous_keys = {
             step.name: links[step.name] for step in plan.excluded_steps if step.name in links
         }
-        artifacts = self.path / "artifacts"
-        for place in artifacts.iterdir() if artifacts.is_dir() else ():
-            if place.name not in self.previous_keys:
-                _remove(place)
         for scores in (self.path / SCORES_FOLDER).glob("*.json.gz"):
             if scores.name.removesuffix(".json.gz") not in self.previous_keys:
                 scores.unlink()
@@ -447,11 +464,23 @@ class RunFolder:
         write_atomically(self.path / SCORES_FOLDER / f"{name}.json.gz", content)
 
     def link_artifact(self, name: str, artifact: Artifact) -> None:
-        """Create the link `artifacts/NAME` to `artifact`."""
+        """Create the link `artifacts/NAME` to `artifact`, or replace it."""
         link = self.path / "artifacts" / name
         link.parent.mkdir(exist_ok=True)
-        link.unlink(missing_ok=True)
-        os.symlink(os.path.relpath(artifact.path, link.parent), link)
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        new = link.with_name(f".{name}.part")
+        new.unlink(missing_ok=True)
+        os.symlink(os.path.relpath(artifact.path, link.parent), new)
+        os.replace(new, link)
+
+    def remove_old_links(self, names: Iterable[str]) -> None:
+        """Remove the links of an earlier run except those of the steps `names` and of excluded steps."""
+        kept = {*names, *self.previous_keys}
+        artifacts = self.path / "artifacts"
+        for place in artifacts.iterdir() if artifacts.is_dir() else ():
+            if place.name not in kept:
+                _remove(place)
 
     def keep_previous(
         self, plan: Plan, shop: StepRunner, done: Mapping[str, Artifact]
@@ -479,14 +508,11 @@ class RunFolder:
                 stale.add(step.name)
             else:
                 known[step.name] = kept[step.name] = found
-        self._remove_links(stale & self.previous_keys.keys())
         for name in stale:
+            self.previous_keys.pop(name, None)
+            (self.path / "artifacts" / name).unlink(missing_ok=True)
             (self.path / SCORES_FOLDER / f"{name}.json.gz").unlink(missing_ok=True)
         return kept
-
-    def _remove_links(self, names: Iterable[str]) -> None:
-        for name in names:
-            (self.path / "artifacts" / name).unlink(missing_ok=True)
 
 
 def _find_artifact(step_runner: StepRunner, key: str) -> Artifact | None:

@@ -29,7 +29,7 @@ from smelt.core.remote_store import RemoteStore, open_remote_store
 from smelt.core.store import Store
 from smelt.core.system import available_bytes, memory_limit_bytes
 from smelt.data.splits import Split
-from smelt.evaluate.environment import machine_id, physical_cores
+from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.costs import INTERPRETER_BYTES, Work
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.run_folder import StorePlace, default_store, moved_run_text
@@ -384,7 +384,7 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
 def step_records(root: Path, threads: int | None) -> list[StepRecord]:
     """Return the records of artifacts in a store that this machine made with these threads, newest first."""
     manifests = sorted(_manifests(root), reverse=True)[:_MAX_MANIFESTS]
-    machine, count, found = machine_id(), threads or physical_cores(), list[StepRecord]()
+    machine, count, found = machine_id(), threads or default_threads(), list[StepRecord]()
     for _, file in manifests:
         with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is reported where it is used
             record = (read_hashed_json(file) or {}).get("record")
@@ -429,6 +429,12 @@ def plan_costs(
     place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
     try:
         speed = machine_speed(plan.recipe.threads, place, measure)
+        if speed.is_disturbed:
+            text = (
+                "Other work ran while the speed of this machine was measured, so predicted times may be too"
+                " long. The next plan measures again."
+            )
+            failures.append(warning("disturbed-measurement", text))
     except RunError as error:
         if measure:
             raise

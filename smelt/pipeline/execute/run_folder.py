@@ -232,14 +232,14 @@ def summary_lines(result: Result) -> Sequence[str]:
 
     lines = [render_table(result.report), "", f"Report: {_short_path(result.folder / 'report.html')}"]
     report = validate_report(result.report)
+    links = [result.folder / "artifacts" / step.name for step in report.steps if step.artifact]
+    broken = ((link, problem) for link in links if (problem := broken_link_problem(link)) is not None)
+    if (found := next(broken, None)) is not None:  # no command with these artifacts would work
+        return [*lines, f"{_short_path(found[0])}: {found[1][1]}"]
     step = next((step for step in report.steps if report.verdict and step.name == report.verdict.step), None)
     if step is None:
         return lines
-    place = result.folder / "artifacts" / step.name
-    if not place.exists():
-        problem = broken_link_problem(place)
-        return [*lines, f"{_short_path(place)}: {problem[1] if problem else 'this artifact is missing.'}"]
-    folder = _short_path(place)
+    folder = _short_path(result.folder / "artifacts" / step.name)
     inputs: dict[str, str] = {CUSTOM_TASK: "--data FILE.npz", IMAGE_CLASSIFICATION: "IMAGE.png"}
     what = inputs.get(str(report.recipe.get("task")), '"TEXT"')
     return [
@@ -328,7 +328,7 @@ def default_store(folder: Path) -> tuple[Path, str]:
 
 
 def moved_run_text(folder: Path, store: Path) -> str:
-    """Return a warning if the artifacts of the earlier run in `folder` are in a store that is missing, else "".
+    """Return a warning if the earlier run in `folder` links to a store that is missing, else "".
 
     store: of the next run, in which they may be.
     """
@@ -436,7 +436,7 @@ class RunFolder:
         return name if isinstance(name, str) and name != plan.path.stem else None
 
     def prepare(self, plan: Plan, store: Path) -> None:
-        """Remove the report of an earlier run, unless it describes steps excluded by `--until`; write the recipe.
+        """Remove an earlier run's report, unless it describes steps excluded by `--until`; write the recipe.
 
         The links of the earlier run are kept until this one has replaced them or has ended.
 

@@ -25,7 +25,7 @@ from smelt.core.store import StepCheckpoints, Store
 from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
 from smelt.data.labels import ProblemType
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
-from smelt.evaluate.environment import machine_id, physical_cores
+from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.text_rules import SentenceRules, TextRules
 from smelt.pipeline.execute.display import explain_step_error
 from smelt.pipeline.execute.scoring import Scorer
@@ -285,7 +285,7 @@ class StepRunner:
         return StepRecord(
             kind=estimate.kind,
             machine=machine_id(),
-            threads=self.threads or physical_cores(),
+            threads=self.threads or default_threads(),
             seconds=seconds,
             memory_bytes=peak,
             estimated_memory_bytes=estimate.cost.memory_bytes,

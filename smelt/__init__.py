@@ -96,7 +96,7 @@ def run(
 
     Returns:
         The report (docs/reference/report.md), the run's folder and the exit code of the command: 0
-        passed, 1 a step failed, 3 a gate failed, 130 interrupted.
+        passed, 1 a step failed, 3 a gate failed, 4 the remote store lacks results, 130 interrupted.
 
     Raises:
         InputError: the recipe, the data or the machine is not suitable; nothing was written.

@@ -16,6 +16,7 @@ import re
 import secrets
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,8 +29,9 @@ from smelt.core.messages import escape_controls, hide_password
 
 # Seconds for the first answer; the drivers would try again for minutes.
 _ANSWER_S = 30.0
-# Failures in a row after which a remote store is not used any more: each may take as long as a time-out.
+# Failures in a row after which a remote store is not used for a while: each may take as long as a time-out.
 _MAX_FAILURES = 3
+_PAUSE_S, _MAX_PAUSE_S = 60.0, 600.0  # doubled by each further failure
 _PACKAGES = {"s3": "s3", "s3a": "s3"}  # extra of smelt by protocol
 
 
@@ -83,6 +85,7 @@ class RemoteStore:
         self._known: set[str] = set()  # files that are there for certain
         self._damaged: set[str] = set()  # files and keys to write again
         self.failures = 0  # in a row
+        self._paused_until = 0.0
 
     def __str__(self) -> str:
         """Return the URL without its password."""
@@ -93,13 +96,22 @@ class RemoteStore:
         return open_remote_store, (self.url,)
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether the last uses failed, so that it is not used any more."""
-        return self.failures >= _MAX_FAILURES
+    def is_paused(self) -> bool:
+        """Whether the last uses failed, so that it is not used for a while."""
+        return self.failures >= _MAX_FAILURES and time.monotonic() < self._paused_until
 
-    def count_failure(self, failed: bool) -> None:
-        """Count the failures in a row. failed: of the last use."""
+    def end_pause(self) -> None:
+        """Use it again now."""
+        self._paused_until = 0.0
+
+    def count_failure(self, failed: bool) -> float | None:
+        """Count the failures in a row, of which the last use may be one; return the seconds of a pause."""
         self.failures = self.failures + 1 if failed else 0
+        if self.failures < _MAX_FAILURES:
+            return None
+        pause = float(min(_MAX_PAUSE_S, _PAUSE_S * 2 ** (self.failures - _MAX_FAILURES)))
+        self._paused_until = time.monotonic() + pause
+        return pause
 
     def check(self) -> None:
         """Write, read and remove a small file."""

@@ -46,7 +46,7 @@ from smelt.core.files import (
     write_hashed_json,
 )
 from smelt.core.locks import STALE_AFTER_S, file_lock, heartbeat, is_active, remove_stale_lock
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, warning, with_count
 from smelt.core.remote_store import DamagedFileError, RemoteStore, describe_driver_error
 
 OWNER_SUFFIX = ".owner"
@@ -68,6 +68,7 @@ class Store:
         warn: Callable[[Message], None] = lambda message: None,
     ) -> None:
         self.root, self.remote, self.warn = root.resolve(), remote, warn
+        self._pending: dict[str, Callable[[RemoteStore], None]] = {}  # by the name of what is copied
         try:
             for name in ("artifacts", "scores", "tmp", "locks", "checked"):
                 folder = self.root / name
@@ -111,7 +112,8 @@ class Store:
         if self._read_checked(key).get("files") != _file_states(artifact):
             artifact.verify(hint)
             self._write_checked(artifact)
-        self._push(lambda remote: remote.push(artifact))  # one that was made while it could not be reached
+        # one that was made while it could not be reached
+        self._push(key, lambda remote: remote.push(artifact))
         return artifact
 
     def lock(self, key: str, waiting: Callable[[str], None]) -> AbstractContextManager[None]:
@@ -158,7 +160,7 @@ class Store:
         manifest = manifest.model_copy(update={"files": files})
         write_manifest(folder, manifest)
         artifact = self._move_to_artifacts(folder, manifest.key, replace)
-        self._push(lambda remote: remote.push(artifact, replace))
+        self._push(artifact.key, lambda remote: remote.push(artifact, replace))
         return artifact
 
     def _move_to_artifacts(self, folder: Path, key: str, replace: bool = False) -> Artifact:
@@ -228,7 +230,7 @@ class Store:
         path = self.root / "scores" / f"{key}.json"
         value = read_hashed_json(path)
         if value is not None:
-            self._push(lambda remote: remote.push_score(key, path))
+            self._push(path.name, lambda remote: remote.push_score(key, path))
             return value
         with self._using_remote() as remote:
             value = None if remote is None else remote.read_score(key)
@@ -240,7 +242,7 @@ class Store:
         """Store `value` under `key`, replacing an earlier one."""
         path = self.root / "scores" / f"{key}.json"
         write_hashed_json(path, value)
-        self._push(lambda remote: remote.push_score(key, path, replace=True))
+        self._push(path.name, lambda remote: remote.push_score(key, path, replace=True))
 
     def _pull(self, key: str) -> bool:
         """Copy the artifact `key` from the remote store; return whether it is there, and intact."""
@@ -257,17 +259,35 @@ class Store:
                 return True
         return False
 
-    def _push(self, push: Callable[[RemoteStore], None]) -> None:
-        """Copy something to the remote store, if there is one; if that fails, it stays here."""
+    def _push(self, name: str, push: Callable[[RemoteStore], None]) -> None:
+        """Copy something to the remote store, if there is one; if that fails, `push_pending` tries again."""
+        if self.remote is None:
+            return
+        self._pending[name] = push
         with self._using_remote(to_write=True) as remote:
             if remote is not None:
                 push(remote)
+                del self._pending[name]
+
+    def push_pending(self) -> int:
+        """Copy to the remote store what could not be copied before; return how much it still lacks."""
+        for name, push in list(self._pending.items()):
+            if self.remote is not None:
+                self.remote.end_pause()
+            self._push(name, push)
+            if name in self._pending:
+                break  # each attempt may take as long as a time-out
+        if count := len(self._pending):
+            text = f"{with_count(count, 'result')} of this run could not be copied to {self.remote}."
+            text += f" Run the same command again; finished steps are taken from {self.root}."
+            self.warn(warning("not-in-remote-store", text))
+        return count
 
     @contextmanager
     def _using_remote(self, to_write: bool = False) -> Iterator[RemoteStore | None]:
-        """Yield the remote store, None if there is none or it was given up; errors become warnings."""
+        """Yield the remote store, None if there is none or it is paused; errors become warnings."""
         remote = self.remote
-        if remote is None or remote.is_given_up:
+        if remote is None or remote.is_paused:
             yield None
             return
         failed = True
@@ -282,8 +302,8 @@ class Store:
             self.warn(
                 warning(
                     "push-failed",
-                    f"{remote}: cannot be written to: {what}. What was made is in {self.root}; run the same"
-                    " command again to copy it.",
+                    f"{remote}: cannot be written to: {what}. What was made is in {self.root}, and is copied"
+                    " at the end of the run if the bucket answers then.",
                 )
                 if to_write
                 else warning(
@@ -292,13 +312,13 @@ class Store:
                 )
             )
         finally:
-            remote.count_failure(failed)
-            if failed and remote.is_given_up:
+            pause = remote.count_failure(failed)
+            if pause is not None:
                 self.warn(
                     warning(
-                        "remote-store-given-up",
-                        f"{remote}: failed {remote.failures} times in a row and is not used any more. Run"
-                        " the same command again when it can be reached.",
+                        "remote-store-paused",
+                        f"{remote}: failed {remote.failures} times in a row. It is tried again after"
+                        f" {pause:.0f} s, and at the end of the run.",
                     )
                 )
 

@@ -150,9 +150,10 @@ def test_a_manifest_with_other_files_than_a_stage_writes_is_refused(machines, na
     assert (two.find(KEY), message_codes(two.found)) == (None, ["damaged-remote-file"])
 
 
-def test_a_remote_store_that_keeps_failing_is_given_up(tmp_path, monkeypatch):
+def test_a_remote_store_that_keeps_failing_is_tried_again_after_a_pause(tmp_path, monkeypatch):
     machines = Machines(f"memory://{uuid.uuid4().hex}", tmp_path)
-    one, asked = machines.store("one"), []
+    one, asked, now = machines.store("one"), [], [0.0]
+    monkeypatch.setattr(remote_store.time, "monotonic", lambda: now[0])
 
     def fail(place):
         asked.append(place)
@@ -161,8 +162,36 @@ def test_a_remote_store_that_keeps_failing_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(one.remote, "_read", fail)
     assert [one.read_score(str(number)) for number in range(5)] == [None] * 5
     assert len(asked) == 3
-    assert message_codes(one.found) == ["pull-failed"] * 3 + ["remote-store-given-up"]
+    assert message_codes(one.found) == ["pull-failed"] * 3 + ["remote-store-paused"]
     assert one.find(_commit(one).key)
+    for seconds, attempts in ((61, 4), (61, 4), (61, 5)):  # the second pause is twice as long
+        now[0] += seconds
+        one.read_score("later")
+        assert len(asked) == attempts
+    monkeypatch.undo()
+    assert one.push_pending() == 0
+    assert machines.store("two").find(KEY) is not None
+    assert (one.read_score("later"), one.remote.failures) == (None, 0)
+
+
+def test_results_of_an_outage_are_copied_at_the_end_or_counted(machines, monkeypatch):
+    one = machines.store("one")
+    with monkeypatch.context() as outage:
+        outage.setattr(one.remote, "_write", _lose_connection)
+        outage.setattr(one.remote, "_size_of", _lose_connection)
+        _commit(one)
+        for number in range(4):
+            one.write_score(str(number), {"n": number})
+        assert one.push_pending() == 5
+        assert message_codes(one.found)[-1] == "not-in-remote-store"
+    assert one.push_pending() == 0
+    two = machines.store("two")
+    assert two.find(KEY) is not None
+    assert [two.read_score(str(number)) for number in range(4)] == [{"n": number} for number in range(4)]
+
+
+def _lose_connection(*_):
+    raise OSError("connection lost")
 
 
 @pytest.mark.parametrize(

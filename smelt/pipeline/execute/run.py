@@ -248,12 +248,14 @@ class _PlanRunner:
             self.display.print_line(_log_text(failure))
         if self.cluster_run is not None:
             self.cluster_run.cancel()
+        not_copied = 0
         if self.report.status != "interrupted":
             self.run_folder.remove_old_links(self.artifacts)
+            not_copied = self.store.push_pending()
         self._write_report(last=True)
         self._finish_trackers()
         self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")
-        return Result(Report(self.report.data), self.folder)
+        return Result(Report(self.report.data), self.folder, not_copied)
 
     def _finish_trackers(self) -> None:
         """Log the report to the trackers; if one fails, the report gets the warning."""

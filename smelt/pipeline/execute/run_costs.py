@@ -321,7 +321,7 @@ class _PlannedStore(Store):
     def _pull(self, key: str) -> bool:
         return False
 
-    def _push(self, push: Callable[[RemoteStore], None]) -> None:
+    def _push(self, name: str, push: Callable[[RemoteStore], None]) -> None:
         pass
 
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 
 EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
+NOT_COPIED_EXIT_CODE = 4  # passed, but the remote store lacks results
 
 
 class Report(Mapping[str, Any]):
@@ -166,14 +167,20 @@ def report_csv(report: Mapping[str, Any]) -> str:
 
 @dataclass
 class Result:
-    """The result of a run: report (see docs/reference/report.md), folder and exit code."""
+    """The result of a run: report (see docs/reference/report.md), folder and exit code.
+
+    not_copied: the number of results that the remote store lacks.
+    """
 
     report: Report
     folder: Path
+    not_copied: int = 0
     exit_code: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.exit_code = EXIT_CODES[self.report["status"]]
+        if self.not_copied and not self.exit_code:
+            self.exit_code = NOT_COPIED_EXIT_CODE
 
     def __repr__(self) -> str:
         """Return a short form without the report: name, status and folder."""

@@ -184,7 +184,14 @@ class _CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; print errors as messages, without a traceback, and set the exit code."""
+        from smelt.core.termination import sigterm_as_error
+
+        with sigterm_as_error():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         from smelt.core.errors import DEFAULT_CODE, SmeltError, rust_panics_as_errors
+        from smelt.core.termination import interrupted_exit_code
 
         try:
             with rust_panics_as_errors():
@@ -203,7 +210,7 @@ class _CommandGroup(click.Group):
             raise  # handled by click
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
-            ctx.exit(130)
+            ctx.exit(interrupted_exit_code())
         except BrokenPipeError:  # the reader closed the pipe: `smelt stages | head`
             sys.stdout = None
             ctx.exit(0)

@@ -21,6 +21,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from smelt.core.files import (
 from smelt.core.messages import Message, messages_to_json
 from smelt.core.process_group import from_first, process_count, process_rank, wait_for_all
 from smelt.core.stage import Context, candidate_artifact
+from smelt.core.termination import TerminatedError, is_termination_requested, termination_deferred
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
 from smelt.models.edits import Edit
@@ -263,15 +265,34 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             self._random_pending = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save a checkpoint if it is due."""
-        due = self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes
+        """Save a checkpoint if it is due, or if SIGTERM asks for the end.
+
+        Raises:
+            TerminatedError: after the checkpoint that is the last one. Other processes than the first one
+                train on until they are ended, if they do not take part in it.
+        """
+        ends = is_termination_requested()
+        due = ends or (self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes)
         if self._is_sharded:  # all take part
-            due = from_first(lambda: due)
+            due, ends = from_first(lambda: (due, ends))
         elif process_rank():  # all have the same weights and optimizer states
-            due = False
-        if self.folder is None or not due or state.global_step >= state.max_steps:
-            return
-        whole = kwargs["optimizer"].state_dict if self.zero is None else self.zero.optimizer_state
+            due = ends = False
+        if due and self.can_save and state.global_step < state.max_steps:
+            self._save(state, kwargs["optimizer"], kwargs["lr_scheduler"])
+        if ends and state.global_step < state.max_steps:
+            raise TerminatedError
+
+    @property
+    def can_save(self) -> bool:
+        """Whether checkpoints of this training are written."""
+        return self.folder is not None and self.minutes is not None
+
+    def ending_on_sigterm(self) -> AbstractContextManager[None]:
+        """Return a context in which SIGTERM ends a training after its update, with a checkpoint."""
+        return termination_deferred() if self.can_save else contextlib.nullcontext()
+
+    def _save(self, state: Any, wrapped_optimizer: Any, scheduler: Any) -> None:
+        whole = wrapped_optimizer.state_dict if self.zero is None else self.zero.optimizer_state
         optimizer = whole()
         random_tensors, random_told = _random_state()
         tensors = {
@@ -285,10 +306,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             "total": state.max_steps,
             "keeper": self.keeper.state_dict(),
             "groups": optimizer["param_groups"],
-            "schedule": kwargs["lr_scheduler"].state_dict(),
-            "scaler": scaler.state_dict()
-            if (scaler := getattr(kwargs["optimizer"], "scaler", None))
-            else None,
+            "schedule": scheduler.state_dict(),
+            "scaler": scaler.state_dict() if (scaler := getattr(wrapped_optimizer, "scaler", None)) else None,
             "random": random_told,
         }
         self._write(state.global_step, tensors, metadata)
@@ -296,6 +315,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def finish(self, step: int, details: Mapping[str, Any], warnings: list[Message]) -> None:
         """Save the weights of a finished long training: the rest of the step may still be interrupted."""
         long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
+        long |= self.can_save and is_termination_requested()
         if self._is_sharded:
             long = from_first(lambda: long)
         if self.folder is not None and (long or self.saved is not None):

@@ -248,3 +248,33 @@ def test_a_run_that_was_killed_goes_on_and_leaves_nothing(tmp_path):
     harness.smelt("run", recipe, "--out", tmp_path / "other" / "b", "--quiet", code=0)
     folders = [tmp_path / at / "artifacts" / "finetune" for at in ("runs/a", "other/b")]
     assert same(*map(weights, folders))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
+def test_sigterm_in_a_training_writes_a_checkpoint_and_exits_with_143(tmp_path):
+    """As Slurm, Kubernetes and systemd send it; no checkpoint would be due for an hour."""
+    tiny.write_marian(tmp_path / "m")
+    tiny.write_pairs(tmp_path / "rows.jsonl")
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("minutes: 0}", "minutes: 60}"))
+    before = (
+        f"import os, signal; os.chdir({str(tmp_path)!r})\n"
+        "from smelt.training.checkpoint_selector import CheckpointSelector\n"
+        "begin = CheckpointSelector.on_step_begin\n"
+        "def terminate(self, args, state, control, **kwargs):\n"
+        "    if state.global_step == 2: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return begin(self, args, state, control, **kwargs)\n"
+        "CheckpointSelector.on_step_begin = terminate\n"
+    )
+    code, output = shared_server().run("run", "recipe.yaml", "--out", "runs/a", "--quiet", before=before)
+    assert code == 143, output
+    report = json.loads((tmp_path / "runs" / "a" / "report.json").read_text())
+    assert report["status"] == "interrupted"
+    store = tmp_path / "runs" / ".store"
+    assert len(list(store.glob("unfinished/*/1/3.safetensors"))) == 1
+    assert not list((store / "tmp").iterdir())
+    recipe = tmp_path / "recipe.yaml"
+    harness.smelt("run", recipe, "--out", tmp_path / "runs" / "a", "--quiet", code=0)
+    assert "step 3 " in (tmp_path / "runs" / "a" / "log.txt").read_text()
+    harness.smelt("run", recipe, "--out", tmp_path / "other" / "b", "--quiet", code=0)
+    folders = [tmp_path / at / "artifacts" / "finetune" for at in ("runs/a", "other/b")]
+    assert same(*map(weights, folders))

@@ -41,6 +41,7 @@ from smelt.core.files import (
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.remote_store import is_store_url, open_remote_store
 from smelt.core.store import OWNER_SUFFIX, Store
+from smelt.core.termination import interrupted_exit_code
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.evaluate.report.chart import CHART_FILES, chart_files
 from smelt.evaluate.report.schema import SCORES_FOLDER
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan
 
 
-EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
+EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3}
 NOT_COPIED_EXIT_CODE = 4  # passed, but the remote store lacks results
 
 
@@ -178,7 +179,8 @@ class Result:
     exit_code: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.exit_code = EXIT_CODES[self.report["status"]]
+        status = self.report["status"]
+        self.exit_code = interrupted_exit_code() if status == "interrupted" else EXIT_CODES[status]
         if self.not_copied and not self.exit_code:
             self.exit_code = NOT_COPIED_EXIT_CODE
 

@@ -25,6 +25,7 @@ from smelt.core.messages import messages_to_json
 from smelt.core.stage import Context
 from smelt.core.stage_cache import StageCache, commit_cached_files, find_cached_files
 from smelt.core.store import StepCheckpoints, Store
+from smelt.core.termination import TERMINATED_EXIT_CODE, TerminatedError, sigterm_as_error
 from smelt.pipeline.execute.display import explain_step_error
 
 if TYPE_CHECKING:
@@ -78,11 +79,14 @@ def _train(space: Path) -> None:
     try:
         from smelt.runtimes.device import torch_device
 
-        join_processes(torch_device(job["device"]), job["strategy"])
-        result = _run_job(job, space, rank)
-        if process_rank() == 0:
-            write_json(space / RESULT_FILE, result)
-        leave_processes()
+        with sigterm_as_error():
+            join_processes(torch_device(job["device"]), job["strategy"])
+            result = _run_job(job, space, rank)
+            if process_rank() == 0:
+                write_json(space / RESULT_FILE, result)
+            leave_processes()
+    except TerminatedError:
+        os._exit(TERMINATED_EXIT_CODE)
     except Exception as error:
         traceback.print_exc()
         found = explain_step_error(error, str(job.get("step", "score")), space, space / "log.txt")

@@ -207,7 +207,7 @@ def gpu_names() -> tuple[str, ...]:
 _KEPT_SECONDS = 24 * 3600.0
 _TIMEOUT_SECONDS = 300.0
 _VERSION = 2  # of the measurement
-_TRIALS = 3
+_TRIALS, _REPEAT_SECONDS = 3, 20.0
 WIDTHS = (128, 256, 1024)
 _FILE_BYTES = 32 * 2**20
 # transformers, accelerate and their modules, which a step imports besides torch; of Python, on every machine.
@@ -312,7 +312,8 @@ def _measure_in_process(threads: int, folder: Path) -> MachineSpeed:
 def measure_speed(threads: int, folder: Path) -> MachineSpeed:
     """Return the speeds of this machine, measured in this process, which should not do anything else.
 
-    A disturbed measurement is repeated twice; if all are disturbed, the fastest speeds are returned.
+    A disturbed measurement is repeated, at most twice and not after 20 seconds; if all are disturbed, the
+    fastest speeds are returned.
     """
     import psutil
     import torch
@@ -323,8 +324,8 @@ def measure_speed(threads: int, folder: Path) -> MachineSpeed:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     place = summary.ComputeResources(threads, os.cpu_count() or 1)
-    found = list[MachineSpeed]()
-    for _ in range(_TRIALS):
+    found, deadline = list[MachineSpeed](), time.monotonic() + _REPEAT_SECONDS
+    while not found or (len(found) < _TRIALS and time.monotonic() < deadline):
         before = summary.read_counters()
         speeds = _compute_speeds()
         lost = summary.load_between(before, summary.read_counters()).lost_share(place)

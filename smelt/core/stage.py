@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from smelt.core.artifact import Artifact, FileRecord, Format, Manifest
 from smelt.core.files import json_hash, resolve_path, sha256_of
 from smelt.core.messages import Message, warning
+from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import Split, Task
 
 Need = Literal["train", "unlabelled", "validation", "calibration", "cuda", "tensorrt"]
@@ -191,9 +191,9 @@ def temporary_files(
     cache_key: Mapping[str, Any], make: Callable[[Path], None]
 ) -> Iterator[tuple[Path, bool]]:
     """Yield a temporary folder with the files of `make`, removed when the context ends."""
-    with tempfile.TemporaryDirectory(prefix="smelt-") as folder:
-        make(Path(folder))
-        yield Path(folder), False
+    with temporary_workspace() as folder:
+        make(folder)
+        yield folder, False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -32,7 +31,7 @@ from smelt.core.artifact import (
     read_manifest,
     write_manifest,
 )
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.files import (
     MANIFEST,
     apply_umask,
@@ -41,15 +40,13 @@ from smelt.core.files import (
     is_artifact_file,
     partial_files,
     read_hashed_json,
-    seconds_since_written,
     sha256_of,
     write_hashed_json,
 )
-from smelt.core.locks import STALE_AFTER_S, file_lock, heartbeat, is_active, remove_stale_lock
+from smelt.core.locks import file_lock, remove_stale_lock
 from smelt.core.messages import Message, warning, with_count
 from smelt.core.remote_store import DamagedFileError, RemoteStore, describe_driver_error
-
-OWNER_SUFFIX = ".owner"
+from smelt.core.workspaces import may_be_in_use, remove_leftover_workspaces, workspace
 
 
 class Store:
@@ -59,6 +56,9 @@ class Store:
         root: the folder.
         remote: store of several machines, of which the folder is the cache.
         warn: called with a warning where the remote store fails; work goes on with the folder.
+
+    A store of others that cannot be written to can be read; what it lacks is an error. is_writable: whether
+    it can be written to.
     """
 
     def __init__(
@@ -76,11 +76,34 @@ class Store:
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"{folder} may not be written to")
         except OSError as error:
-            raise InputError(
-                f"{self.root}: cannot be used as a store: {error.strerror}. Use another with --store FOLDER.",
-                code="unusable-store",
-            ) from error
-        self._remove_leftovers()
+            parts = [self.root / name for name in ("artifacts", "scores")]
+            is_readable = all(path.is_dir() and os.access(path, os.R_OK | os.X_OK) for path in parts)
+            if remote is not None or not is_readable:
+                raise self._unusable(error) from error
+            self.is_writable = False
+        else:
+            self.is_writable = True
+            self._remove_leftovers()
+
+    def require_present(self) -> None:
+        """Require that the folders of the store exist.
+
+        Raises:
+            RunError: the store was removed (`store-removed`).
+        """
+        names = ("artifacts", "scores", *(("tmp", "locks") if self.is_writable else ()))
+        if not all((self.root / name).is_dir() for name in names):
+            raise RunError(
+                f"{self.root}: this store was removed while it was used. Run the same command again to build"
+                " again what was in it.",
+                code="store-removed",
+            )
+
+    def _unusable(self, error: OSError) -> InputError:
+        return InputError(
+            f"{self.root}: cannot be used as a store: {error.strerror}. Use another with --store FOLDER.",
+            code="unusable-store",
+        )
 
     def find(
         self, key: str, hint: str = "Run the recipe again with --rebuild to build it again."
@@ -119,22 +142,31 @@ class Store:
     def lock(self, key: str, waiting: Callable[[str], None]) -> AbstractContextManager[None]:
         """Hold the lock of `key`, so that two processes never do the same work at once.
 
+        In a store that cannot be written to there is no lock, and no work.
+
         Args:
             key: of an artifact or score, or any other name of work.
             waiting: called with the owner as text before waiting for it.
         """
+        if not self.is_writable:
+            return nullcontext()
+        self.require_present()
         return file_lock(self.root / "locks" / f"{key}.lock", waiting)
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
-        """Yield an empty folder inside the store that is always removed on leaving."""
-        path = self.root / "tmp" / f"{os.getpid()}-{secrets.token_hex(8)}"
-        with heartbeat(path.with_name(path.name + OWNER_SUFFIX)):
-            path.mkdir()
-            try:
-                yield path
-            finally:
-                shutil.rmtree(path, ignore_errors=True)
+        """Yield an empty folder inside the store that is always removed on leaving.
+
+        Raises:
+            InputError: the store cannot be written to (`unusable-store`).
+            RunError: it was removed (`store-removed`).
+        """
+        if not self.is_writable:
+            error = PermissionError(errno.EACCES, "it can be read, not written to, and lacks what is needed")
+            raise self._unusable(error) from error
+        self.require_present()
+        with workspace(self.root / "tmp") as path:
+            yield path
 
     def commit(self, folder: Path, manifest: Manifest, replace: bool = False) -> Artifact:
         """Turn the finished `folder` of a workspace into the artifact `manifest.key`.
@@ -143,6 +175,7 @@ class Store:
         process was faster, its artifact is kept; with `replace` the existing one is
         removed.
         """
+        self.require_present()
         apply_umask(folder)
         files = {
             path.relative_to(folder).as_posix(): FileRecord(
@@ -239,7 +272,11 @@ class Store:
         return value
 
     def write_score(self, key: str, value: dict[str, Any]) -> None:
-        """Store `value` under `key`, replacing an earlier one."""
+        """Store `value` under `key`, replacing an earlier one; not in a store that cannot be written to."""
+        if not self.is_writable:
+            self.warn(warning("read-only-store", f"{self.root}: may not be written to: scores are not kept."))
+            return
+        self.require_present()
         path = self.root / "scores" / f"{key}.json"
         write_hashed_json(path, value)
         self._push(path.name, lambda remote: remote.push_score(key, path, replace=True))
@@ -334,28 +371,13 @@ class Store:
 
     def _remove_leftovers(self) -> None:
         """Remove leftovers of dead processes: workspaces, markers, partial files, lock files."""
-        for marker in (self.root / "tmp").glob(f"*{OWNER_SUFFIX}"):
-            if not is_active(marker):
-                shutil.rmtree(marker.with_suffix(""), ignore_errors=True)
-                marker.unlink(missing_ok=True)
-        for path in (self.root / "tmp").iterdir():
-            if (
-                path.is_dir()
-                and not path.with_name(path.name + OWNER_SUFFIX).exists()
-                and not _may_be_in_use(path)
-            ):
-                shutil.rmtree(path, ignore_errors=True)
+        remove_leftover_workspaces(self.root / "tmp")
         for name in ("scores", "checked", "runs", "locks", "tmp"):
             for path in partial_files(self.root / name):
-                if not _may_be_in_use(path):
+                if not may_be_in_use(path):
                     path.unlink(missing_ok=True)
         for path in (self.root / "locks").iterdir():
             remove_stale_lock(path)
-
-
-def _may_be_in_use(path: Path) -> bool:
-    """Return whether a process without a marker may still be working on `path`."""
-    return seconds_since_written(path) < STALE_AFTER_S
 
 
 def _file_states(artifact: Artifact) -> dict[str, list[int]]:

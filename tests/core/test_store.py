@@ -17,7 +17,7 @@ from concurrent_processes import disable_file_locks
 from expected_errors import raises_code
 
 from smelt.core.artifact import Manifest, read_artifact
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.files import MANIFEST
 from smelt.core.locks import STALE_AFTER_S, current_owner, read_owner, write_owner
 from smelt.core.messages import message_codes
@@ -396,24 +396,50 @@ def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
     assert "b.json" in str(caught.value)
 
 
-def test_a_store_that_may_not_be_written_is_explained_to_a_plain_user(tmp_path):
+def test_store_that_may_not_be_written_can_be_read(tmp_path):
     """As root, who may write everywhere, through a child that becomes nobody."""
     code = (
         "import os, sys; from pathlib import Path\n"
         "from smelt.core.store import Store; from smelt.core.errors import InputError\n"
         "os.geteuid() or os.setuid(65534)\n"
-        "try: Store(Path(sys.argv[1]))\n"
-        "except InputError as error: print(error.code, error.__cause__.errno, error)\n"
+        "warnings = []\n"
+        "store = Store(Path(sys.argv[1]), warn=warnings.append)\n"
+        "with store.lock('k', print): print(store.find(sys.argv[2]).path, store.read_score('k'))\n"
+        "store.write_score('other', {}); print(warnings[0].code)\n"
+        "for try_it in (store.workspace().__enter__, lambda: Store(Path(sys.argv[1]) / 'new')):\n"
+        "    try: try_it()\n"
+        "    except InputError as error: print(error.code, error.__cause__.errno, error)\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        store = Path(folder) / "s"
-        Store(store)
-        for path in (store, *store.iterdir()):
+        store = Store(Path(folder) / "s")
+        made = _write(store)
+        store.write_score("k", {"n": 1})
+        for path in (store.root, *store.root.iterdir()):
             path.chmod(0o555)
-        command = [sys.executable, "-c", code, str(store)]
+        command = [sys.executable, "-c", code, str(store.root), KEY]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert done.stdout.startswith(f"unusable-store {errno.EACCES} {store}: "), done.stderr
+        read, warned, *refused = done.stdout.splitlines()
+        assert (read, warned) == (f"{made.path} {{'n': 1}}", "read-only-store"), done.stderr
+        assert refused[0].startswith(f"unusable-store {errno.EACCES} {store.root}: ")
+        assert refused[1].startswith(f"unusable-store {errno.EACCES} {store.root / 'new'}: ")
+
+
+def test_store_that_was_removed_is_explained_and_not_made_again(tmp_path):
+    store = Store(tmp_path / "s")
+    with store.workspace() as space:
+        (space / "out").mkdir()
+        shutil.rmtree(store.root)
+        with raises_code("store-removed", RunError):
+            store.commit(space / "out", _manifest())
+    for use in (
+        store.workspace().__enter__,
+        lambda: store.lock("k", print),
+        lambda: store.write_score("k", {}),
+    ):
+        with raises_code("store-removed", RunError):
+            use()
+    assert not store.root.exists()
 
 
 SCORE = {"bleu": {"value": 93.63}, "n": 16, "odd": [float("nan"), 1e-300, {"1": "é"}]}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError, rust_panics_as_errors
-from smelt.core.locks import MachineTurns, file_lock
+from smelt.core.errors import DEFAULT_CODE, InputError, RunError, SmeltError, rust_panics_as_errors
+from smelt.core.locks import MachineTurns
 from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.data.split_division import checked_limit, limit_split
@@ -46,6 +46,7 @@ from smelt.pipeline.execute.run_folder import (
     open_store,
     register_run,
     require_run_folder,
+    run_folder_lock,
     write_report,
 )
 from smelt.pipeline.execute.sources import make_first_artifact
@@ -135,7 +136,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(file_lock(folder / ".lock", partial(_raise_folder_in_use, folder)))
+            stack.enter_context(run_folder_lock(folder))
             stack.enter_context(register_run(store.root, folder))
             display = Display(folder / "log.txt", quiet=options.quiet, label=options.label)
         except OSError as error:
@@ -163,19 +164,6 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
 def _log_text(failure: SmeltError) -> str:
     """Return an error as a line of the log."""
     return f"error[{failure.code or DEFAULT_CODE}]: {failure}"
-
-
-def _raise_folder_in_use(folder: Path, holder: str) -> None:
-    """Raise the error that another run uses the folder.
-
-    Raises:
-        InputError: always.
-    """
-    raise InputError(
-        f"{folder}: {holder} is running in this folder. Choose another folder with --out, or wait.",
-        code="folder-in-use",
-        file=str(folder),
-    )
 
 
 class _PlanRunner:
@@ -344,6 +332,10 @@ class _PlanRunner:
     def _explain_error(self, error: Exception, step: str) -> SmeltError:
         """Return an error with a message for the user; log the traceback of unexpected errors."""
         failure = explain_step_error(error, step, self.store.root, self.display.log_path)
+        try:
+            self.store.require_present()
+        except RunError as removed:  # the cause of whatever failed
+            failure = removed
         given = self.plan.local_model if step == MODEL_STEP else None
         failure = with_user_paths(failure, self.store.root, given, self.artifacts)
         for line in unexpected_traceback(error).splitlines():

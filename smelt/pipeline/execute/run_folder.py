@@ -40,8 +40,9 @@ from smelt.core.files import (
 )
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.remote_store import is_store_url, open_remote_store
-from smelt.core.store import OWNER_SUFFIX, Store
+from smelt.core.store import Store
 from smelt.core.termination import interrupted_exit_code
+from smelt.core.workspaces import OWNER_SUFFIX
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.evaluate.report.chart import CHART_FILES, chart_files
 from smelt.evaluate.report.schema import SCORES_FOLDER
@@ -355,7 +356,13 @@ def _is_owned(root: Path) -> bool:
 
 @contextmanager
 def register_run(store: Path, folder: Path) -> Iterator[None]:
-    """Register the run in `folder` with the store at `store`, as active until this context exits."""
+    """Register the run in `folder` with the store at `store`, as active until this context exits.
+
+    In a store that cannot be written to no run is registered.
+    """
+    if not os.access(store / "tmp", os.W_OK):
+        yield
+        return
     note = _run_record(store, folder)
     note.parent.mkdir(exist_ok=True)
     with ExitStack() as stack:
@@ -364,6 +371,19 @@ def register_run(store: Path, folder: Path) -> Iterator[None]:
                 write_hashed_json(note, {"folder": str(folder)})
             stack.enter_context(heartbeat(note.with_suffix(OWNER_SUFFIX)))
         yield
+
+
+def run_folder_lock(folder: Path) -> AbstractContextManager[None]:
+    """Return the lock of a run in `folder`; entering it raises `folder-in-use` if another run has it."""
+
+    def refuse(holder: str) -> None:
+        raise InputError(
+            f"{folder}: {holder} is running in this folder. Choose another folder with --out, or wait.",
+            code="folder-in-use",
+            file=str(folder),
+        )
+
+    return file_lock(folder / ".lock", refuse)
 
 
 def cleaning_lock(store: Path) -> AbstractContextManager[None]:

@@ -291,3 +291,16 @@ def test_links_of_an_earlier_run_are_kept_until_the_next_one_has_ended(whole, mo
     monkeypatch.setattr(Prune, "__call__", fail)
     _run(home, *changed, code=1)
     assert _links(home) == ["model"]  # what the report does not describe
+
+
+def test_run_whose_store_is_removed_says_so(home, monkeypatch):
+    from smelt.compress.prune.stage import Prune
+
+    def remove_store(self, src, settings, ctx):
+        shutil.rmtree(home / "runs" / ".store")
+        (ctx.out / "x").write_text("half")
+
+    monkeypatch.setattr(Prune, "__call__", remove_store)
+    _, steps, _ = _run(home, code=1)
+    assert steps["prune"]["error"]["code"] == "store-removed"
+    assert not (home / "runs" / ".store").exists()

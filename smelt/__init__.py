@@ -78,6 +78,7 @@ def run(
     rebuild: bool | Sequence[str] = (),
     limit: int | None = None,
     executor: str | None = None,
+    push_checkpoints: bool = False,
     quiet: bool = False,
 ) -> Result:
     """Run a recipe and return its result, as `smelt run` does.
@@ -92,6 +93,7 @@ def run(
         rebuild: steps to build again; True for all.
         limit: use at most this many samples of every split; 1 or more.
         executor: ray or ray://HOST:PORT, to run steps as tasks of a Ray cluster.
+        push_checkpoints: copy checkpoints of trainings to the bucket, so that another machine can continue.
         quiet: print nothing to standard error; the log is in the run's folder.
 
     Returns:
@@ -118,6 +120,7 @@ def run(
         limit=limit,
         quiet=quiet,
         executor=executor,
+        push_checkpoints=push_checkpoints,
     )
     return run_plan(plan, options)
 

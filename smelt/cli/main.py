@@ -320,6 +320,9 @@ def _with_processes(overrides: tuple[str, ...], count: int | None) -> tuple[str,
     metavar="N",
     help="Use at most N samples of every split, for a first try.",
 )
+@click.option(
+    "--push-checkpoints", is_flag=True, help="Copy checkpoints to the bucket of --store, for other machines."
+)
 @click.option("--quiet", is_flag=True, help="Print only the table at the end.")
 def run(
     recipe: str,
@@ -331,6 +334,7 @@ def run(
     rebuild: tuple[str, ...],
     limit: int | None,
     num_processes: int | None,
+    push_checkpoints: bool,
     quiet: bool,
 ) -> None:
     """Run RECIPE: a file, or the name of an included recipe (quickstart).
@@ -349,7 +353,10 @@ def run(
         return
     for warning in plan.warnings:
         print_untrusted(f"warning: {warning}", err=True)
-    result = run_plan(plan, RunOptions(out, store, frozenset(rebuild), limit, quiet, executor=executor))
+    options = RunOptions(
+        out, store, frozenset(rebuild), limit, quiet, executor=executor, push_checkpoints=push_checkpoints
+    )
+    result = run_plan(plan, options)
     for line in summary_lines(result):
         print_untrusted(line)
     sys.exit(result.exit_code)

@@ -1,7 +1,8 @@
 """A store of several machines behind each one's own, in a bucket or folder by fsspec URL.
 
 Layout below the URL: ``files/SHA256``, each file of an artifact under the hash of its bytes;
-``artifacts/KEY.json``, the manifests; ``scores/KEY.json``. A manifest is written after its files, so an
+``artifacts/KEY.json``, the manifests; ``scores/KEY.json``; if a run asks for it, ``unfinished/KEY/N/``, the
+last checkpoint of a training. A manifest is written after its files, so an
 artifact is complete or absent. Files are never changed, so two writers of one key are harmless also if their
 bytes differ: the artifact is that of the later manifest.
 
@@ -213,6 +214,30 @@ class RemoteStore:
             self._write(place, file)
         self._known.add(f"scores/{key}")
 
+    def push_checkpoint(self, place: str, folder: Path, note: str) -> None:
+        """Write a checkpoint's files below ``unfinished/PLACE``, its `note` last; remove earlier ones."""
+        names = sorted((path.name for path in folder.iterdir()), key=note.__eq__)
+        for name in names:
+            self._write(f"unfinished/{place}/{name}", folder / name)
+        for path in self._fs.ls(f"{self._root}/unfinished/{place}", detail=False, refresh=True):
+            if path.rpartition("/")[2] not in names:
+                self._fs.rm_file(path)
+
+    def pull_checkpoint(self, place: str, folder: Path, note: str) -> None:
+        """Copy the files of a checkpoint to `folder`, its `note` last; nothing if there is none."""
+        prefix = f"{self._root}/unfinished/{place}"
+        if self._size_of(f"unfinished/{place}/{note}") is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [path.rpartition("/")[2] for path in self._fs.ls(prefix, detail=False, refresh=True)]
+        for name in sorted(names, key=note.__eq__):
+            self._fs.get_file(f"{prefix}/{name}", str(folder / name))
+
+    def remove_checkpoints(self, key: str) -> None:
+        """Remove the checkpoints of a step."""
+        with suppress(FileNotFoundError):
+            self._fs.rm(f"{self._root}/unfinished/{key}", recursive=True)
+
     def _has_manifest(self, key: str) -> bool:
         return self._size_of(f"artifacts/{key}.json") is not None
 
@@ -236,6 +261,8 @@ class RemoteStore:
     def _write(self, place: str, file: Path) -> None:
         """Write a file; readers see all of it or nothing."""
         target = f"{self._root}/{place}"
+        if not self._fs.async_impl:
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         if self._fs.async_impl:  # an object store: an object appears when all of it has been written
             self._fs.put_file(str(file), target)
             return

@@ -216,6 +216,7 @@ class Context:
         "what" describes them, its "artifacts" lists the keys of their source artifacts.
     next_checkpoint_folder: returns the folder for checkpoints of the stage's next training, the same in every
         run of the step; None if none are written. It is removed when the step is done.
+    checkpoint_saved: called with that folder after each checkpoint.
     log_metrics: receives a point of the training curves: metrics by name, and the update.
     log: writes a line to the run's log.
     warnings, details: of this step, for the report; the stage adds to them.
@@ -237,6 +238,7 @@ class Context:
         [Mapping[str, Any], Callable[[Path], None]], AbstractContextManager[tuple[Path, bool]]
     ] = temporary_files
     next_checkpoint_folder: Callable[[], Path | None] = lambda: None
+    checkpoint_saved: Callable[[Path], None] = lambda folder: None
     log_metrics: Callable[[Mapping[str, float], int], None] = lambda metrics, update: None
     log: Callable[[str], None] = no_log
     warnings: list[Message] = field(default_factory=list)

@@ -45,8 +45,11 @@ from smelt.core.files import (
 )
 from smelt.core.locks import file_lock, remove_stale_lock
 from smelt.core.messages import Message, warning, with_count
+from smelt.core.process_group import process_rank
 from smelt.core.remote_store import DamagedFileError, RemoteStore, describe_driver_error
 from smelt.core.workspaces import may_be_in_use, remove_leftover_workspaces, workspace
+
+CHECKPOINT_FILE = "checkpoint.json"  # the note of a checkpoint, written last
 
 
 class Store:
@@ -68,6 +71,7 @@ class Store:
         warn: Callable[[Message], None] = lambda message: None,
     ) -> None:
         self.root, self.remote, self.warn = root.resolve(), remote, warn
+        self.pushes_checkpoints = False  # to the remote store
         self._pending: dict[str, Callable[[RemoteStore], None]] = {}  # by the name of what is copied
         try:
             for name in ("artifacts", "scores", "tmp", "locks", "checked"):
@@ -359,6 +363,12 @@ class Store:
                     )
                 )
 
+    def use_remote(self, use: Callable[[RemoteStore], None], to_write: bool = False) -> None:
+        """Call `use` with the remote store, unless there is none or it is paused; errors become warnings."""
+        with self._using_remote(to_write) as remote:
+            if remote is not None:
+                use(remote)
+
     def _read_checked(self, key: str) -> dict[str, Any]:
         """Return the note of the last comparison of the artifact's bytes; empty if there is none."""
         return read_hashed_json(self.root / "checked" / f"{key}.json") or {}
@@ -393,20 +403,44 @@ def _file_states(artifact: Artifact) -> dict[str, list[int]]:
 
 
 class StepCheckpoints:
-    """Folders for the checkpoints of a step; they are removed when the step is done."""
+    """Folders for the checkpoints of a step; they are removed when the step is done.
 
-    def __init__(self, root: Path, key: str) -> None:
-        self.folder = root / "unfinished" / key
+    With `Store.pushes_checkpoints` they are copied to the remote store, and from there if this one has none.
+    is_resumed: whether there were some.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.store, self.folder = store, store.root / "unfinished" / key
+        self.is_resumed = self.folder.is_dir()
         self._trainings = 0
 
     def next_folder(self) -> Path:
         """Return the folder of the step's next training, which may not exist."""
         self._trainings += 1
-        return self.folder / str(self._trainings)
+        folder = self.folder / str(self._trainings)
+        if self.store.pushes_checkpoints and process_rank() == 0 and not (folder / CHECKPOINT_FILE).is_file():
+            place = self._place(folder)
+            self.store.use_remote(lambda remote: remote.pull_checkpoint(place, folder, CHECKPOINT_FILE))
+            self.is_resumed |= folder.is_dir()
+        return folder
+
+    def saved(self, folder: Path) -> None:
+        """Copy a checkpoint to the remote store; a failure is a warning."""
+        if self.store.pushes_checkpoints:
+            place = self._place(folder)
+            self.store.use_remote(
+                lambda remote: remote.push_checkpoint(place, folder, CHECKPOINT_FILE), to_write=True
+            )
 
     def remove(self) -> None:
         """Remove all checkpoints."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.is_resumed = False
+        if self.store.pushes_checkpoints:
+            self.store.use_remote(lambda remote: remote.remove_checkpoints(self.folder.name), to_write=True)
+
+    def _place(self, folder: Path) -> str:
+        return folder.relative_to(self.folder.parent).as_posix()
 
 
 def list_step_checkpoints(root: Path) -> dict[Path, int]:

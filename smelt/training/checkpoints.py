@@ -47,6 +47,7 @@ from smelt.core.files import (
 from smelt.core.messages import Message, messages_to_json
 from smelt.core.process_group import from_first, process_count, process_rank, wait_for_all
 from smelt.core.stage import Context, candidate_artifact
+from smelt.core.store import CHECKPOINT_FILE
 from smelt.core.termination import TerminatedError, is_termination_requested, termination_deferred
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
@@ -58,7 +59,6 @@ from smelt.training.settings import TrainingSettings
 from smelt.training.sharding import ShardedModel, divided_like, in_first, local_part, whole_tensor
 from smelt.training.zero import ZeroModel
 
-CHECKPOINT_FILE = "checkpoint.json"
 _METADATA_KEY = "training"  # the header's key of the JSON
 _WEIGHT, _BEST, _AVERAGE, _MOMENT, _RANDOM = "weight/", "best/", "average/", "moment/", "random/"
 
@@ -169,6 +169,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         minutes: float | None,
         log: Callable[[str], None],
         zero: ZeroModel | None = None,
+        on_saved: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         """Read the last checkpoint, if any, and load it into `model` and `keeper`.
 
@@ -180,8 +181,9 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             minutes: between two checkpoints; 0: after each update; None: none are written.
             log: writes a line to the log.
             zero: has the optimizer's state if DeepSpeed divides it.
+            on_saved: called with `folder` after each checkpoint.
         """
-        self.zero = zero
+        self.zero, self._on_saved = zero, on_saved
         self.model, self.keeper, self.folder, self.identity = model, keeper, folder, identity
         self.minutes, self._log = minutes, log
         self._began = self._last = time.monotonic()
@@ -334,6 +336,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             return
         try:
             write_checkpoint(self.folder, self.identity, step, whole, metadata)
+            self._on_saved(self.folder)
         except (OSError, SafetensorError) as error:
             _remove_leftovers(self.folder)
             self._log(f"  cannot write a checkpoint to {self.folder}: {error}; the training continues")
@@ -369,7 +372,14 @@ def make_checkpoint_callback(
     identity = json_hash({"plan": plan, "precision": precision, "shapes": shapes, "seed": ctx.seed})
     zero = divided if isinstance(divided, ZeroModel) else None
     return CheckpointCallback(
-        model, selector, folder, identity, settings.checkpoint_interval_minutes, ctx.log, zero
+        model,
+        selector,
+        folder,
+        identity,
+        settings.checkpoint_interval_minutes,
+        ctx.log,
+        zero,
+        ctx.checkpoint_saved,
     )
 
 

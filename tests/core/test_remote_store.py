@@ -15,7 +15,7 @@ from smelt.core.artifact import Manifest
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
 from smelt.core.remote_store import RemoteStore, open_remote_store
-from smelt.core.store import Store
+from smelt.core.store import CHECKPOINT_FILE, StepCheckpoints, Store
 
 KEY = "ab" * 32
 
@@ -254,3 +254,38 @@ def test_manifest_with_a_changed_value_counts_as_absent(machines):
     machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b'"seed": 0', b'"seed": 1'))
     assert two.find(KEY) is None
     assert message_codes(two.found) == ["damaged-remote-file"]
+
+
+def _save_checkpoint(checkpoints, step):
+    folder = checkpoints.next_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / f"{step}.safetensors").write_text(f"weights {step}")
+    (folder / CHECKPOINT_FILE).write_text(f"note {step}")
+    checkpoints.saved(folder)
+    return folder
+
+
+def test_checkpoint_of_a_lost_machine_is_continued_on_another(machines):
+    one, two = machines.store("one"), machines.store("two")
+    assert not StepCheckpoints(two, "k").next_folder().exists()
+    one.pushes_checkpoints = two.pushes_checkpoints = True
+    for step in (3, 5):
+        _save_checkpoint(StepCheckpoints(one, "k"), step)
+    there = StepCheckpoints(two, "k")
+    found = {path.name: path.read_text() for path in there.next_folder().iterdir()}
+    assert found == {"5.safetensors": "weights 5", CHECKPOINT_FILE: "note 5"}
+    assert not there.next_folder().exists()  # of the step's second training
+    there.remove()
+    assert not machines.fs.find(f"{machines.root}/unfinished")
+    there.remove()  # twice, as by two machines
+    assert one.found == two.found == []
+
+
+def test_checkpoint_that_cannot_be_copied_costs_a_warning(machines, monkeypatch):
+    one = machines.store("one")
+    one.pushes_checkpoints = True
+    monkeypatch.setattr(one.remote, "_write", _lose_connection)
+    assert _save_checkpoint(StepCheckpoints(one, "k"), 3).is_dir()
+    assert message_codes(one.found) == ["push-failed"]

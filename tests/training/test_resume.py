@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.core.store import StepCheckpoints, list_step_checkpoints
+from smelt.core.store import StepCheckpoints, Store, list_step_checkpoints
 from smelt.training import checkpoints
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.checkpoints import CHECKPOINT_FILE
@@ -75,7 +75,7 @@ def go(tmp_path, name, stage, settings, rows, lines=None, key="k"):
     """Run a stage; its checkpoints are those of every run with this key."""
     return harness.run_stage(
         stage, settings, tiny.write_marian(tmp_path / "m"), tmp_path / name / "out", data=rows,
-        next_checkpoint_folder=StepCheckpoints(tmp_path, key).next_folder,
+        next_checkpoint_folder=StepCheckpoints(Store(tmp_path), key).next_folder,
         log=(lines if lines is not None else []).append,
     )  # fmt: skip
 

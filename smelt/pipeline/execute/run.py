@@ -84,7 +84,7 @@ class RunOptions:
     compared with the baseline's, and report.md, .html and charts are written besides report.json. fold:
     number and count, of a run of a cross-validation. label: of a run that is part of a search; it is printed
     briefly, each line with the label. turns: of the workers of a search on this machine. executor: the Ray
-    cluster on which steps run, as in `open_cluster`.
+    cluster on which steps run, as in `open_cluster`. push_checkpoints: to the remote store.
     """
 
     out: Path | None = None
@@ -103,6 +103,7 @@ class RunOptions:
     turns: MachineTurns | None = None
     store_cache: Path | None = None
     executor: str | None = None
+    push_checkpoints: bool = False
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -128,7 +129,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     data = {name: limit_split(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     require_run_folder(folder)
-    store, new_store = open_store(options.store, folder, options.store_cache)
+    store, new_store = open_store(options.store, folder, options.store_cache, options.push_checkpoints)
     if cluster is not None:
         cluster.check_nodes(store, paths_on_nodes(plan))
     node_bytes = None if cluster is None else cluster.node_bytes

@@ -298,23 +298,33 @@ def check_store(place: StorePlace | None) -> None:
         open_remote_store(place)
 
 
-def open_store(place: StorePlace | None, folder: Path, cache: Path | None = None) -> tuple[Store, str]:
+def open_store(
+    place: StorePlace | None, folder: Path, cache: Path | None = None, push_checkpoints: bool = False
+) -> tuple[Store, str]:
     """Return the store of a run in `folder`, and a note if it is a new one, or not that of an earlier run.
 
     Args:
         place: as given by the user; None: the default.
         folder: the run's folder.
         cache: local folder of a remote store; None: the default store.
+        push_checkpoints: whether checkpoints are copied to the remote store.
 
     Raises:
-        InputError: it cannot be used.
+        InputError: it cannot be used, or checkpoints are to be copied without a remote store.
     """
+    if push_checkpoints and not isinstance(place, str):
+        raise InputError(
+            "--push-checkpoints: needs a bucket to copy checkpoints to. Set --store URL, such as"
+            " s3://bucket/smelt.",
+            code="no-remote-store",
+        )
     if isinstance(place, Path):
         store = Store(place)
         return store, moved_run_text(folder, store.root)
     remote = None if place is None else open_remote_store(place)
     local, note = (cache, "") if cache else default_store(folder)
     store = Store(local, remote)
+    store.pushes_checkpoints = push_checkpoints
     return store, note if remote is not None else note or moved_run_text(folder, store.root)
 
 

@@ -136,7 +136,7 @@ class StepRunner:
             SmeltError: the stage failed; nothing was stored.
         """
         key = self.step_key(step, ancestors)
-        unfinished = StepCheckpoints(self.store.root, key)
+        unfinished = StepCheckpoints(self.store, key)
 
         def make(space: Path) -> Artifact:
             if fresh:
@@ -239,7 +239,6 @@ class StepRunner:
         out.mkdir()
         ctx = self.context(step, ancestors, out, unfinished)
         is_launched = self.launch is not None and self.launch.applies_to(step)
-        resumed = unfinished.folder.is_dir()
         started, is_reset = time.monotonic(), reset_peak_memory()
         with _capture_stdout() as chatter:
             try:
@@ -274,7 +273,7 @@ class StepRunner:
             details=ctx.details,
             warnings=ctx.warnings,
             seconds=seconds,
-            record=None if resumed else self._record(step.name, seconds, peak),
+            record=None if unfinished.is_resumed else self._record(step.name, seconds, peak),
         )
 
     def _record(self, name: str, seconds: float, peak: int | None) -> StepRecord | None:
@@ -311,6 +310,7 @@ class StepRunner:
             cached_value=shelf.cached_value,
             cached_files=shelf.cached_files,
             next_checkpoint_folder=unfinished.next_folder,
+            checkpoint_saved=unfinished.saved,
             log_metrics=partial(self.log_metrics, step.name),
             log=self.display.print_line,
         )

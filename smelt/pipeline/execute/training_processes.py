@@ -148,6 +148,7 @@ class TrainingLaunch:
             "recipe": self.plan.recipe_dict(),
             "path": str(self.plan.path.resolve()),
             "store": str(store.root),
+            "checkpoint_store": store.remote.url if store.pushes_checkpoints and store.remote else None,
             "limit": self.limit,
             "fold": self.fold,
             "device": recipe.device,

@@ -172,8 +172,8 @@ def read_artifact(path: Path, hint: str | None = None) -> Artifact:
             is outside of the folder, or the folder has a file that the manifest does not list and that could
             be read as part of the model (all but hidden files, system files, and notes such as README.md).
     """
-    if (problem := broken_link_problem(path)) is not None:
-        raise InputError(f"{path}: {problem[1]}", code=problem[0])
+    if (broken := broken_link_problem(path)) is not None:
+        raise InputError(f"{path}: {broken[1]}", code=broken[0])
     path = path.resolve()
     manifest = read_manifest(path, hint)
     for stranger, code, problem in unexpected_files(path, manifest):

@@ -87,7 +87,7 @@ def verified_content(value: Any) -> dict[str, Any]:
     """
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
-    content = without_hash(value)
+    content: dict[str, Any] = without_hash(value)
     if value.get(_HASH_KEY) != json_hash(content):
         raise ValueError("it has been modified since it was written (hash mismatch)")
     return content

@@ -156,7 +156,7 @@ def _seconds_to_first_line(*command: str) -> float:
 
 def _compare_with_stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
     """Compare the report's latency with a stopwatch around `smelt.load`, on the graphs just exported."""
-    from smelt.core.artifact import FileRecord
+    from smelt.core.artifact import FileRecord, write_manifest
     from smelt.core.files import MANIFEST, sha256_of
 
     files = {
@@ -167,7 +167,7 @@ def _compare_with_stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
     manifest = _artifact(graphs).manifest.model_copy(
         update={"format": "onnx", "details": {"target": "ort-cpu"}, "files": files}
     )
-    (graphs / MANIFEST).write_text(manifest.model_dump_json(), encoding="utf-8")
+    write_manifest(graphs, manifest)
     script = Path(__file__).parent / "stopwatch.py"
     options = ["--data", str(data), "--batch-size", str(batch_size), "--texts", "8", "--json"]
     command = [sys.executable, str(script), str(graphs), *options]

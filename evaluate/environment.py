@@ -94,6 +94,12 @@ def physical_cores() -> int:
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
 
+def default_threads() -> int:
+    """Return the number of threads that torch uses by default: OMP_NUM_THREADS, else the physical cores."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(limit) if limit.isdecimal() and int(limit) > 0 else physical_cores()
+
+
 def operating_system() -> str:
     """Return system, release and architecture, for example `Linux 6.8.0 x86_64`."""
     return f"{platform.system()} {platform.release()} {platform.machine()}"

@@ -78,6 +78,7 @@ def run(
     rebuild: bool | Sequence[str] = (),
     limit: int | None = None,
     executor: str | None = None,
+    push_checkpoints: bool = False,
     quiet: bool = False,
 ) -> Result:
     """Run a recipe and return its result, as `smelt run` does.
@@ -92,11 +93,12 @@ def run(
         rebuild: steps to build again; True for all.
         limit: use at most this many samples of every split; 1 or more.
         executor: ray or ray://HOST:PORT, to run steps as tasks of a Ray cluster.
+        push_checkpoints: copy checkpoints of trainings to the bucket, so that another machine can continue.
         quiet: print nothing to standard error; the log is in the run's folder.
 
     Returns:
         The report (docs/reference/report.md), the run's folder and the exit code of the command: 0
-        passed, 1 a step failed, 3 a gate failed, 130 interrupted.
+        passed, 1 a step failed, 3 a gate failed, 4 the remote store lacks results, 130 interrupted.
 
     Raises:
         InputError: the recipe, the data or the machine is not suitable; nothing was written.
@@ -118,6 +120,7 @@ def run(
         limit=limit,
         quiet=quiet,
         executor=executor,
+        push_checkpoints=push_checkpoints,
     )
     return run_plan(plan, options)
 

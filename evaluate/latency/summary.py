@@ -73,6 +73,23 @@ class MachineLoad:
         """Return a JSON-able dict."""
         return asdict(self)
 
+    def lost_share(self, place: ComputeResources) -> float:
+        """Return the share of the time, 0 to 1, in which other work kept the process from running.
+
+        With one thread on the processor it is all the time in which the thread did not run: nothing else
+        makes it wait. Several threads also wait for each other; there it is the time that they waited in the
+        run queue, or, since spinning threads are never counted as waiting, the demand of all threads beyond
+        the available processors. On a GPU only the latter is used.
+        """
+        own = min(place.threads, place.processors)  # more threads than processors disturb each other
+        crowded = max(0.0, self.others + self.stolen + own - place.processors) / own
+        if place.device != "cpu":
+            return min(1.0, crowded)
+        if place.threads == 1:
+            used = self.processor_ms / self.wall_ms
+            return min(1.0, max(0.0, 1 - used, self.stolen / place.processors))
+        return min(1.0, max(crowded, (self.waited_ms or 0.0) / self.wall_ms))
+
 
 def read_counters() -> CounterSnapshot:
     """Return all counters; takes a fraction of a millisecond."""
@@ -178,22 +195,8 @@ class TimingRound:
         return self.load.processor_ms / len(self.times_ms)
 
     def lost_share(self, place: ComputeResources) -> float:
-        """Return the share of the time, 0 to 1, in which other work kept the process from running.
-
-        With one thread on the processor it is all the time in which the thread did not run: nothing else
-        makes it wait. Several threads also wait for each other; there it is the time that they waited in the
-        run queue, or, since spinning threads are never counted as waiting, the demand of all threads beyond
-        the available processors. On a GPU only the latter is used.
-        """
-        load = self.load
-        own = min(place.threads, place.processors)  # more threads than processors disturb each other
-        crowded = max(0.0, load.others + load.stolen + own - place.processors) / own
-        if place.device != "cpu":
-            return min(1.0, crowded)
-        if place.threads == 1:
-            used = load.processor_ms / load.wall_ms
-            return min(1.0, max(0.0, 1 - used, load.stolen / place.processors))
-        return min(1.0, max(crowded, (load.waited_ms or 0.0) / load.wall_ms))
+        """Return `MachineLoad.lost_share` of the round."""
+        return self.load.lost_share(place)
 
 
 @dataclass(frozen=True)

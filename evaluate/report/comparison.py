@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +70,7 @@ class FinishedRun:
             return {}
         try:
             found: Mapping[str, Any] = json.loads(gzip.decompress(path.read_bytes()))["statistics"]
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
             raise InputError(
                 f"{path}: the scores of this step cannot be read: {error}. Run the recipe again.",
                 code="damaged-file",

@@ -19,16 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smelt.core.artifact import CHECKSUMS_FILE, Artifact, FileRecord, is_ignorable_file
+from smelt.core.artifact import CHECKSUMS_FILE, Artifact, FileRecord, is_ignorable_file, write_manifest
 from smelt.core.errors import InputError, RunError
 from smelt.core.files import (
-    MANIFEST,
     folder_size,
     fsync_path,
     read_json_object,
     seconds_since_written,
     sha256_of,
-    write_json,
 )
 from smelt.core.locks import STALE_AFTER_S, heartbeat, is_active
 from smelt.core.messages import Message, escape_controls, with_article
@@ -379,7 +377,7 @@ def _write_manifest(artifact: Artifact, folder: Path) -> None:
         for name, path in inside.items()
         if not is_ignorable_file(name)
     }
-    write_json(folder / MANIFEST, artifact.manifest.model_copy(update={"files": files}).model_dump())
+    write_manifest(folder, artifact.manifest.model_copy(update={"files": files}))
 
 
 def _write_checksums(folder: Path) -> None:

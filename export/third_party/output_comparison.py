@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from smelt.core.errors import ParityError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
 from smelt.core.system import IsolatedProcessError, run_isolated
+from smelt.core.workspaces import temporary_workspace
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleArrays, SampleAxes
 from smelt.export.third_party.graph_samples import Feeds
 from smelt.runtimes.third_party.signature import GraphSignature
@@ -352,7 +352,7 @@ def batch_dependence_warnings(
 def _compare_isolated(
     graph: Path, signature: GraphSignature, feeds: Mapping[str, NDArray[Any]]
 ) -> dict[str, str]:
-    with TemporaryDirectory(prefix="smelt-") as folder:
+    with temporary_workspace() as folder:
         axes = {value.name: value.axis for value in (*signature.inputs, *signature.outputs)}
         arguments = [str(graph), *write_feeds(Path(folder), feeds), json.dumps(axes)]
         try:

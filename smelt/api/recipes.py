@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -19,6 +18,7 @@ from smelt.core.errors import InputError, RunError, combined_error
 from smelt.core.files import MANIFEST, load_json, write_atomically
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import stage_needs
+from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import (
     CLASSIFICATION_TASKS,
     CUSTOM_TASK,
@@ -204,7 +204,7 @@ def apply_stage(
     source = Path(model).expanduser()
     place = str(source.absolute()) if source.exists() else str(model)
     kind = task or _infer_task(source, place)
-    with tempfile.TemporaryDirectory(prefix="smelt-apply-") as folder:
+    with temporary_workspace() as folder:
         files = _data_settings(
             data, "train" if "train" in stage_needs(cls, cls.settings_type()) else "calibration"
         )

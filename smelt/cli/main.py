@@ -184,7 +184,14 @@ class _CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; print errors as messages, without a traceback, and set the exit code."""
+        from smelt.core.termination import sigterm_as_error
+
+        with sigterm_as_error():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         from smelt.core.errors import DEFAULT_CODE, SmeltError, rust_panics_as_errors
+        from smelt.core.termination import interrupted_exit_code
 
         try:
             with rust_panics_as_errors():
@@ -203,7 +210,7 @@ class _CommandGroup(click.Group):
             raise  # handled by click
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
-            ctx.exit(130)
+            ctx.exit(interrupted_exit_code())
         except BrokenPipeError:  # the reader closed the pipe: `smelt stages | head`
             sys.stdout = None
             ctx.exit(0)
@@ -313,6 +320,9 @@ def _with_processes(overrides: tuple[str, ...], count: int | None) -> tuple[str,
     metavar="N",
     help="Use at most N samples of every split, for a first try.",
 )
+@click.option(
+    "--push-checkpoints", is_flag=True, help="Copy checkpoints to the bucket of --store, for other machines."
+)
 @click.option("--quiet", is_flag=True, help="Print only the table at the end.")
 def run(
     recipe: str,
@@ -324,6 +334,7 @@ def run(
     rebuild: tuple[str, ...],
     limit: int | None,
     num_processes: int | None,
+    push_checkpoints: bool,
     quiet: bool,
 ) -> None:
     """Run RECIPE: a file, or the name of an included recipe (quickstart).
@@ -342,7 +353,10 @@ def run(
         return
     for warning in plan.warnings:
         print_untrusted(f"warning: {warning}", err=True)
-    result = run_plan(plan, RunOptions(out, store, frozenset(rebuild), limit, quiet, executor=executor))
+    options = RunOptions(
+        out, store, frozenset(rebuild), limit, quiet, executor=executor, push_checkpoints=push_checkpoints
+    )
+    result = run_plan(plan, options)
     for line in summary_lines(result):
         print_untrusted(line)
     sys.exit(result.exit_code)

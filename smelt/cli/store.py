@@ -10,19 +10,20 @@ from pathlib import Path
 
 from smelt.core.artifact import read_manifest, unexpected_files
 from smelt.core.errors import InputError
-from smelt.core.files import MANIFEST, folder_size, sha256_of
-from smelt.core.store import (
-    CachedFiles,
-    Store,
-    list_cached_files,
-    list_step_checkpoints,
-    read_json_or_none,
-    remove_cached_files,
-)
-from smelt.pipeline.execute.run_folder import StoreRun, cleaning_lock, list_runs
+from smelt.core.files import MANIFEST, folder_size, read_hashed_json, sha256_of
+from smelt.core.stage_cache import CachedFiles, list_cached_files, remove_cached_files
+from smelt.core.store import Store, list_step_checkpoints
+from smelt.pipeline.execute.run_folder import StoreRun, cleaning_lock, damaged_run_records, list_runs
 
 _WIDTH = 80
 _HASH_MISMATCH = "changed since it was written (hash mismatch)"
+# Files with a hash of their content, and what becomes of a damaged one.
+_HASHED_FILES = {
+    "scores/*.json": "it is computed again when needed",
+    "checked/*.json": "the artifact's files are hashed again when it is used",
+    "unfinished/*/*/checkpoint.json": "the training starts from the beginning",
+    "runs/*.json": "run the recipe of this run again into its folder",
+}
 _KEY_DIGITS = 12  # digits of a key in the output
 
 
@@ -120,7 +121,8 @@ def remove_unused(root: Path) -> UnusedFiles:
     """Remove and return the files that no run uses.
 
     Raises:
-        InputError: a run is using this store now, and may need files that look unused.
+        InputError: a run is using this store now, and may need files that look unused; or the record of a
+            run is damaged (`damaged-run-record`).
     """
     store = Store(root)
     with cleaning_lock(root):
@@ -131,6 +133,13 @@ def remove_unused(root: Path) -> UnusedFiles:
                 " has finished.",
                 code="store-in-use",
                 file=str(root),
+            )
+        if damaged := damaged_run_records(root):
+            raise InputError(
+                f"{damaged[0]}: {_HASH_MISMATCH}, so the artifacts of this run are unknown. Run its recipe"
+                " again into its folder, or remove this file if the run is not needed any more.",
+                code="damaged-run-record",
+                file=str(damaged[0]),
             )
         found = find_unused(root)
         for entry in found.artifacts:
@@ -145,7 +154,10 @@ def remove_unused(root: Path) -> UnusedFiles:
 
 
 def find_damaged_files(root: Path) -> list[DamagedFile]:
-    """Return the damaged files: artifacts whose size or hash differs from the record, unreadable scores."""
+    """Return the damaged files: artifacts whose size or hash differs from the record, other JSON files.
+
+    Also returned are artifacts that runs link to and that are missing.
+    """
     found = []
     for path in sorted((root / "artifacts").iterdir()):
         if not path.is_dir():
@@ -154,20 +166,26 @@ def find_damaged_files(root: Path) -> list[DamagedFile]:
         try:
             manifest = read_manifest(path)
         except InputError as error:
-            found.append(DamagedFile(path, str(error).removeprefix(f"{path}: ")))
+            place = path / MANIFEST if (path / MANIFEST).is_file() else path
+            found.append(DamagedFile(place, str(error).removeprefix(f"{place}: ")))
             continue
         if manifest.key != path.name:
             found.append(DamagedFile(path / MANIFEST, "manifest of another artifact"))
-        noted = read_json_or_none(root / "checked" / f"{path.name}.json") or {}
-        if noted.get("manifest", digest := sha256_of(path / MANIFEST)) != digest:
-            found.append(DamagedFile(path / MANIFEST, _HASH_MISMATCH))
         found += [DamagedFile(stranger, problem) for stranger, _, problem in unexpected_files(path, manifest)]
         for name, record in manifest.files.items():
             if problem := _file_problem(path / name, record.size_bytes, record.sha256):
                 found.append(DamagedFile(path / name, problem))
-    for path in sorted((root / "scores").glob("*.json")):
-        if read_json_or_none(path) is None:
-            found.append(DamagedFile(path, "not a JSON object; it is measured again when needed"))
+    found += [
+        DamagedFile(path, f"{_HASH_MISMATCH}; {remedy}")
+        for pattern, remedy in _HASHED_FILES.items()
+        for path in sorted(root.glob(pattern))
+        if read_hashed_json(path) is None
+    ]
+    for run in list_runs(root):
+        for step, key in run.steps.items():
+            if not (root / "artifacts" / key).is_dir():
+                problem = f"missing, and used by step '{step}' of {run.folder}"
+                found.append(DamagedFile(root / "artifacts" / key, problem))
     for kept in list_cached_files(root):
         if wrong := kept.find_damage():
             found.append(DamagedFile(wrong[0], f"{wrong[1]}; it is computed again when needed"))
@@ -257,9 +275,10 @@ def _has_live_sources(found: CachedFiles, used_keys: set[str]) -> bool:
 
 
 def _is_orphan(path: Path, used_keys: set[str]) -> bool:
-    """Return whether a score is of an unused artifact; one that names no artifact is kept."""
-    of = (read_json_or_none(path) or {}).get("artifact")
-    return isinstance(of, str) and of not in used_keys
+    """Return whether a score is damaged or of an unused artifact; one that names no artifact is kept."""
+    score = read_hashed_json(path)
+    of = score and score.get("artifact")
+    return score is None or (isinstance(of, str) and of not in used_keys)
 
 
 def _file_problem(path: Path, size_bytes: int, sha256: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -12,7 +13,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from smelt.core.errors import InputError
-from smelt.core.files import MANIFEST, is_artifact_file, load_json, sha256_of
+from smelt.core.files import (
+    MANIFEST,
+    is_artifact_file,
+    load_json,
+    sha256_of,
+    verified_content,
+    without_hash,
+    write_hashed_json,
+)
 from smelt.core.messages import Message, messages_to_json
 
 Format = Literal["torch", "onnx", "tensorrt"]
@@ -125,7 +134,7 @@ class Artifact:
         Raises:
             InputError: a file is missing or its bytes have changed.
         """
-        hint = hint or (_COPY_HINT if (self.path / CHECKSUMS_FILE).is_file() else _REBUILD_HINT)
+        hint = hint or _repair_hint(self.path)
         for name, record in self.manifest.files.items():
             path = self.path / name
             try:
@@ -145,19 +154,49 @@ class Artifact:
                 )
 
 
-def read_artifact(path: Path) -> Artifact:
-    """Return the artifact in the folder `path`.
+def _repair_hint(path: Path) -> str:
+    """Return how to repair a damaged file of the artifact in `path`: a package, or of a run."""
+    return _COPY_HINT if (path / CHECKSUMS_FILE).is_file() else _REBUILD_HINT
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest` with the hash of its content to the artifact's folder."""
+    write_hashed_json(folder / MANIFEST, manifest.model_dump())
+
+
+def read_artifact(path: Path, hint: str | None = None) -> Artifact:
+    """Return the artifact in the folder `path`. hint: how to repair it; None: as for `Artifact.verify`.
 
     Raises:
-        InputError: there is no such folder, no manifest, the manifest cannot be read, a file is outside
-            of the folder, or the folder has a file that the manifest does not list and that could be read
-            as part of the model (all but hidden files, system files, and notes such as README.md).
+        InputError: there is no such folder, no manifest, the manifest cannot be read or was modified, a file
+            is outside of the folder, or the folder has a file that the manifest does not list and that could
+            be read as part of the model (all but hidden files, system files, and notes such as README.md).
     """
+    if (broken := broken_link_problem(path)) is not None:
+        raise InputError(f"{path}: {broken[1]}", code=broken[0])
     path = path.resolve()
-    manifest = read_manifest(path)
+    manifest = read_manifest(path, hint)
     for stranger, code, problem in unexpected_files(path, manifest):
         raise InputError(f"{stranger}: {problem}", code=code)
     return Artifact(path, manifest)
+
+
+def broken_link_problem(path: Path) -> tuple[str, str] | None:
+    """Return code and text of the problem if `path` is a run's link to an artifact that is missing."""
+    if not path.is_symlink() or path.exists():
+        return None
+    target, run = Path(os.path.realpath(path)), path.absolute().parent.parent
+    store, again = target.parent.parent, f"run its recipe again with --out {shlex.quote(str(run))}"
+    if store.is_dir():
+        return (
+            "removed-artifact",
+            f"this artifact was removed from the store in {store}. To build it, {again}.",
+        )
+    return "moved-run", (
+        f"a link to the store in {store}, which does not exist: the run was moved or copied without its"
+        f" store. Move it back, copy the store there, or {again} --store STORE, the store that it was made"
+        " with: artifacts that are in it are not built again."
+    )
 
 
 def default_threads(manifest: Manifest) -> int | None:
@@ -201,12 +240,14 @@ def _model_hint(path: Path) -> str:
     )
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, hint: str | None = None) -> Manifest:
     """Return the manifest of the artifact in the folder `path`; other files are not checked.
 
+    hint: how to repair it; None: as for `Artifact.verify`.
+
     Raises:
-        InputError: there is no such folder, no manifest, the manifest cannot be read, or it lists a file
-            outside of the folder.
+        InputError: there is no such folder, no manifest, the manifest cannot be read or was modified, or it
+            lists a file outside of the folder.
     """
     file = path / MANIFEST
     if not path.is_dir():
@@ -223,7 +264,8 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it is larger than {_MAX_MANIFEST_BYTES:,} bytes")
-        manifest = Manifest.model_validate(load_json(file))
+        content = load_json(file)
+        manifest = Manifest.model_validate(without_hash(content))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{file}: not a manifest that this version of smelt can read: {error}", code="damaged-manifest"
@@ -239,6 +281,10 @@ def read_manifest(path: Path) -> Manifest:
                 " file and could contain code. Remove the file, or do not use this artifact.",
                 code="unknown-file",
             )
+    try:
+        verified_content(content)
+    except ValueError as error:
+        raise InputError(f"{file}: {error}. {hint or _repair_hint(path)}", code="changed-manifest") from error
     return manifest
 
 

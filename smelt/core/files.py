@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -63,6 +63,47 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+_HASH_KEY = "content_sha256"
+
+
+def without_hash(value: Any) -> Any:
+    """Return the JSON object `value` without the hash of its content, which is not compared."""
+    return {n: v for n, v in value.items() if n != _HASH_KEY} if isinstance(value, Mapping) else value
+
+
+def hashed_content(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON object `value` with the hash of its content, which replaces an earlier one."""
+    content = json.loads(json.dumps(without_hash(value)))
+    return {**content, _HASH_KEY: json_hash(content)}
+
+
+def verified_content(value: Any) -> dict[str, Any]:
+    """Return the content of the result of `hashed_content`.
+
+    Raises:
+        ValueError: it is not a JSON object, has no hash, or was modified since it was hashed.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    content: dict[str, Any] = without_hash(value)
+    if value.get(_HASH_KEY) != json_hash(content):
+        raise ValueError("it has been modified since it was written (hash mismatch)")
+    return content
+
+
+def write_hashed_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write the JSON object `value` with the hash of its content, atomically."""
+    write_json(path, hashed_content(value))
+
+
+def read_hashed_json(path: Path) -> dict[str, Any] | None:
+    """Return the content of a file of `write_hashed_json`; None if it is absent or damaged."""
+    try:
+        return verified_content(load_json(path))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def partial_files(folder: Path) -> Iterator[Path]:

@@ -401,10 +401,9 @@ def is_active(marker: Path) -> bool:
 
     If that is unknown, it counts as active until `STALE_AFTER_S` without a touch.
     """
-    holder = read_owner(marker)
-    if holder is None:  # being written, or incomplete
-        return seconds_since_written(marker) < STALE_AFTER_S
-    locked = is_locked(marker)
+    holder, locked = read_owner(marker), is_locked(marker)
+    if holder is None:  # being written, or incomplete: it is locked before it is written
+        return seconds_since_written(marker) < (STALE_AFTER_S if locked is not False else _OWNERLESS_S)
     if locked:
         return True
     if holder.kernel == current_owner().kernel:

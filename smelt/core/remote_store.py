@@ -1,11 +1,13 @@
 """A store of several machines behind each one's own, in a bucket or folder by fsspec URL.
 
 Layout below the URL: ``files/SHA256``, each file of an artifact under the hash of its bytes;
-``artifacts/KEY.json``, the manifests; ``scores/KEY.json``. A manifest is written after its files, so an
+``artifacts/KEY.json``, the manifests; ``scores/KEY.json``; if a run asks for it, ``unfinished/KEY/N/``, the
+last checkpoint of a training. A manifest is written after its files, so an
 artifact is complete or absent. Files are never changed, so two writers of one key are harmless also if their
 bytes differ: the artifact is that of the later manifest.
 
-What is read is compared with the hashes of the manifest. Damaged files count as absent and are written again.
+What is read is compared with the hashes of the manifest; manifests and scores have hashes of their own.
+Damaged files count as absent and are written again.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import secrets
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,13 +25,14 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, Manifest, read_manifest
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
-from smelt.core.files import MANIFEST, sha256_of
+from smelt.core.files import MANIFEST, sha256_of, verified_content
 from smelt.core.messages import escape_controls, hide_password
 
 # Seconds for the first answer; the drivers would try again for minutes.
 _ANSWER_S = 30.0
-# Failures in a row after which a remote store is not used any more: each may take as long as a time-out.
+# Failures in a row after which a remote store is not used for a while: each may take as long as a time-out.
 _MAX_FAILURES = 3
+_PAUSE_S, _MAX_PAUSE_S = 60.0, 600.0  # doubled by each further failure
 _PACKAGES = {"s3": "s3", "s3a": "s3"}  # extra of smelt by protocol
 
 
@@ -82,6 +86,7 @@ class RemoteStore:
         self._known: set[str] = set()  # files that are there for certain
         self._damaged: set[str] = set()  # files and keys to write again
         self.failures = 0  # in a row
+        self._paused_until = 0.0
 
     def __str__(self) -> str:
         """Return the URL without its password."""
@@ -92,13 +97,22 @@ class RemoteStore:
         return open_remote_store, (self.url,)
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether the last uses failed, so that it is not used any more."""
-        return self.failures >= _MAX_FAILURES
+    def is_paused(self) -> bool:
+        """Whether the last uses failed, so that it is not used for a while."""
+        return self.failures >= _MAX_FAILURES and time.monotonic() < self._paused_until
 
-    def count_failure(self, failed: bool) -> None:
-        """Count the failures in a row. failed: of the last use."""
+    def end_pause(self) -> None:
+        """Use it again now."""
+        self._paused_until = 0.0
+
+    def count_failure(self, failed: bool) -> float | None:
+        """Count the failures in a row, of which the last use may be one; return the seconds of a pause."""
         self.failures = self.failures + 1 if failed else 0
+        if self.failures < _MAX_FAILURES:
+            return None
+        pause = float(min(_MAX_PAUSE_S, _PAUSE_S * 2 ** (self.failures - _MAX_FAILURES)))
+        self._paused_until = time.monotonic() + pause
+        return pause
 
     def check(self) -> None:
         """Write, read and remove a small file."""
@@ -177,14 +191,21 @@ class RemoteStore:
         self._damaged.discard(key)
 
     def read_score(self, key: str) -> dict[str, Any] | None:
-        """Return the score stored under `key`, or None."""
-        content = self._read(f"scores/{key}.json")
-        try:
-            value = json.loads(content or b"")
-        except (ValueError, RecursionError):
+        """Return the score stored under `key`, or None.
+
+        Raises:
+            DamagedFileError: it is not what was written.
+        """
+        place = f"scores/{key}.json"
+        content = self._read(place)
+        if content is None:
             return None
+        try:
+            value = verified_content(json.loads(content))
+        except (ValueError, RecursionError) as error:
+            raise DamagedFileError(f"{place}: {error}") from error
         self._known.add(f"scores/{key}")
-        return value if isinstance(value, dict) else None
+        return value
 
     def push_score(self, key: str, file: Path, replace: bool = False) -> None:
         """Write the score in `file`; nothing if there is one, unless with `replace`."""
@@ -192,6 +213,30 @@ class RemoteStore:
         if replace or (f"scores/{key}" not in self._known and self._size_of(place) is None):
             self._write(place, file)
         self._known.add(f"scores/{key}")
+
+    def push_checkpoint(self, place: str, folder: Path, note: str) -> None:
+        """Write a checkpoint's files below ``unfinished/PLACE``, its `note` last; remove earlier ones."""
+        names = sorted((path.name for path in folder.iterdir()), key=note.__eq__)
+        for name in names:
+            self._write(f"unfinished/{place}/{name}", folder / name)
+        for path in self._fs.ls(f"{self._root}/unfinished/{place}", detail=False, refresh=True):
+            if path.rpartition("/")[2] not in names:
+                self._fs.rm_file(path)
+
+    def pull_checkpoint(self, place: str, folder: Path, note: str) -> None:
+        """Copy the files of a checkpoint to `folder`, its `note` last; nothing if there is none."""
+        prefix = f"{self._root}/unfinished/{place}"
+        if self._size_of(f"unfinished/{place}/{note}") is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [path.rpartition("/")[2] for path in self._fs.ls(prefix, detail=False, refresh=True)]
+        for name in sorted(names, key=note.__eq__):
+            self._fs.get_file(f"{prefix}/{name}", str(folder / name))
+
+    def remove_checkpoints(self, key: str) -> None:
+        """Remove the checkpoints of a step."""
+        with suppress(FileNotFoundError):
+            self._fs.rm(f"{self._root}/unfinished/{key}", recursive=True)
 
     def _has_manifest(self, key: str) -> bool:
         return self._size_of(f"artifacts/{key}.json") is not None
@@ -216,6 +261,8 @@ class RemoteStore:
     def _write(self, place: str, file: Path) -> None:
         """Write a file; readers see all of it or nothing."""
         target = f"{self._root}/{place}"
+        if not self._fs.async_impl:
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         if self._fs.async_impl:  # an object store: an object appears when all of it has been written
             self._fs.put_file(str(file), target)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from smelt.core.artifact import Artifact, FileRecord, Format, Manifest
 from smelt.core.files import json_hash, resolve_path, sha256_of
 from smelt.core.messages import Message, warning
+from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import Split, Task
 
 Need = Literal["train", "unlabelled", "validation", "calibration", "cuda", "tensorrt"]
@@ -191,9 +191,9 @@ def temporary_files(
     cache_key: Mapping[str, Any], make: Callable[[Path], None]
 ) -> Iterator[tuple[Path, bool]]:
     """Yield a temporary folder with the files of `make`, removed when the context ends."""
-    with tempfile.TemporaryDirectory(prefix="smelt-") as folder:
-        make(Path(folder))
-        yield Path(folder), False
+    with temporary_workspace() as folder:
+        make(folder)
+        yield folder, False
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,7 @@ class Context:
         "what" describes them, its "artifacts" lists the keys of their source artifacts.
     next_checkpoint_folder: returns the folder for checkpoints of the stage's next training, the same in every
         run of the step; None if none are written. It is removed when the step is done.
+    checkpoint_saved: called with that folder after each checkpoint.
     log_metrics: receives a point of the training curves: metrics by name, and the update.
     log: writes a line to the run's log.
     warnings, details: of this step, for the report; the stage adds to them.
@@ -237,6 +238,7 @@ class Context:
         [Mapping[str, Any], Callable[[Path], None]], AbstractContextManager[tuple[Path, bool]]
     ] = temporary_files
     next_checkpoint_folder: Callable[[], Path | None] = lambda: None
+    checkpoint_saved: Callable[[Path], None] = lambda folder: None
     log_metrics: Callable[[Mapping[str, float], int], None] = lambda metrics, update: None
     log: Callable[[str], None] = no_log
     warnings: list[Message] = field(default_factory=list)

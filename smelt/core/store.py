@@ -2,13 +2,10 @@
 
 Layout: ``artifacts/KEY/`` (a folder per artifact), ``scores/KEY.json``, ``tmp/`` (work in progress, each
 folder with its marker ``NAME.owner``, cleaned of leftovers of dead processes), ``locks/`` (work that is
-being done), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared, and the
-hash of the manifest). Nothing is written in place: a folder is made under `tmp`, flushed, then renamed.
-
-Intermediate results of stages that later steps use again, such as a teacher's logits or statistics, are
-stored under a key of all their dependencies, in ``kept/KEY/`` with ``kept.json``: their description, their
-source artifacts, and the hash of each file. A folder is complete or absent. Damaged files count as absent,
-because they can be made again.
+being done), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared),
+``kept/`` (see `smelt.core.stage_cache`). Nothing is written in place: a folder is made under `tmp`, flushed,
+then renamed. Every JSON file that is read again has a hash of its content; a damaged one counts as absent,
+except an artifact's manifest, which is an error as any changed file of an artifact is.
 
 Checkpoints are stored in ``unfinished/KEY/N``, N the index of a training in its step.
 
@@ -20,37 +17,39 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from smelt.core.artifact import Artifact, FileRecord, Manifest, read_artifact
-from smelt.core.errors import InputError
+from smelt.core.artifact import (
+    Artifact,
+    FileRecord,
+    Manifest,
+    read_artifact,
+    read_manifest,
+    write_manifest,
+)
+from smelt.core.errors import InputError, RunError
 from smelt.core.files import (
     MANIFEST,
     apply_umask,
     folder_size,
     fsync_path,
     is_artifact_file,
-    json_hash,
-    load_json,
     partial_files,
-    seconds_since_written,
+    read_hashed_json,
     sha256_of,
-    write_json,
+    write_hashed_json,
 )
-from smelt.core.locks import STALE_AFTER_S, file_lock, heartbeat, is_active, remove_stale_lock
-from smelt.core.messages import Message, warning
+from smelt.core.locks import file_lock, remove_stale_lock
+from smelt.core.messages import Message, warning, with_count
+from smelt.core.process_group import process_rank
 from smelt.core.remote_store import DamagedFileError, RemoteStore, describe_driver_error
+from smelt.core.workspaces import may_be_in_use, remove_leftover_workspaces, workspace
 
-OWNER_SUFFIX = ".owner"
+CHECKPOINT_FILE = "checkpoint.json"  # the note of a checkpoint, written last
 
 
 class Store:
@@ -60,6 +59,9 @@ class Store:
         root: the folder.
         remote: store of several machines, of which the folder is the cache.
         warn: called with a warning where the remote store fails; work goes on with the folder.
+
+    A store of others that cannot be written to can be read; what it lacks is an error. is_writable: whether
+    it can be written to.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Store:
         warn: Callable[[Message], None] = lambda message: None,
     ) -> None:
         self.root, self.remote, self.warn = root.resolve(), remote, warn
+        self.pushes_checkpoints = False  # to the remote store
+        self._pending: dict[str, Callable[[RemoteStore], None]] = {}  # by the name of what is copied
         try:
             for name in ("artifacts", "scores", "tmp", "locks", "checked"):
                 folder = self.root / name
@@ -76,16 +80,39 @@ class Store:
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"{folder} may not be written to")
         except OSError as error:
-            raise InputError(
-                f"{self.root}: cannot be used as a store: {error.strerror}. Use another with --store FOLDER.",
-                code="unusable-store",
-            ) from error
-        self._remove_leftovers()
+            parts = [self.root / name for name in ("artifacts", "scores")]
+            is_readable = all(path.is_dir() and os.access(path, os.R_OK | os.X_OK) for path in parts)
+            if remote is not None or not is_readable:
+                raise self._unusable(error) from error
+            self.is_writable = False
+        else:
+            self.is_writable = True
+            self._remove_leftovers()
+
+    def require_present(self) -> None:
+        """Require that the folders of the store exist.
+
+        Raises:
+            RunError: the store was removed (`store-removed`).
+        """
+        names = ("artifacts", "scores", *(("tmp", "locks") if self.is_writable else ()))
+        if not all((self.root / name).is_dir() for name in names):
+            raise RunError(
+                f"{self.root}: this store was removed while it was used. Run the same command again to build"
+                " again what was in it.",
+                code="store-removed",
+            )
+
+    def _unusable(self, error: OSError) -> InputError:
+        return InputError(
+            f"{self.root}: cannot be used as a store: {error.strerror}. Use another with --store FOLDER.",
+            code="unusable-store",
+        )
 
     def find(
         self, key: str, hint: str = "Run the recipe again with --rebuild to build it again."
     ) -> Artifact | None:
-        """Return the artifact with this key, or None if it was never finished.
+        """Return the artifact with this key; None if it was never finished, or has missing files.
 
         Its files are compared with the manifest: hashes are computed only for files whose size, times or
         inode have changed since the last comparison.
@@ -95,56 +122,55 @@ class Store:
             hint: how to repair a damaged one, the end of the message.
 
         Raises:
-            InputError: a file is missing or its bytes have changed.
+            InputError: the bytes of a file have changed.
         """
         path = self.root / "artifacts" / key
-        if not path.is_dir() and not self._pull(key):
+        if not self._is_complete(path) and not self._pull(key):
             return None
         try:
-            artifact = read_artifact(path)
+            artifact = read_artifact(path, hint)
             if artifact.key != key:
                 raise InputError(
                     f"{path / MANIFEST}: this is the manifest of another artifact.", code="wrong-manifest"
                 )
         except InputError as error:
-            raise InputError(f"{error} {hint}", code=error.code) from error
+            text = str(error)
+            raise InputError(text if text.endswith(hint) else f"{text} {hint}", code=error.code) from error
         if self._read_checked(key).get("files") != _file_states(artifact):
-            try:
-                digest = sha256_of(path / MANIFEST)
-            except OSError as error:
-                raise InputError(
-                    f"{path / MANIFEST}: cannot be read: {error}. {hint}", code="unreadable-file"
-                ) from error
-            # checked twice: another process may have stored a new artifact and its note meanwhile
-            if all(self._read_checked(key).get("manifest", digest) != digest for _ in range(2)):
-                raise InputError(
-                    f"{path / MANIFEST}: the file has been modified since it was written. {hint}",
-                    code="changed-manifest",
-                )
             artifact.verify(hint)
             self._write_checked(artifact)
-        self._push(lambda remote: remote.push(artifact))  # one that was made while it could not be reached
+        # one that was made while it could not be reached
+        self._push(key, lambda remote: remote.push(artifact))
         return artifact
 
     def lock(self, key: str, waiting: Callable[[str], None]) -> AbstractContextManager[None]:
         """Hold the lock of `key`, so that two processes never do the same work at once.
 
+        In a store that cannot be written to there is no lock, and no work.
+
         Args:
             key: of an artifact or score, or any other name of work.
             waiting: called with the owner as text before waiting for it.
         """
+        if not self.is_writable:
+            return nullcontext()
+        self.require_present()
         return file_lock(self.root / "locks" / f"{key}.lock", waiting)
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
-        """Yield an empty folder inside the store that is always removed on leaving."""
-        path = self.root / "tmp" / f"{os.getpid()}-{secrets.token_hex(8)}"
-        with heartbeat(path.with_name(path.name + OWNER_SUFFIX)):
-            path.mkdir()
-            try:
-                yield path
-            finally:
-                shutil.rmtree(path, ignore_errors=True)
+        """Yield an empty folder inside the store that is always removed on leaving.
+
+        Raises:
+            InputError: the store cannot be written to (`unusable-store`).
+            RunError: it was removed (`store-removed`).
+        """
+        if not self.is_writable:
+            error = PermissionError(errno.EACCES, "it can be read, not written to, and lacks what is needed")
+            raise self._unusable(error) from error
+        self.require_present()
+        with workspace(self.root / "tmp") as path:
+            yield path
 
     def commit(self, folder: Path, manifest: Manifest, replace: bool = False) -> Artifact:
         """Turn the finished `folder` of a workspace into the artifact `manifest.key`.
@@ -153,6 +179,7 @@ class Store:
         process was faster, its artifact is kept; with `replace` the existing one is
         removed.
         """
+        self.require_present()
         apply_umask(folder)
         files = {
             path.relative_to(folder).as_posix(): FileRecord(
@@ -168,9 +195,9 @@ class Store:
                 code="unknown-file",
             )
         manifest = manifest.model_copy(update={"files": files})
-        write_json(folder / MANIFEST, manifest.model_dump())
+        write_manifest(folder, manifest)
         artifact = self._move_to_artifacts(folder, manifest.key, replace)
-        self._push(lambda remote: remote.push(artifact, replace))
+        self._push(artifact.key, lambda remote: remote.push(artifact, replace))
         return artifact
 
     def _move_to_artifacts(self, folder: Path, key: str, replace: bool = False) -> Artifact:
@@ -179,6 +206,7 @@ class Store:
             fsync_path(path)
         fsync_path(folder)
         target = self.root / "artifacts" / key
+        replace = replace or not self._is_complete(target)
         # a note of the previous artifact would not match the new one
         (self.root / "checked" / f"{key}.json").unlink(missing_ok=True)
         with self._set_aside(target) if replace else nullcontext():
@@ -191,6 +219,26 @@ class Store:
         artifact = read_artifact(target)
         self._write_checked(artifact)
         return artifact
+
+    def _is_complete(self, path: Path) -> bool:
+        """Return whether an artifact's folder exists with all its files, whose bytes are not compared.
+
+        One with missing files gives a warning; it is built again and replaced, as a missing one is.
+        """
+        if not path.is_dir():
+            return False
+        try:
+            names = (MANIFEST, *read_manifest(path).files)
+        except InputError as error:
+            names = (MANIFEST,)
+            if error.code != "not-an-artifact":
+                return True  # damaged, which `find` reports
+        missing = next((name for name in names if not os.path.exists(path / name)), None)
+        if missing is None:
+            return True
+        text = f"{path / missing}: this file of an artifact is missing. The artifact is built again."
+        self.warn(warning("incomplete-artifact", text))
+        return False
 
     def remove(self, key: str) -> None:
         """Remove the artifact `key` if it exists."""
@@ -215,23 +263,27 @@ class Store:
                 raise
 
     def read_score(self, key: str) -> dict[str, Any] | None:
-        """Return the score stored under `key`, or None."""
+        """Return the score stored under `key`; None if there is none, or it is damaged."""
         path = self.root / "scores" / f"{key}.json"
-        value = read_json_or_none(path)
+        value = read_hashed_json(path)
         if value is not None:
-            self._push(lambda remote: remote.push_score(key, path))
+            self._push(path.name, lambda remote: remote.push_score(key, path))
             return value
         with self._using_remote() as remote:
             value = None if remote is None else remote.read_score(key)
         if value is not None:
-            write_json(path, value)
+            write_hashed_json(path, value)
         return value
 
     def write_score(self, key: str, value: dict[str, Any]) -> None:
-        """Store `value` under `key`, replacing an earlier one."""
+        """Store `value` under `key`, replacing an earlier one; not in a store that cannot be written to."""
+        if not self.is_writable:
+            self.warn(warning("read-only-store", f"{self.root}: may not be written to: scores are not kept."))
+            return
+        self.require_present()
         path = self.root / "scores" / f"{key}.json"
-        write_json(path, value)
-        self._push(lambda remote: remote.push_score(key, path, replace=True))
+        write_hashed_json(path, value)
+        self._push(path.name, lambda remote: remote.push_score(key, path, replace=True))
 
     def _pull(self, key: str) -> bool:
         """Copy the artifact `key` from the remote store; return whether it is there, and intact."""
@@ -248,17 +300,35 @@ class Store:
                 return True
         return False
 
-    def _push(self, push: Callable[[RemoteStore], None]) -> None:
-        """Copy something to the remote store, if there is one; if that fails, it stays here."""
+    def _push(self, name: str, push: Callable[[RemoteStore], None]) -> None:
+        """Copy something to the remote store, if there is one; if that fails, `push_pending` tries again."""
+        if self.remote is None:
+            return
+        self._pending[name] = push
         with self._using_remote(to_write=True) as remote:
             if remote is not None:
                 push(remote)
+                del self._pending[name]
+
+    def push_pending(self) -> int:
+        """Copy to the remote store what could not be copied before; return how much it still lacks."""
+        for name, push in list(self._pending.items()):
+            if self.remote is not None:
+                self.remote.end_pause()
+            self._push(name, push)
+            if name in self._pending:
+                break  # each attempt may take as long as a time-out
+        if count := len(self._pending):
+            text = f"{with_count(count, 'result')} of this run could not be copied to {self.remote}."
+            text += f" Run the same command again; finished steps are taken from {self.root}."
+            self.warn(warning("not-in-remote-store", text))
+        return count
 
     @contextmanager
     def _using_remote(self, to_write: bool = False) -> Iterator[RemoteStore | None]:
-        """Yield the remote store, None if there is none or it was given up; errors become warnings."""
+        """Yield the remote store, None if there is none or it is paused; errors become warnings."""
         remote = self.remote
-        if remote is None or remote.is_given_up:
+        if remote is None or remote.is_paused:
             yield None
             return
         failed = True
@@ -273,8 +343,8 @@ class Store:
             self.warn(
                 warning(
                     "push-failed",
-                    f"{remote}: cannot be written to: {what}. What was made is in {self.root}; run the same"
-                    " command again to copy it.",
+                    f"{remote}: cannot be written to: {what}. What was made is in {self.root}, and is copied"
+                    " at the end of the run if the bucket answers then.",
                 )
                 if to_write
                 else warning(
@@ -283,50 +353,41 @@ class Store:
                 )
             )
         finally:
-            remote.count_failure(failed)
-            if failed and remote.is_given_up:
+            pause = remote.count_failure(failed)
+            if pause is not None:
                 self.warn(
                     warning(
-                        "remote-store-given-up",
-                        f"{remote}: failed {remote.failures} times in a row and is not used any more. Run"
-                        " the same command again when it can be reached.",
+                        "remote-store-paused",
+                        f"{remote}: failed {remote.failures} times in a row. It is tried again after"
+                        f" {pause:.0f} s, and at the end of the run.",
                     )
                 )
 
+    def use_remote(self, use: Callable[[RemoteStore], None], to_write: bool = False) -> None:
+        """Call `use` with the remote store, unless there is none or it is paused; errors become warnings."""
+        with self._using_remote(to_write) as remote:
+            if remote is not None:
+                use(remote)
+
     def _read_checked(self, key: str) -> dict[str, Any]:
         """Return the note of the last comparison of the artifact's bytes; empty if there is none."""
-        return read_json_or_none(self.root / "checked" / f"{key}.json") or {}
+        return read_hashed_json(self.root / "checked" / f"{key}.json") or {}
 
     def _write_checked(self, artifact: Artifact) -> None:
         """Note that the bytes of `artifact` are intact with the present states of its files."""
         with suppress(OSError):  # a full disk: they are compared again next time
-            found = {"files": _file_states(artifact), "manifest": sha256_of(artifact.path / MANIFEST)}
-            write_json(self.root / "checked" / f"{artifact.key}.json", found)
+            states = {"files": _file_states(artifact)}
+            write_hashed_json(self.root / "checked" / f"{artifact.key}.json", states)
 
     def _remove_leftovers(self) -> None:
         """Remove leftovers of dead processes: workspaces, markers, partial files, lock files."""
-        for marker in (self.root / "tmp").glob(f"*{OWNER_SUFFIX}"):
-            if not is_active(marker):
-                shutil.rmtree(marker.with_suffix(""), ignore_errors=True)
-                marker.unlink(missing_ok=True)
-        for path in (self.root / "tmp").iterdir():
-            if (
-                path.is_dir()
-                and not path.with_name(path.name + OWNER_SUFFIX).exists()
-                and not _may_be_in_use(path)
-            ):
-                shutil.rmtree(path, ignore_errors=True)
+        remove_leftover_workspaces(self.root / "tmp")
         for name in ("scores", "checked", "runs", "locks", "tmp"):
             for path in partial_files(self.root / name):
-                if not _may_be_in_use(path):
+                if not may_be_in_use(path):
                     path.unlink(missing_ok=True)
         for path in (self.root / "locks").iterdir():
             remove_stale_lock(path)
-
-
-def _may_be_in_use(path: Path) -> bool:
-    """Return whether a process without a marker may still be working on `path`."""
-    return seconds_since_written(path) < STALE_AFTER_S
 
 
 def _file_states(artifact: Artifact) -> dict[str, list[int]]:
@@ -341,200 +402,45 @@ def _file_states(artifact: Artifact) -> dict[str, list[int]]:
     return states
 
 
-def read_json_or_none(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`; None if there is none, or it is incomplete."""
-    try:
-        value = load_json(path)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-CACHE_NOTE_FILE = "kept.json"
-_MAX_NOTE_BYTES = 1_000_000
-
-
-class CacheNote(BaseModel):
-    """The content of `kept.json`. what: a description. artifacts: the keys of the source artifacts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    schema_version: int = 1
-    key: str
-    what: str
-    artifacts: tuple[str, ...]
-    files: dict[str, FileRecord]
-
-
-@dataclass(frozen=True)
-class CachedFiles:
-    """A folder of cached files, with its note; the note is None if unreadable."""
-
-    path: Path
-    note: CacheNote | None
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of all its files in bytes."""
-        return folder_size(self.path)
-
-    @property
-    def description(self) -> str:
-        """The description of the files."""
-        return "damaged" if self.note is None else self.note.what
-
-    def find_damage(self) -> tuple[Path, str] | None:
-        """Return a damaged file and what is wrong with it; None if all are intact."""
-        if self.note is None or self.note.key != self.path.name:
-            return self.path / CACHE_NOTE_FILE, "not a note that this version of smelt can read"
-        for name, record in self.note.files.items():
-            file = self.path / name
-            if not file.is_file():
-                return file, "missing"
-            if file.stat().st_size != record.size_bytes:
-                return file, f"{file.stat().st_size:,} bytes instead of {record.size_bytes:,}"
-            if sha256_of(file) != record.sha256:
-                return file, "its bytes are not those that were written"
-        return None
-
-
-def list_cached_files(root: Path) -> list[CachedFiles]:
-    """Return the cached files of the store at `root`, by key."""
-    return [_read_cached_files(path) for path in sorted((root / "kept").glob("*")) if path.is_dir()]
-
-
-def find_cached_files(store: Store, key: str) -> CachedFiles | None:
-    """Return the cached files under `key`, not checked for damage; None if there are none."""
-    path = store.root / "kept" / key
-    return _read_cached_files(path) if path.is_dir() else None
-
-
-def commit_cached_files(
-    store: Store, folder: Path, key: str, description: str, artifacts: Sequence[str]
-) -> CachedFiles:
-    """Move the finished `folder` of a workspace to the cache under `key`, by an atomic rename.
-
-    Raises:
-        OSError: it could not be written to the disk.
-    """
-    apply_umask(folder)
-    files = {
-        path.name: FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
-        for path in sorted(folder.iterdir())
-    }
-    note = CacheNote(key=key, what=description, artifacts=tuple(artifacts), files=files)
-    write_json(folder / CACHE_NOTE_FILE, note.model_dump(mode="json"))
-    for path in folder.iterdir():
-        fsync_path(path)
-    target = store.root / "kept" / key
-    target.parent.mkdir(exist_ok=True)
-    os.rename(folder, target)
-    fsync_path(target.parent)
-    return CachedFiles(target, note)
-
-
-def remove_cached_files(path: Path) -> None:
-    """Remove a folder of cached files."""
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _read_cached_files(path: Path) -> CachedFiles:
-    return CachedFiles(path, _read_note(path / CACHE_NOTE_FILE))
-
-
-def _read_note(path: Path) -> CacheNote | None:
-    try:
-        if path.stat().st_size > _MAX_NOTE_BYTES:
-            return None
-        value: Any = load_json(path)
-        note = CacheNote.model_validate(value)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return note if all(Path(name).name == name for name in note.files) else None
-
-
-@dataclass(frozen=True)
-class StageCache:
-    """Returns cached results to a stage.
-
-    versions: of the libraries, on which all results depend. log: writes a line to the log.
-    """
-
-    store: Store
-    versions: Mapping[str, str]
-    log: Callable[[str], None]
-
-    def cached_value(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-        """Return the result of `make` (JSON), from the store if it is cached."""
-        key = self.value_key(what)
-        with self.store.lock(key, self._report_wait):
-            found = self.store.read_score(key)
-            if found is None:
-                found = {"artifact": what.get("artifact"), "made": make()}
-                self.store.write_score(key, found)
-        return found["made"]
-
-    @contextmanager
-    def cached_files(
-        self, what: Mapping[str, Any], make: Callable[[Path], None]
-    ) -> Iterator[tuple[Path, bool]]:
-        """Yield the folder with the files of `make`, and whether they were cached.
-
-        Damaged files are made again.
-        """
-        key = self.files_key(what)
-        words, artifacts = str(what["what"]), list(what["artifacts"])
-        with self.store.lock(key, self._report_wait):
-            found, cached = self.find_intact(key, words), True
-            if found is None:
-                cached, started = False, time.monotonic()
-                with self.store.workspace() as space:
-                    folder = space / "out"
-                    folder.mkdir()
-                    make(folder)
-                    found = commit_cached_files(self.store, folder, key, words, artifacts)
-                took = f"made in {time.monotonic() - started:,.1f} s and cached"
-            else:
-                took = "from the cache"
-            self.log(f"  {words}: {found.size_bytes / 1e6:,.1f} MB, {took}")
-        yield found.path, cached
-
-    def value_key(self, what: Mapping[str, Any]) -> str:
-        """Return the key of a cached value."""
-        return json_hash({"kept": dict(what), "libraries": dict(self.versions)})
-
-    def files_key(self, what: Mapping[str, Any]) -> str:
-        """Return the key of cached files."""
-        return json_hash({"files": dict(what), "libraries": dict(self.versions)})
-
-    def find_intact(self, key: str, words: str) -> CachedFiles | None:
-        """Return the cached files `key`; damaged ones are removed."""
-        found = find_cached_files(self.store, key)
-        wrong = found.find_damage() if found is not None else None
-        if found is None or wrong is None:
-            return found
-        self.log(f"  {words}: {wrong[0]}: {wrong[1]}; made again")
-        remove_cached_files(found.path)
-        return None
-
-    def _report_wait(self, holder: str) -> None:
-        self.log(f"waiting for {holder}, which computes the same files")
-
-
 class StepCheckpoints:
-    """Folders for the checkpoints of a step; they are removed when the step is done."""
+    """Folders for the checkpoints of a step; they are removed when the step is done.
 
-    def __init__(self, root: Path, key: str) -> None:
-        self.folder = root / "unfinished" / key
+    With `Store.pushes_checkpoints` they are copied to the remote store, and from there if this one has none.
+    is_resumed: whether there were some.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.store, self.folder = store, store.root / "unfinished" / key
+        self.is_resumed = self.folder.is_dir()
         self._trainings = 0
 
     def next_folder(self) -> Path:
         """Return the folder of the step's next training, which may not exist."""
         self._trainings += 1
-        return self.folder / str(self._trainings)
+        folder = self.folder / str(self._trainings)
+        if self.store.pushes_checkpoints and process_rank() == 0 and not (folder / CHECKPOINT_FILE).is_file():
+            place = self._place(folder)
+            self.store.use_remote(lambda remote: remote.pull_checkpoint(place, folder, CHECKPOINT_FILE))
+            self.is_resumed |= folder.is_dir()
+        return folder
+
+    def saved(self, folder: Path) -> None:
+        """Copy a checkpoint to the remote store; a failure is a warning."""
+        if self.store.pushes_checkpoints:
+            place = self._place(folder)
+            self.store.use_remote(
+                lambda remote: remote.push_checkpoint(place, folder, CHECKPOINT_FILE), to_write=True
+            )
 
     def remove(self) -> None:
         """Remove all checkpoints."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.is_resumed = False
+        if self.store.pushes_checkpoints:
+            self.store.use_remote(lambda remote: remote.remove_checkpoints(self.folder.name), to_write=True)
+
+    def _place(self, folder: Path) -> str:
+        return folder.relative_to(self.folder.parent).as_posix()
 
 
 def list_step_checkpoints(root: Path) -> dict[Path, int]:

@@ -21,6 +21,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,20 @@ from torch import Tensor, nn
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
-from smelt.core.files import fsync_path, json_hash, read_json_object, sha256_of, write_json
+from smelt.core.files import (
+    fsync_path,
+    json_hash,
+    load_json,
+    read_hashed_json,
+    sha256_of,
+    verified_content,
+    write_hashed_json,
+)
 from smelt.core.messages import Message, messages_to_json
 from smelt.core.process_group import from_first, process_count, process_rank, wait_for_all
 from smelt.core.stage import Context, candidate_artifact
+from smelt.core.store import CHECKPOINT_FILE
+from smelt.core.termination import TerminatedError, is_termination_requested, termination_deferred
 from smelt.data.splits import Split
 from smelt.models.checkpoint import save_model
 from smelt.models.edits import Edit
@@ -48,7 +59,6 @@ from smelt.training.settings import TrainingSettings
 from smelt.training.sharding import ShardedModel, divided_like, in_first, local_part, whole_tensor
 from smelt.training.zero import ZeroModel
 
-CHECKPOINT_FILE = "checkpoint.json"
 _METADATA_KEY = "training"  # the header's key of the JSON
 _WEIGHT, _BEST, _AVERAGE, _MOMENT, _RANDOM = "weight/", "best/", "average/", "moment/", "random/"
 
@@ -86,8 +96,10 @@ def read_checkpoint(folder: Path, identity: str, log: Callable[[str], None]) -> 
         log: called with a line about a damaged file; the training then starts from the beginning.
     """
     try:
-        note = read_json_object(folder / CHECKPOINT_FILE)
-        if not note or note["identity"] != identity:
+        if not (folder / CHECKPOINT_FILE).is_file():
+            return None
+        note = verified_content(load_json(folder / CHECKPOINT_FILE))
+        if note["identity"] != identity:
             return None
         path = folder / Path(str(note["file"])).name
         if sha256_of(path) != note["sha256"]:
@@ -110,7 +122,7 @@ def write_checkpoint(
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     save_file(_unshare(plain), path, metadata={_METADATA_KEY: json.dumps(state)})
     fsync_path(path)
-    write_json(
+    write_hashed_json(
         folder / CHECKPOINT_FILE,
         {"identity": identity, "step": step, "file": path.name, "sha256": sha256_of(path)},
     )
@@ -121,9 +133,8 @@ def write_checkpoint(
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove the files of a failed write in `folder`; a complete earlier checkpoint is kept."""
-    named: set[str] = set()
-    with contextlib.suppress(OSError, InputError, KeyError, TypeError):
-        named = {CHECKPOINT_FILE, str(read_json_object(folder / CHECKPOINT_FILE)["file"])}
+    note = read_hashed_json(folder / CHECKPOINT_FILE)
+    named = set() if note is None else {CHECKPOINT_FILE, str(note["file"])}
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if path.name not in named:
@@ -158,6 +169,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         minutes: float | None,
         log: Callable[[str], None],
         zero: ZeroModel | None = None,
+        on_saved: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         """Read the last checkpoint, if any, and load it into `model` and `keeper`.
 
@@ -169,8 +181,9 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             minutes: between two checkpoints; 0: after each update; None: none are written.
             log: writes a line to the log.
             zero: has the optimizer's state if DeepSpeed divides it.
+            on_saved: called with `folder` after each checkpoint.
         """
-        self.zero = zero
+        self.zero, self._on_saved = zero, on_saved
         self.model, self.keeper, self.folder, self.identity = model, keeper, folder, identity
         self.minutes, self._log = minutes, log
         self._began = self._last = time.monotonic()
@@ -254,15 +267,34 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             self._random_pending = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save a checkpoint if it is due."""
-        due = self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes
+        """Save a checkpoint if it is due, or if SIGTERM asks for the end.
+
+        Raises:
+            TerminatedError: after the checkpoint that is the last one. Other processes than the first one
+                train on until they are ended, if they do not take part in it.
+        """
+        ends = is_termination_requested()
+        due = ends or (self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes)
         if self._is_sharded:  # all take part
-            due = from_first(lambda: due)
+            due, ends = from_first(lambda: (due, ends))
         elif process_rank():  # all have the same weights and optimizer states
-            due = False
-        if self.folder is None or not due or state.global_step >= state.max_steps:
-            return
-        whole = kwargs["optimizer"].state_dict if self.zero is None else self.zero.optimizer_state
+            due = ends = False
+        if due and self.can_save and state.global_step < state.max_steps:
+            self._save(state, kwargs["optimizer"], kwargs["lr_scheduler"])
+        if ends and state.global_step < state.max_steps:
+            raise TerminatedError
+
+    @property
+    def can_save(self) -> bool:
+        """Whether checkpoints of this training are written."""
+        return self.folder is not None and self.minutes is not None
+
+    def ending_on_sigterm(self) -> AbstractContextManager[None]:
+        """Return a context in which SIGTERM ends a training after its update, with a checkpoint."""
+        return termination_deferred() if self.can_save else contextlib.nullcontext()
+
+    def _save(self, state: Any, wrapped_optimizer: Any, scheduler: Any) -> None:
+        whole = wrapped_optimizer.state_dict if self.zero is None else self.zero.optimizer_state
         optimizer = whole()
         random_tensors, random_told = _random_state()
         tensors = {
@@ -276,10 +308,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             "total": state.max_steps,
             "keeper": self.keeper.state_dict(),
             "groups": optimizer["param_groups"],
-            "schedule": kwargs["lr_scheduler"].state_dict(),
-            "scaler": scaler.state_dict()
-            if (scaler := getattr(kwargs["optimizer"], "scaler", None))
-            else None,
+            "schedule": scheduler.state_dict(),
+            "scaler": scaler.state_dict() if (scaler := getattr(wrapped_optimizer, "scaler", None)) else None,
             "random": random_told,
         }
         self._write(state.global_step, tensors, metadata)
@@ -287,6 +317,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def finish(self, step: int, details: Mapping[str, Any], warnings: list[Message]) -> None:
         """Save the weights of a finished long training: the rest of the step may still be interrupted."""
         long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
+        long |= self.can_save and is_termination_requested()
         if self._is_sharded:
             long = from_first(lambda: long)
         if self.folder is not None and (long or self.saved is not None):
@@ -305,6 +336,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
             return
         try:
             write_checkpoint(self.folder, self.identity, step, whole, metadata)
+            self._on_saved(self.folder)
         except (OSError, SafetensorError) as error:
             _remove_leftovers(self.folder)
             self._log(f"  cannot write a checkpoint to {self.folder}: {error}; the training continues")
@@ -340,7 +372,14 @@ def make_checkpoint_callback(
     identity = json_hash({"plan": plan, "precision": precision, "shapes": shapes, "seed": ctx.seed})
     zero = divided if isinstance(divided, ZeroModel) else None
     return CheckpointCallback(
-        model, selector, folder, identity, settings.checkpoint_interval_minutes, ctx.log, zero
+        model,
+        selector,
+        folder,
+        identity,
+        settings.checkpoint_interval_minutes,
+        ctx.log,
+        zero,
+        ctx.checkpoint_saved,
     )
 
 

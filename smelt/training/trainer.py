@@ -325,6 +325,7 @@ def run_training(
             parts=process_count(),
             launch=launch,
         )
+        stack.enter_context(resume.ending_on_sigterm())
         loop.train()
         steps = int(loop.state.global_step)
         keeper.load_best()
@@ -339,13 +340,12 @@ def run_training(
             **({"processes": process_count()} if process_count() > 1 else {}),
             **keeper.details(steps),
         }
-        doubts = {
+        texts = {
             "no-improvement": keeper.no_improvement_text(settings.metric_for_best_model),
             "loss-disagrees": metric_disagreement_text(keeper, len(validation or ()), ctx),
             "worse-than-random": keeper.worse_than_random_text(),
         }
-        warnings = [warning(code, text) for code, text in doubts.items() if text]
-        ctx.warnings.extend(warnings)
+        ctx.warnings.extend(warnings := [warning(code, text) for code, text in texts.items() if text])
         resume.finish(steps, ctx.details["training"], warnings)
 
 

@@ -13,7 +13,7 @@ from expected_errors import command_error, raises_code
 
 from smelt.api.evaluate import open_artifacts, read_texts, timing_table
 from smelt.core.errors import InputError
-from smelt.core.files import sha256_of
+from smelt.core.files import sha256_of, write_hashed_json
 from smelt.pipeline.execute import display
 
 RECIPE = """
@@ -53,7 +53,7 @@ def _changed(artifact, folder, file, content):
     manifest = json.loads((folder / "manifest.json").read_text())
     size = (folder / file).stat().st_size
     manifest["files"][file] = {"sha256": sha256_of(folder / file), "size_bytes": size}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_hashed_json(folder / "manifest.json", manifest)
     return folder
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_compared_is_said(run, tmp_path):
     translator = tmp_path / "t"
     shutil.copytree(run / "model", translator)
     manifest = json.loads((translator / "manifest.json").read_text())
-    (translator / "manifest.json").write_text(json.dumps(manifest | {"task": "translation"}))
+    write_hashed_json(translator / "manifest.json", manifest | {"task": "translation"})
     mixed = command_error(harness.smelt("bench", run / "model", translator, code=2))
     assert (mixed.code, "model is for text-classification" in str(mixed)) == ("different-tasks", True)
     for arguments, code in (

@@ -8,6 +8,7 @@ import pytest
 
 from smelt.api.package import find_run, package_origin, run_artifacts
 from smelt.core.artifact import read_artifact
+from smelt.core.files import write_hashed_json
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_settings_licence_and_times_are_told(run, tmp_path):
     path = tmp_path / "artifacts" / "model" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["details"]["licence"] = "mit (its model card)"
-    path.write_text(json.dumps(manifest))
+    write_hashed_json(path, manifest)
     report = json.loads((run / "report.json").read_text())
     report["recipe"]["stages"] = [{"onnx": {"opset": 20}, "name": "onnx"}]
     row = {"batch_size": 2, "threads": 1, "p50_ms": 3.456, "stable": True, "speedup": 2.0}

@@ -15,7 +15,8 @@ from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.statistics import batches_fingerprint, cached_statistics
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.core.store import StageCache, Store
+from smelt.core.stage_cache import StageCache
+from smelt.core.store import Store
 from smelt.models.checkpoint import load_model
 
 

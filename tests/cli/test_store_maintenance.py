@@ -19,7 +19,8 @@ from expected_errors import raises_code as expected
 from smelt.cli.store import find_damaged_files, find_store, find_unused, remove_unused, stored_artifacts
 from smelt.core.errors import InputError
 from smelt.core.locks import STALE_AFTER_S, read_owner, write_owner
-from smelt.core.store import Store, commit_cached_files
+from smelt.core.stage_cache import commit_cached_files
+from smelt.core.store import Store
 from smelt.pipeline.execute.run_folder import cleaning_lock, list_runs, register_run
 
 RECIPE = """
@@ -198,35 +199,47 @@ def test_check_names_each_damaged_file(home):
     assert harness.smelt("store", "check", "--store", home / "runs").exit_code == 0
     store = home / "runs" / ".store"
     keys = [entry.key for entry in stored_artifacts(store)]
-    weights = store / "artifacts" / keys[1] / "model.safetensors"
+    artifacts = [store / "artifacts" / key for key in keys]
+    weights = artifacts[1] / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    (store / "artifacts" / keys[2] / "config.json").unlink()
-    with (store / "artifacts" / keys[2] / "structure.json").open("a") as file:
+    (artifacts[2] / "config.json").unlink()
+    with (artifacts[2] / "structure.json").open("a") as file:
         file.write(" ")
-    (store / "artifacts" / keys[3] / "manifest.json").write_text("{")
-    manifest = store / "artifacts" / keys[0] / "manifest.json"
+    shutil.rmtree(artifacts[3])  # the second run links to it
+    manifest = artifacts[0] / "manifest.json"
     doubt = '{"code": "made-up", "message": "all is well"}'
     manifest.write_text(manifest.read_text().replace('"warnings": [', f'"warnings": [{doubt}', 1))
-    score = next((store / "scores").iterdir())
-    score.write_text("{")
+    with register_run(store, home / "far"):
+        pass
+    hashed = [next((store / name).glob("*.json")) for name in ("scores", "checked", "runs")]
+    for path in hashed:
+        path.write_text(path.read_text().replace("a", "b", 1))
+    broken = artifacts[0].with_name("e" * 64)
+    broken.mkdir()
+    (broken / "manifest.json").write_text("{")
     found = {damage.path: damage.problem for damage in find_damaged_files(store)}
-    assert set(found) == {
-        weights,
-        store / "artifacts" / keys[2] / "config.json",
-        store / "artifacts" / keys[2] / "structure.json",
-        store / "artifacts" / keys[3],
-        manifest,
-        score,
-    }
-    assert found[weights]
+    changed = {artifacts[2] / "config.json", artifacts[2] / "structure.json", broken / "manifest.json"}
+    assert set(found) == {weights, manifest, artifacts[3], *hashed, *changed}
+    assert str(home / "runs" / "two") in found[artifacts[3]]
     result = harness.smelt("store", "check", "--store", home / "runs")
     assert result.exit_code == 1
     assert f"{weights}: {found[weights]}" in result.output
-    assert [entry.stage for entry in stored_artifacts(store)][-1] == "?" or "?" in {
-        e.stage for e in stored_artifacts(store)
-    }
+    assert "?" in {entry.stage for entry in stored_artifacts(store)}
+
+
+def test_clean_refuses_while_the_record_of_a_run_is_damaged(home):
+    """The artifacts that this run uses would be removed."""
+    store, far = home / "runs" / ".store", home / "far"
+    with register_run(store, far):
+        [record] = (store / "runs").glob("*.json")
+    record.write_text(record.read_text().replace("far", "fat"))
+    refused = harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=2)
+    assert command_error(refused).code == "damaged-run-record"
+    with register_run(store, far):  # the run mends it
+        pass
+    harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=0)
 
 
 def test_what_is_kept_besides_is_listed_checked_and_goes_with_what_it_is_of(home):

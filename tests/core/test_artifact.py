@@ -9,6 +9,7 @@ from expected_errors import raises_code
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord, Manifest, read_artifact, read_manifest
 from smelt.core.errors import InputError
+from smelt.core.files import write_hashed_json
 from smelt.core.store import Store
 
 pytestmark = pytest.mark.quick
@@ -156,6 +157,6 @@ def test_a_listed_file_of_a_kind_that_no_stage_writes_is_refused(made, name):
     path.write_bytes(b"x")
     manifest = json.loads((made.path / "manifest.json").read_text())
     manifest["files"][name] = {"sha256": hashlib.sha256(b"x").hexdigest(), "size_bytes": 1}
-    (made.path / "manifest.json").write_text(json.dumps(manifest))
+    write_hashed_json(made.path / "manifest.json", manifest)
     with raises_code("unknown-file", InputError):
         read_artifact(made.path)

@@ -15,7 +15,7 @@ from smelt.core.artifact import Manifest
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
 from smelt.core.remote_store import RemoteStore, open_remote_store
-from smelt.core.store import Store
+from smelt.core.store import CHECKPOINT_FILE, StepCheckpoints, Store
 
 KEY = "ab" * 32
 
@@ -150,9 +150,10 @@ def test_a_manifest_with_other_files_than_a_stage_writes_is_refused(machines, na
     assert (two.find(KEY), message_codes(two.found)) == (None, ["damaged-remote-file"])
 
 
-def test_a_remote_store_that_keeps_failing_is_given_up(tmp_path, monkeypatch):
+def test_a_remote_store_that_keeps_failing_is_tried_again_after_a_pause(tmp_path, monkeypatch):
     machines = Machines(f"memory://{uuid.uuid4().hex}", tmp_path)
-    one, asked = machines.store("one"), []
+    one, asked, now = machines.store("one"), [], [0.0]
+    monkeypatch.setattr(remote_store.time, "monotonic", lambda: now[0])
 
     def fail(place):
         asked.append(place)
@@ -161,8 +162,36 @@ def test_a_remote_store_that_keeps_failing_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(one.remote, "_read", fail)
     assert [one.read_score(str(number)) for number in range(5)] == [None] * 5
     assert len(asked) == 3
-    assert message_codes(one.found) == ["pull-failed"] * 3 + ["remote-store-given-up"]
+    assert message_codes(one.found) == ["pull-failed"] * 3 + ["remote-store-paused"]
     assert one.find(_commit(one).key)
+    for seconds, attempts in ((61, 4), (61, 4), (61, 5)):  # the second pause is twice as long
+        now[0] += seconds
+        one.read_score("later")
+        assert len(asked) == attempts
+    monkeypatch.undo()
+    assert one.push_pending() == 0
+    assert machines.store("two").find(KEY) is not None
+    assert (one.read_score("later"), one.remote.failures) == (None, 0)
+
+
+def test_results_of_an_outage_are_copied_at_the_end_or_counted(machines, monkeypatch):
+    one = machines.store("one")
+    with monkeypatch.context() as outage:
+        outage.setattr(one.remote, "_write", _lose_connection)
+        outage.setattr(one.remote, "_size_of", _lose_connection)
+        _commit(one)
+        for number in range(4):
+            one.write_score(str(number), {"n": number})
+        assert one.push_pending() == 5
+        assert message_codes(one.found)[-1] == "not-in-remote-store"
+    assert one.push_pending() == 0
+    two = machines.store("two")
+    assert two.find(KEY) is not None
+    assert [two.read_score(str(number)) for number in range(4)] == [{"n": number} for number in range(4)]
+
+
+def _lose_connection(*_):
+    raise OSError("connection lost")
 
 
 @pytest.mark.parametrize(
@@ -204,3 +233,59 @@ def test_a_missing_package_and_silence_are_errors(monkeypatch):
     with raises_code("store-unreachable", InputError):
         open_remote_store(f"memory://{uuid.uuid4().hex}")
     ended.set()
+
+
+def test_damaged_score_of_a_bucket_is_computed_and_written_again(machines):
+    one, two = machines.store("one"), machines.store("two")
+    one.write_score("s", {"bleu": 93.63})
+    place = f"{machines.root}/scores/s.json"
+    machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b"93.63", b"99.99"))
+    assert two.read_score("s") is None
+    assert message_codes(two.found) == ["damaged-remote-file"]
+    two.write_score("s", {"bleu": 93.63})
+    three = machines.store("three")
+    assert (three.read_score("s"), three.found) == ({"bleu": 93.63}, [])
+
+
+def test_manifest_with_a_changed_value_counts_as_absent(machines):
+    one, two = machines.store("one"), machines.store("two")
+    _commit(one)
+    place = f"{machines.root}/artifacts/{KEY}.json"
+    machines.fs.pipe_file(place, machines.fs.cat_file(place).replace(b'"seed": 0', b'"seed": 1'))
+    assert two.find(KEY) is None
+    assert message_codes(two.found) == ["damaged-remote-file"]
+
+
+def _save_checkpoint(checkpoints, step):
+    folder = checkpoints.next_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / f"{step}.safetensors").write_text(f"weights {step}")
+    (folder / CHECKPOINT_FILE).write_text(f"note {step}")
+    checkpoints.saved(folder)
+    return folder
+
+
+def test_checkpoint_of_a_lost_machine_is_continued_on_another(machines):
+    one, two = machines.store("one"), machines.store("two")
+    assert not StepCheckpoints(two, "k").next_folder().exists()
+    one.pushes_checkpoints = two.pushes_checkpoints = True
+    for step in (3, 5):
+        _save_checkpoint(StepCheckpoints(one, "k"), step)
+    there = StepCheckpoints(two, "k")
+    found = {path.name: path.read_text() for path in there.next_folder().iterdir()}
+    assert found == {"5.safetensors": "weights 5", CHECKPOINT_FILE: "note 5"}
+    assert not there.next_folder().exists()  # of the step's second training
+    there.remove()
+    assert not machines.fs.find(f"{machines.root}/unfinished")
+    there.remove()  # twice, as by two machines
+    assert one.found == two.found == []
+
+
+def test_checkpoint_that_cannot_be_copied_costs_a_warning(machines, monkeypatch):
+    one = machines.store("one")
+    one.pushes_checkpoints = True
+    monkeypatch.setattr(one.remote, "_write", _lose_connection)
+    assert _save_checkpoint(StepCheckpoints(one, "k"), 3).is_dir()
+    assert message_codes(one.found) == ["push-failed"]

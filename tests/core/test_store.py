@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from concurrent_processes import disable_file_locks
 from expected_errors import raises_code
 
 from smelt.core.artifact import Manifest, read_artifact
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.files import MANIFEST
 from smelt.core.locks import STALE_AFTER_S, current_owner, read_owner, write_owner
+from smelt.core.messages import message_codes
 from smelt.core.store import Store
 
 KEY = "ab" * 32
@@ -394,21 +396,107 @@ def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
     assert "b.json" in str(caught.value)
 
 
-def test_a_store_that_may_not_be_written_is_explained_to_a_plain_user(tmp_path):
+def test_store_that_may_not_be_written_can_be_read(tmp_path):
     """As root, who may write everywhere, through a child that becomes nobody."""
     code = (
         "import os, sys; from pathlib import Path\n"
         "from smelt.core.store import Store; from smelt.core.errors import InputError\n"
         "os.geteuid() or os.setuid(65534)\n"
-        "try: Store(Path(sys.argv[1]))\n"
-        "except InputError as error: print(error.code, error.__cause__.errno, error)\n"
+        "warnings = []\n"
+        "store = Store(Path(sys.argv[1]), warn=warnings.append)\n"
+        "with store.lock('k', print): print(store.find(sys.argv[2]).path, store.read_score('k'))\n"
+        "store.write_score('other', {}); print(warnings[0].code)\n"
+        "for try_it in (store.workspace().__enter__, lambda: Store(Path(sys.argv[1]) / 'new')):\n"
+        "    try: try_it()\n"
+        "    except InputError as error: print(error.code, error.__cause__.errno, error)\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        store = Path(folder) / "s"
-        Store(store)
-        for path in (store, *store.iterdir()):
+        store = Store(Path(folder) / "s")
+        made = _write(store)
+        store.write_score("k", {"n": 1})
+        for path in (store.root, *store.root.iterdir()):
             path.chmod(0o555)
-        command = [sys.executable, "-c", code, str(store)]
+        command = [sys.executable, "-c", code, str(store.root), KEY]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert done.stdout.startswith(f"unusable-store {errno.EACCES} {store}: "), done.stderr
+        read, warned, *refused = done.stdout.splitlines()
+        assert (read, warned) == (f"{made.path} {{'n': 1}}", "read-only-store"), done.stderr
+        assert refused[0].startswith(f"unusable-store {errno.EACCES} {store.root}: ")
+        assert refused[1].startswith(f"unusable-store {errno.EACCES} {store.root / 'new'}: ")
+
+
+def test_store_that_was_removed_is_explained_and_not_made_again(tmp_path):
+    store = Store(tmp_path / "s")
+    with store.workspace() as space:
+        (space / "out").mkdir()
+        shutil.rmtree(store.root)
+        with raises_code("store-removed", RunError):
+            store.commit(space / "out", _manifest())
+    for use in (
+        store.workspace().__enter__,
+        lambda: store.lock("k", print),
+        lambda: store.write_score("k", {}),
+    ):
+        with raises_code("store-removed", RunError):
+            use()
+    assert not store.root.exists()
+
+
+SCORE = {"bleu": {"value": 93.63}, "n": 16, "odd": [float("nan"), 1e-300, {"1": "é"}]}
+
+
+def test_score_with_any_changed_byte_counts_as_absent(tmp_path):
+    store = Store(tmp_path)
+    store.write_score("k", {"bleu": {"value": 93.63}, "n": 16})
+    file = tmp_path / "scores" / "k.json"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        assert store.read_score("k") in (None, {"bleu": {"value": 93.63}, "n": 16}), bytes(changed)
+    store.write_score("k", {"n": 2})  # it is written again
+    assert store.read_score("k") == {"n": 2}
+
+
+def test_every_json_value_is_read_as_it_was_written(tmp_path):
+    store = Store(tmp_path)
+    store.write_score("k", SCORE | {1: (2,), "content_sha256": "an earlier one"})
+    assert repr(store.read_score("k")) == repr(SCORE | {"1": [2]})
+
+
+def test_changed_note_of_checked_files_neither_speaks_for_nor_against_the_artifact(tmp_path):
+    store = Store(tmp_path)
+    made = _write(store)
+    note = tmp_path / "checked" / f"{KEY}.json"
+    text = note.read_text()
+    for old, new in (("model.safetensors", "model.safetensorz"), ("content_sha256", "content_sha25.")):
+        note.write_text(text.replace(old, new))
+        assert store.find(KEY) == made
+        assert note.read_text() == text
+    note.write_text(text)
+    note.unlink()  # as on a machine that has just copied the artifact
+    manifest = made.path / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
+    with raises_code("changed-manifest", InputError):
+        store.find(KEY)
+    with raises_code("changed-manifest", InputError):
+        read_artifact(made.path)
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "deep", MANIFEST])
+def test_artifact_with_missing_files_counts_as_absent_and_is_replaced(tmp_path, missing):
+    """As one whose whole folder was removed."""
+    warnings = []
+    store = Store(tmp_path, warn=warnings.append)
+    path = _write(store).path / missing
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    assert store.find(KEY) is None
+    assert message_codes(warnings) == ["incomplete-artifact"]
+    assert str(path) in str(warnings[0])
+    assert store.find(_write(store).key) is not None
+    assert path.exists()
+    assert not list((tmp_path / "tmp").iterdir())

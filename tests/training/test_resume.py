@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.core.store import StepCheckpoints, list_step_checkpoints
+from smelt.core.store import StepCheckpoints, Store, list_step_checkpoints
 from smelt.training import checkpoints
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.checkpoints import CHECKPOINT_FILE
@@ -75,7 +75,7 @@ def go(tmp_path, name, stage, settings, rows, lines=None, key="k"):
     """Run a stage; its checkpoints are those of every run with this key."""
     return harness.run_stage(
         stage, settings, tiny.write_marian(tmp_path / "m"), tmp_path / name / "out", data=rows,
-        next_checkpoint_folder=StepCheckpoints(tmp_path, key).next_folder,
+        next_checkpoint_folder=StepCheckpoints(Store(tmp_path), key).next_folder,
         log=(lines if lines is not None else []).append,
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def test_a_phase_that_was_finished_is_not_done_again(tmp_path, rows, die):
     assert [note["file"] for note in notes] == ["4-end.safetensors", "8-end.safetensors"]
 
 
-@pytest.mark.parametrize("what", ["file", "note"])
+@pytest.mark.parametrize("what", ["file", "note", "step"])
 def test_a_damaged_checkpoint_is_said_and_the_training_begins_anew(tmp_path, rows, die, what, whole):
     settings = FinetuneSettings.model_validate(SHORT)
     die(5)
@@ -138,7 +138,8 @@ def test_a_damaged_checkpoint_is_said_and_the_training_begins_anew(tmp_path, row
     folder = tmp_path / "unfinished" / "k" / "1"
     (file,) = folder.glob("*.safetensors")
     damaged = file if what == "file" else folder / CHECKPOINT_FILE
-    damaged.write_bytes(damaged.read_bytes()[:-10])
+    content = damaged.read_bytes()
+    damaged.write_bytes(content.replace(b'"step": 5', b'"step": 4') if what == "step" else content[:-10])
     lines = []
     again = go(tmp_path, "again", Finetune(), settings, rows, lines)
     assert any(str(folder) in line for line in lines)
@@ -244,6 +245,36 @@ def test_a_run_that_was_killed_goes_on_and_leaves_nothing(tmp_path):
     harness.smelt("run", recipe, "--out", tmp_path / "runs" / "a", "--quiet", code=0)
     assert "step 4 " in (tmp_path / "runs" / "a" / "log.txt").read_text()
     assert not list((store / "unfinished").iterdir())
+    harness.smelt("run", recipe, "--out", tmp_path / "other" / "b", "--quiet", code=0)
+    folders = [tmp_path / at / "artifacts" / "finetune" for at in ("runs/a", "other/b")]
+    assert same(*map(weights, folders))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
+def test_sigterm_in_a_training_writes_a_checkpoint_and_exits_with_143(tmp_path):
+    """As Slurm, Kubernetes and systemd send it; no checkpoint would be due for an hour."""
+    tiny.write_marian(tmp_path / "m")
+    tiny.write_pairs(tmp_path / "rows.jsonl")
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("minutes: 0}", "minutes: 60}"))
+    before = (
+        f"import os, signal; os.chdir({str(tmp_path)!r})\n"
+        "from smelt.training.checkpoint_selector import CheckpointSelector\n"
+        "begin = CheckpointSelector.on_step_begin\n"
+        "def terminate(self, args, state, control, **kwargs):\n"
+        "    if state.global_step == 2: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return begin(self, args, state, control, **kwargs)\n"
+        "CheckpointSelector.on_step_begin = terminate\n"
+    )
+    code, output = shared_server().run("run", "recipe.yaml", "--out", "runs/a", "--quiet", before=before)
+    assert code == 143, output
+    report = json.loads((tmp_path / "runs" / "a" / "report.json").read_text())
+    assert report["status"] == "interrupted"
+    store = tmp_path / "runs" / ".store"
+    assert len(list(store.glob("unfinished/*/1/3.safetensors"))) == 1
+    assert not list((store / "tmp").iterdir())
+    recipe = tmp_path / "recipe.yaml"
+    harness.smelt("run", recipe, "--out", tmp_path / "runs" / "a", "--quiet", code=0)
+    assert "step 3 " in (tmp_path / "runs" / "a" / "log.txt").read_text()
     harness.smelt("run", recipe, "--out", tmp_path / "other" / "b", "--quiet", code=0)
     folders = [tmp_path / at / "artifacts" / "finetune" for at in ("runs/a", "other/b")]
     assert same(*map(weights, folders))

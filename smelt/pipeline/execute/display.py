@@ -69,12 +69,12 @@ class Display:
         """Set the label of the following `progress` calls."""
         self._clear()
         self._what = f"{self._label}{what}"
-        self._started = time.monotonic()
-        self._last = self._started if not self._moving else 0.0
+        self._time_left = _TimeLeft()
+        self._last = time.monotonic() if not self._moving else 0.0
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Show `done` of `total` with the time left, at most four times a second."""
-        now = time.monotonic()
+        now, seconds = time.monotonic(), self._time_left.update(done, total)
         if self._quiet or now - self._last < (_REDRAW_SECONDS if self._moving else _PLAIN_LINE_SECONDS):
             return
         self._last = now
@@ -82,7 +82,7 @@ class Display:
             bar, task = self._bar = self._bar or _start_bar(self._stream, escape_controls(self._what), total)
             bar.update(task, completed=done, total=total, note=escape_controls(note), refresh=True)
             return
-        left = f", {duration((now - self._started) / done * (total - done))} left" if done else ""
+        left = "" if seconds is None else f", {duration(seconds)} left"
         self._stream.write(escape_controls(f"  {self._what}: {done}/{total} {note}{left}") + "\n")
         self._stream.flush()
 
@@ -124,6 +124,27 @@ class Display:
         if self._bar:
             self._bar[0].stop()
             self._bar = None
+
+
+class _TimeLeft:
+    """Estimates the time left of a work by the rate since its first finished unit.
+
+    What comes before that is no measure of the rest: waiting for a lock, loading, compiling.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int, int] | None = None
+        self._done = 0
+
+    def update(self, done: int, total: int) -> float | None:
+        """Return the seconds left when `done` of `total` units are finished; None if unknown."""
+        now = time.monotonic()
+        first, self._done, last = self._first, done, self._done
+        if first is None or first[1] == 0 or total != first[2] or done < last:  # or another work began
+            self._first = (now, done, total)
+            return None
+        began, done_before, _ = first
+        return None if done == done_before else (now - began) / (done - done_before) * (total - done)
 
 
 def _start_bar(stream: TextIO, what: str, total: int) -> tuple[Progress, TaskID]:

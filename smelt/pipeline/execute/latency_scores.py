@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
@@ -19,6 +18,7 @@ from smelt.core.messages import error_message, messages_to_json, with_count
 from smelt.core.stage import Progress
 from smelt.core.store import Store
 from smelt.core.system import package_versions
+from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import (
     IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
@@ -159,8 +159,8 @@ def timing_samples(split: Split, settings: LatencySettings) -> Iterator[tuple[Sp
 
     some = split.take(max(settings.texts, *settings.batch_sizes))
     assert some.arrays is not None
-    with TemporaryDirectory(prefix="smelt-") as folder:
-        path = Path(folder, "rows.npz")
+    with temporary_workspace() as folder:
+        path = folder / "rows.npz"
         write_npz(path, some.arrays.values)
         yield some, path
 

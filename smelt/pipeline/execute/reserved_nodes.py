@@ -11,7 +11,6 @@ Ray Train is not used: it chooses itself which node has process 0, and nodes sha
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from smelt.core.files import read_json_object
 from smelt.core.process_group import ShardEnd, in_shard, merge_parts
 from smelt.core.store import Store
 from smelt.core.system import child_environment
+from smelt.core.workspaces import temporary_workspace
 from smelt.pipeline.execute.ray_cluster import TaskNeeds, open_node_store
 from smelt.pipeline.execute.training_processes import free_port, rank_process, run_rank, write_failures
 from smelt.pipeline.execute.training_worker import JOB_FILE
@@ -180,8 +180,8 @@ def _run_rank_task(
         "store": str(store.root),
         "ancestors": {name: _path_here(store, path) for name, path in job["ancestors"].items()},
     }
-    with tempfile.TemporaryDirectory(prefix="smelt-train-") as folder:
-        return run_rank(Path(folder), own, rank, child_environment(**environment))
+    with temporary_workspace() as folder:
+        return run_rank(folder, own, rank, child_environment(**environment))
 
 
 def _path_here(store: Store, path: str) -> str:

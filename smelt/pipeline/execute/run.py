@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError, rust_panics_as_errors
-from smelt.core.locks import MachineTurns, file_lock
+from smelt.core.errors import DEFAULT_CODE, InputError, RunError, SmeltError, rust_panics_as_errors
+from smelt.core.locks import MachineTurns
 from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.data.split_division import checked_limit, limit_split
@@ -46,6 +46,7 @@ from smelt.pipeline.execute.run_folder import (
     open_store,
     register_run,
     require_run_folder,
+    run_folder_lock,
     write_report,
 )
 from smelt.pipeline.execute.sources import make_first_artifact
@@ -83,7 +84,7 @@ class RunOptions:
     compared with the baseline's, and report.md, .html and charts are written besides report.json. fold:
     number and count, of a run of a cross-validation. label: of a run that is part of a search; it is printed
     briefly, each line with the label. turns: of the workers of a search on this machine. executor: the Ray
-    cluster on which steps run, as in `open_cluster`.
+    cluster on which steps run, as in `open_cluster`. push_checkpoints: to the remote store.
     """
 
     out: Path | None = None
@@ -102,6 +103,7 @@ class RunOptions:
     turns: MachineTurns | None = None
     store_cache: Path | None = None
     executor: str | None = None
+    push_checkpoints: bool = False
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -127,7 +129,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     data = {name: limit_split(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     require_run_folder(folder)
-    store, new_store = open_store(options.store, folder, options.store_cache)
+    store, new_store = open_store(options.store, folder, options.store_cache, options.push_checkpoints)
     if cluster is not None:
         cluster.check_nodes(store, paths_on_nodes(plan))
     node_bytes = None if cluster is None else cluster.node_bytes
@@ -135,7 +137,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(file_lock(folder / ".lock", partial(_raise_folder_in_use, folder)))
+            stack.enter_context(run_folder_lock(folder))
             stack.enter_context(register_run(store.root, folder))
             display = Display(folder / "log.txt", quiet=options.quiet, label=options.label)
         except OSError as error:
@@ -163,19 +165,6 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
 def _log_text(failure: SmeltError) -> str:
     """Return an error as a line of the log."""
     return f"error[{failure.code or DEFAULT_CODE}]: {failure}"
-
-
-def _raise_folder_in_use(folder: Path, holder: str) -> None:
-    """Raise the error that another run uses the folder.
-
-    Raises:
-        InputError: always.
-    """
-    raise InputError(
-        f"{folder}: {holder} is running in this folder. Choose another folder with --out, or wait.",
-        code="folder-in-use",
-        file=str(folder),
-    )
 
 
 class _PlanRunner:
@@ -248,10 +237,14 @@ class _PlanRunner:
             self.display.print_line(_log_text(failure))
         if self.cluster_run is not None:
             self.cluster_run.cancel()
+        not_copied = 0
+        if self.report.status != "interrupted":
+            self.run_folder.remove_old_links(self.artifacts)
+            not_copied = self.store.push_pending()
         self._write_report(last=True)
         self._finish_trackers()
         self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - started)}")
-        return Result(Report(self.report.data), self.folder)
+        return Result(Report(self.report.data), self.folder, not_copied)
 
     def _finish_trackers(self) -> None:
         """Log the report to the trackers; if one fails, the report gets the warning."""
@@ -340,6 +333,10 @@ class _PlanRunner:
     def _explain_error(self, error: Exception, step: str) -> SmeltError:
         """Return an error with a message for the user; log the traceback of unexpected errors."""
         failure = explain_step_error(error, step, self.store.root, self.display.log_path)
+        try:
+            self.store.require_present()
+        except RunError as removed:  # the cause of whatever failed
+            failure = removed
         given = self.plan.local_model if step == MODEL_STEP else None
         failure = with_user_paths(failure, self.store.root, given, self.artifacts)
         for line in unexpected_traceback(error).splitlines():

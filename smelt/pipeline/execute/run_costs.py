@@ -23,16 +23,16 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, StepRecord
 from smelt.core.errors import RunError, SmeltError
-from smelt.core.files import MANIFEST, load_json
+from smelt.core.files import MANIFEST, read_hashed_json
 from smelt.core.messages import Message, messages_to_json, warning
 from smelt.core.remote_store import RemoteStore, open_remote_store
-from smelt.core.store import Store, read_json_or_none
+from smelt.core.store import Store
 from smelt.core.system import available_bytes, memory_limit_bytes
 from smelt.data.splits import Split
-from smelt.evaluate.environment import machine_id, physical_cores
+from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.costs import INTERPRETER_BYTES, Work
 from smelt.pipeline.execute.display import Display
-from smelt.pipeline.execute.run_folder import StorePlace, default_store
+from smelt.pipeline.execute.run_folder import StorePlace, default_store, moved_run_text
 from smelt.pipeline.execute.sources import import_onnx_model, import_user_model, make_untrained_model
 from smelt.pipeline.execute.step_runner import StepRunner, recipe_scorer, recipe_step_runner, resolve_task
 from smelt.pipeline.inspect.machine import MachineSpeed, gpu_memory_bytes, machine_speed
@@ -311,7 +311,7 @@ class _PlannedStore(Store):
 
     def read_score(self, key: str) -> dict[str, Any] | None:
         """Return the score stored under `key`, or None."""
-        value = read_json_or_none(self.root / "scores" / f"{key}.json")
+        value = read_hashed_json(self.root / "scores" / f"{key}.json")
         if value is not None:
             return value
         with self._using_remote() as remote:
@@ -321,7 +321,7 @@ class _PlannedStore(Store):
     def _pull(self, key: str) -> bool:
         return False
 
-    def _push(self, push: Callable[[RemoteStore], None]) -> None:
+    def _push(self, name: str, push: Callable[[RemoteStore], None]) -> None:
         pass
 
 
@@ -384,10 +384,10 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
 def step_records(root: Path, threads: int | None) -> list[StepRecord]:
     """Return the records of artifacts in a store that this machine made with these threads, newest first."""
     manifests = sorted(_manifests(root), reverse=True)[:_MAX_MANIFESTS]
-    machine, count, found = machine_id(), threads or physical_cores(), list[StepRecord]()
+    machine, count, found = machine_id(), threads or default_threads(), list[StepRecord]()
     for _, file in manifests:
         with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is reported where it is used
-            record = load_json(file).get("record")
+            record = (read_hashed_json(file) or {}).get("record")
             if record and record["machine"] == machine and record["threads"] == count:
                 found.append(StepRecord.model_validate(record))
     return found
@@ -429,11 +429,19 @@ def plan_costs(
     place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
     try:
         speed = machine_speed(plan.recipe.threads, place, measure)
+        if speed.is_disturbed:
+            text = (
+                "Other work ran while the speed of this machine was measured, so predicted times may be too"
+                " long. The next plan measures again."
+            )
+            failures.append(warning("disturbed-measurement", text))
     except RunError as error:
         if measure:
             raise
         speed = None
         failures.append(warning("speed-not-measured", str(error)))
+    if text := moved_run_text(folder, root):
+        failures.append(warning("moved-run", text))
     records = step_records(root, plan.recipe.threads)
     found = predict_costs(plan, estimates, limits, speed, stored=stored, records=records, unread=unread)
     return replace(found, messages=(*found.messages, *failures))

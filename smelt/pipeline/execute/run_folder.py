@@ -28,12 +28,21 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import Artifact
+from smelt.core.artifact import Artifact, broken_link_problem
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
-from smelt.core.files import json_hash, load_json, partial_files, write_atomically, write_json
+from smelt.core.files import (
+    json_hash,
+    load_json,
+    partial_files,
+    read_hashed_json,
+    write_atomically,
+    write_hashed_json,
+)
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.remote_store import is_store_url, open_remote_store
-from smelt.core.store import OWNER_SUFFIX, Store
+from smelt.core.store import Store
+from smelt.core.termination import interrupted_exit_code
+from smelt.core.workspaces import OWNER_SUFFIX
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.evaluate.report.chart import CHART_FILES, chart_files
 from smelt.evaluate.report.schema import SCORES_FOLDER
@@ -43,7 +52,8 @@ if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan
 
 
-EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
+EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3}
+NOT_COPIED_EXIT_CODE = 4  # passed, but the remote store lacks results
 
 
 class Report(Mapping[str, Any]):
@@ -159,14 +169,21 @@ def report_csv(report: Mapping[str, Any]) -> str:
 
 @dataclass
 class Result:
-    """The result of a run: report (see docs/reference/report.md), folder and exit code."""
+    """The result of a run: report (see docs/reference/report.md), folder and exit code.
+
+    not_copied: the number of results that the remote store lacks.
+    """
 
     report: Report
     folder: Path
+    not_copied: int = 0
     exit_code: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.exit_code = EXIT_CODES[self.report["status"]]
+        status = self.report["status"]
+        self.exit_code = interrupted_exit_code() if status == "interrupted" else EXIT_CODES[status]
+        if self.not_copied and not self.exit_code:
+            self.exit_code = NOT_COPIED_EXIT_CODE
 
     def __repr__(self) -> str:
         """Return a short form without the report: name, status and folder."""
@@ -225,6 +242,10 @@ def summary_lines(result: Result) -> Sequence[str]:
 
     lines = [render_table(result.report), "", f"Report: {_short_path(result.folder / 'report.html')}"]
     report = validate_report(result.report)
+    links = [result.folder / "artifacts" / step.name for step in report.steps if step.artifact]
+    broken = ((link, problem) for link in links if (problem := broken_link_problem(link)) is not None)
+    if (found := next(broken, None)) is not None:  # no command with these artifacts would work
+        return [*lines, f"{_short_path(found[0])}: {found[1][1]}"]
     step = next((step for step in report.steps if report.verdict and step.name == report.verdict.step), None)
     if step is None:
         return lines
@@ -277,22 +298,34 @@ def check_store(place: StorePlace | None) -> None:
         open_remote_store(place)
 
 
-def open_store(place: StorePlace | None, folder: Path, cache: Path | None = None) -> tuple[Store, str]:
-    """Return the store of a run in `folder`, and a note if it is a new one.
+def open_store(
+    place: StorePlace | None, folder: Path, cache: Path | None = None, push_checkpoints: bool = False
+) -> tuple[Store, str]:
+    """Return the store of a run in `folder`, and a note if it is a new one, or not that of an earlier run.
 
     Args:
         place: as given by the user; None: the default.
         folder: the run's folder.
         cache: local folder of a remote store; None: the default store.
+        push_checkpoints: whether checkpoints are copied to the remote store.
 
     Raises:
-        InputError: it cannot be used.
+        InputError: it cannot be used, or checkpoints are to be copied without a remote store.
     """
+    if push_checkpoints and not isinstance(place, str):
+        raise InputError(
+            "--push-checkpoints: needs a bucket to copy checkpoints to. Set --store URL, such as"
+            " s3://bucket/smelt.",
+            code="no-remote-store",
+        )
     if isinstance(place, Path):
-        return Store(place), ""
+        store = Store(place)
+        return store, moved_run_text(folder, store.root)
     remote = None if place is None else open_remote_store(place)
     local, note = (cache, "") if cache else default_store(folder)
-    return Store(local, remote), note
+    store = Store(local, remote)
+    store.pushes_checkpoints = push_checkpoints
+    return store, note if remote is not None else note or moved_run_text(folder, store.root)
 
 
 def default_store(folder: Path) -> tuple[Path, str]:
@@ -314,21 +347,53 @@ def default_store(folder: Path) -> tuple[Path, str]:
     )
 
 
+def moved_run_text(folder: Path, store: Path) -> str:
+    """Return a warning if the earlier run in `folder` links to a store that is missing, else "".
+
+    store: of the next run, in which they may be.
+    """
+    for link in sorted((folder / "artifacts").glob("*")):
+        stored = store / "artifacts" / Path(os.path.realpath(link)).name
+        problem = broken_link_problem(link)
+        if problem is not None and problem[0] == "moved-run" and not stored.is_dir():
+            return f"{link}: {problem[1]}"
+    return ""
+
+
 def _is_owned(root: Path) -> bool:
     return not hasattr(os, "getuid") or root.stat().st_uid == os.getuid()
 
 
 @contextmanager
 def register_run(store: Path, folder: Path) -> Iterator[None]:
-    """Register the run in `folder` with the store at `store`, as active until this context exits."""
+    """Register the run in `folder` with the store at `store`, as active until this context exits.
+
+    In a store that cannot be written to no run is registered.
+    """
+    if not os.access(store / "tmp", os.W_OK):
+        yield
+        return
     note = _run_record(store, folder)
     note.parent.mkdir(exist_ok=True)
     with ExitStack() as stack:
         with cleaning_lock(store):  # waits until a running `smelt store clean` has finished
-            if not note.is_file():
-                write_json(note, {"folder": str(folder)})
+            if read_hashed_json(note) is None:
+                write_hashed_json(note, {"folder": str(folder)})
             stack.enter_context(heartbeat(note.with_suffix(OWNER_SUFFIX)))
         yield
+
+
+def run_folder_lock(folder: Path) -> AbstractContextManager[None]:
+    """Return the lock of a run in `folder`; entering it raises `folder-in-use` if another run has it."""
+
+    def refuse(holder: str) -> None:
+        raise InputError(
+            f"{folder}: {holder} is running in this folder. Choose another folder with --out, or wait.",
+            code="folder-in-use",
+            file=str(folder),
+        )
+
+    return file_lock(folder / ".lock", refuse)
 
 
 def cleaning_lock(store: Path) -> AbstractContextManager[None]:
@@ -341,9 +406,9 @@ def list_runs(store: Path) -> list[StoreRun]:
     folders = {path.parent.resolve() for path in store.parent.glob("*/artifacts") if path.is_dir()}
     busy = set()
     for note in sorted((store / "runs").glob("*.json")):
-        folder = _recorded_folder(note)
-        if folder is None:
-            continue
+        if (record := read_hashed_json(note)) is None:
+            continue  # see `damaged_run_records`
+        folder = Path(record["folder"])
         folders.add(folder)
         marker = note.with_suffix(OWNER_SUFFIX)
         if marker.exists() and is_active(marker):
@@ -356,12 +421,9 @@ def _run_record(store: Path, folder: Path) -> Path:
     return store / "runs" / f"{json_hash(str(folder))[:32]}.json"
 
 
-def _recorded_folder(note: Path) -> Path | None:
-    try:
-        value = load_json(note)
-        return Path(value["folder"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+def damaged_run_records(store: Path) -> list[Path]:
+    """Return the records of runs that cannot be read, so that the folders of these runs are unknown."""
+    return [note for note in sorted((store / "runs").glob("*.json")) if read_hashed_json(note) is None]
 
 
 def linked_keys(store: Path, folder: Path) -> dict[str, str]:
@@ -413,7 +475,9 @@ class RunFolder:
         return name if isinstance(name, str) and name != plan.path.stem else None
 
     def prepare(self, plan: Plan, store: Path) -> None:
-        """Remove links of earlier runs, except those of steps excluded by `--until`; write the recipe.
+        """Remove an earlier run's report, unless it describes steps excluded by `--until`; write the recipe.
+
+        The links of the earlier run are kept until this one has replaced them or has ended.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -422,10 +486,6 @@ class RunFolder:
         self.previous_keys = {
             step.name: links[step.name] for step in plan.excluded_steps if step.name in links
         }
-        artifacts = self.path / "artifacts"
-        for place in artifacts.iterdir() if artifacts.is_dir() else ():
-            if place.name not in self.previous_keys:
-                _remove(place)
         for scores in (self.path / SCORES_FOLDER).glob("*.json.gz"):
             if scores.name.removesuffix(".json.gz") not in self.previous_keys:
                 scores.unlink()
@@ -443,11 +503,23 @@ class RunFolder:
         write_atomically(self.path / SCORES_FOLDER / f"{name}.json.gz", content)
 
     def link_artifact(self, name: str, artifact: Artifact) -> None:
-        """Create the link `artifacts/NAME` to `artifact`."""
+        """Create the link `artifacts/NAME` to `artifact`, or replace it."""
         link = self.path / "artifacts" / name
         link.parent.mkdir(exist_ok=True)
-        link.unlink(missing_ok=True)
-        os.symlink(os.path.relpath(artifact.path, link.parent), link)
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        new = link.with_name(f".{name}.part")
+        new.unlink(missing_ok=True)
+        os.symlink(os.path.relpath(artifact.path, link.parent), new)
+        os.replace(new, link)
+
+    def remove_old_links(self, names: Iterable[str]) -> None:
+        """Remove the links of an earlier run except those of the steps `names` and of excluded steps."""
+        kept = {*names, *self.previous_keys}
+        artifacts = self.path / "artifacts"
+        for place in artifacts.iterdir() if artifacts.is_dir() else ():
+            if place.name not in kept:
+                _remove(place)
 
     def keep_previous(
         self, plan: Plan, shop: StepRunner, done: Mapping[str, Artifact]
@@ -475,14 +547,11 @@ class RunFolder:
                 stale.add(step.name)
             else:
                 known[step.name] = kept[step.name] = found
-        self._remove_links(stale & self.previous_keys.keys())
         for name in stale:
+            self.previous_keys.pop(name, None)
+            (self.path / "artifacts" / name).unlink(missing_ok=True)
             (self.path / SCORES_FOLDER / f"{name}.json.gz").unlink(missing_ok=True)
         return kept
-
-    def _remove_links(self, names: Iterable[str]) -> None:
-        for name in names:
-            (self.path / "artifacts" / name).unlink(missing_ok=True)
 
 
 def _find_artifact(step_runner: StepRunner, key: str) -> Artifact | None:

@@ -20,11 +20,12 @@ from smelt.core.errors import SmeltError, combined_error, rust_panics_as_errors
 from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import Message
 from smelt.core.stage import Context
-from smelt.core.store import StageCache, StepCheckpoints, Store
+from smelt.core.stage_cache import StageCache
+from smelt.core.store import StepCheckpoints, Store
 from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
 from smelt.data.labels import ProblemType
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
-from smelt.evaluate.environment import machine_id, physical_cores
+from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.text_rules import SentenceRules, TextRules
 from smelt.pipeline.execute.display import explain_step_error
 from smelt.pipeline.execute.scoring import Scorer
@@ -135,7 +136,7 @@ class StepRunner:
             SmeltError: the stage failed; nothing was stored.
         """
         key = self.step_key(step, ancestors)
-        unfinished = StepCheckpoints(self.store.root, key)
+        unfinished = StepCheckpoints(self.store, key)
 
         def make(space: Path) -> Artifact:
             if fresh:
@@ -238,7 +239,6 @@ class StepRunner:
         out.mkdir()
         ctx = self.context(step, ancestors, out, unfinished)
         is_launched = self.launch is not None and self.launch.applies_to(step)
-        resumed = unfinished.folder.is_dir()
         started, is_reset = time.monotonic(), reset_peak_memory()
         with _capture_stdout() as chatter:
             try:
@@ -273,7 +273,7 @@ class StepRunner:
             details=ctx.details,
             warnings=ctx.warnings,
             seconds=seconds,
-            record=None if resumed else self._record(step.name, seconds, peak),
+            record=None if unfinished.is_resumed else self._record(step.name, seconds, peak),
         )
 
     def _record(self, name: str, seconds: float, peak: int | None) -> StepRecord | None:
@@ -284,7 +284,7 @@ class StepRunner:
         return StepRecord(
             kind=estimate.kind,
             machine=machine_id(),
-            threads=self.threads or physical_cores(),
+            threads=self.threads or default_threads(),
             seconds=seconds,
             memory_bytes=peak,
             estimated_memory_bytes=estimate.cost.memory_bytes,
@@ -310,6 +310,7 @@ class StepRunner:
             cached_value=shelf.cached_value,
             cached_files=shelf.cached_files,
             next_checkpoint_folder=unfinished.next_folder,
+            checkpoint_saved=unfinished.saved,
             log_metrics=partial(self.log_metrics, step.name),
             log=self.display.print_line,
         )

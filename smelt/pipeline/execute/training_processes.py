@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -36,6 +35,7 @@ from smelt.core.messages import Message
 from smelt.core.stage import Context
 from smelt.core.store import Store
 from smelt.core.system import child_environment, python_command
+from smelt.core.workspaces import temporary_workspace
 from smelt.pipeline.execute import training_worker
 from smelt.pipeline.execute.training_worker import (
     ERROR_FILE,
@@ -148,6 +148,7 @@ class TrainingLaunch:
             "recipe": self.plan.recipe_dict(),
             "path": str(self.plan.path.resolve()),
             "store": str(store.root),
+            "checkpoint_store": store.remote.url if store.pushes_checkpoints and store.remote else None,
             "limit": self.limit,
             "fold": self.fold,
             "device": recipe.device,
@@ -469,9 +470,9 @@ def serve_training(plan: Plan) -> None:
 def _serve_job(store: Any, number: int) -> None:
     """Start this rank's process of a job, and report if it fails."""
     job = json.loads(store.get(_JOB_KEY.format(number)))
-    with tempfile.TemporaryDirectory(prefix="smelt-train-") as folder:
+    with temporary_workspace() as folder:
         failure = run_rank(
-            Path(folder),
+            folder,
             job,
             external_rank(),
             _environment_of_rank(job, job["threads"]),

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,8 +23,11 @@ from smelt.core.artifact import Artifact, read_manifest
 from smelt.core.errors import DEFAULT_CODE, InputError, SmeltError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import messages_to_json
+from smelt.core.remote_store import open_remote_store
 from smelt.core.stage import Context
-from smelt.core.store import StageCache, StepCheckpoints, Store, commit_cached_files, find_cached_files
+from smelt.core.stage_cache import StageCache, commit_cached_files, find_cached_files
+from smelt.core.store import StepCheckpoints, Store
+from smelt.core.termination import TERMINATED_EXIT_CODE, TerminatedError, sigterm_as_error
 from smelt.pipeline.execute.display import explain_step_error
 
 if TYPE_CHECKING:
@@ -77,11 +81,14 @@ def _train(space: Path) -> None:
     try:
         from smelt.runtimes.device import torch_device
 
-        join_processes(torch_device(job["device"]), job["strategy"])
-        result = _run_job(job, space, rank)
-        if process_rank() == 0:
-            write_json(space / RESULT_FILE, result)
-        leave_processes()
+        with sigterm_as_error():
+            join_processes(torch_device(job["device"]), job["strategy"])
+            result = _run_job(job, space, rank)
+            if process_rank() == 0:
+                write_json(space / RESULT_FILE, result)
+            leave_processes()
+    except TerminatedError:
+        os._exit(TERMINATED_EXIT_CODE)
     except Exception as error:
         traceback.print_exc()
         found = explain_step_error(error, str(job.get("step", "score")), space, space / "log.txt")
@@ -116,7 +123,9 @@ def _run_job(job: Mapping[str, Any], space: Path, rank: int) -> dict[str, Any]:
         rest, held = divide_folds(data["train"], count, plan.recipe.seed)[number - 1]
         whole = data = data | {"train": rest, "test": held}
     events = _Events(space, rank == 0, job["pid"])
-    store = Store(Path(job["store"]))
+    url = job["checkpoint_store"]
+    store = Store(Path(job["store"]), None if url is None or rank else open_remote_store(url))
+    store.pushes_checkpoints = url is not None
     scorer = recipe_scorer(plan.recipe, store)
     scorer = replace(scorer, metrics=resolve_task(plan, whole, scorer.metrics).metrics)
     if "artifact" in job:
@@ -153,12 +162,14 @@ def _train_step(
     out.mkdir(parents=True, exist_ok=True)
     cache = SharedStageCache(StageCache(store, runner.versions, events.print_line))
     ctx = replace(
-        runner.context(step, ancestors, out, StepCheckpoints(store.root, job["key"])),
+        runner.context(step, ancestors, out, StepCheckpoints(store, job["key"])),
         launch=plan.recipe.launch,
         cached_value=cache.cached_value,
         cached_files=cache.cached_files,
         log_metrics=lambda metrics, update: events.write("metrics", metrics, update),
     )
+    if store.pushes_checkpoints:  # process 0 copies them, then all read them
+        ctx = replace(ctx, next_checkpoint_folder=partial(_after_first, ctx.next_checkpoint_folder))
     with denormals_as_zero():
         step.stage_class()(ancestors[step.parent], step.settings, ctx)
     return ctx
@@ -203,6 +214,14 @@ class SharedStageCache:
         found = find_cached_files(store, key)
         assert found is not None
         yield found.path, intact
+
+
+def _after_first(next_folder: Callable[[], Path | None]) -> Path | None:
+    from smelt.core.process_group import wait_for_all
+
+    folder = next_folder()
+    wait_for_all()
+    return folder
 
 
 def _made(folder: Path) -> Path:

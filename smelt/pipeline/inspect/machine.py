@@ -5,8 +5,9 @@ imports torch: the blocks of a transformer at several widths (forward, with grad
 products, decompositions, element-wise operations, the calls of torch, and a file in the folder of the store.
 The result is kept in ~/.cache/smelt/speeds for a day.
 
-With one thread the processor's time is taken, which other work on the machine hardly changes; with several,
-the shortest of several times by the clock.
+Computations are measured by the clock and by processor time. The shorter one counts: other work hardly
+changes the processor time, which is at most `threads` times the undisturbed time. A measurement that other
+work disturbed is repeated; if it stays disturbed, it is not kept.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -30,10 +32,10 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import RunError
-from smelt.core.files import json_hash, load_json, seconds_since_written, write_json
+from smelt.core.files import json_hash, read_hashed_json, seconds_since_written, write_hashed_json
 from smelt.core.stage import Settings, Stage
 from smelt.core.system import child_environment, install_command, package_problem, python_command
-from smelt.evaluate.environment import machine_id, physical_cores
+from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.costs import Work
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 
@@ -204,7 +206,8 @@ def gpu_names() -> tuple[str, ...]:
 
 _KEPT_SECONDS = 24 * 3600.0
 _TIMEOUT_SECONDS = 300.0
-_VERSION = 1  # of the measurement
+_VERSION = 2  # of the measurement
+_TRIALS, _REPEAT_SECONDS = 3, 20.0
 WIDTHS = (128, 256, 1024)
 _FILE_BYTES = 32 * 2**20
 # transformers, accelerate and their modules, which a step imports besides torch; of Python, on every machine.
@@ -217,7 +220,7 @@ class MachineSpeed:
 
     forward, training, decode: operations of a block a second, by the width of the model. matrix, solver:
     operations a second. moved, read, written: bytes a second. calls: torch operations a second.
-    base_bytes: memory of a process that has imported what a step imports.
+    base_bytes: memory of a process that has imported what a step imports. is_disturbed: other work ran.
     """
 
     forward: Mapping[str, float]
@@ -230,6 +233,7 @@ class MachineSpeed:
     written: float
     calls: float
     base_bytes: int
+    is_disturbed: bool = False
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of `work`."""
@@ -255,28 +259,29 @@ def _interpolated(by_width: Mapping[str, float], width: int) -> float:
 def machine_speed(threads: int | None, folder: Path, again: bool = False) -> MachineSpeed:
     """Return the speeds of this machine with a number of threads; measured if the kept ones are too old.
 
+    Those that other work disturbed are not kept.
+
     Args:
-        threads: of torch; None: all physical cores.
+        threads: of torch; None: torch's default.
         folder: an existing folder on the disk of the store.
         again: whether to measure in any case.
 
     Raises:
         RunError: the measurement failed (`speed-not-measured`).
     """
-    count = threads or physical_cores()
+    count = threads or default_threads()
     names = {"machine": machine_id(), "threads": count, "version": _VERSION, "disk": folder.stat().st_dev}
     file = _cache_folder() / "smelt" / "speeds" / f"{json_hash(names)[:32]}.json"
     if not again and seconds_since_written(file) < _KEPT_SECONDS:
         try:
-            return MachineSpeed(**load_json(file))
-        except (OSError, ValueError, TypeError):
+            return MachineSpeed(**(read_hashed_json(file) or {}))
+        except TypeError:
             pass  # damaged: measured again
     found = _measure_in_process(count, folder)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, asdict(found))
-    except OSError:
-        pass  # a home that cannot be written to: measured every time
+    if not found.is_disturbed:
+        with suppress(OSError):  # a home that cannot be written to: measured every time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_hashed_json(file, asdict(found))
     return found
 
 
@@ -292,7 +297,8 @@ def _measure_in_process(threads: int, folder: Path) -> MachineSpeed:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False,
-            env=child_environment(OMP_NUM_THREADS=str(threads)),
+            # threads that spin while they wait would count as computing
+            env=child_environment(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE"),
         )  # fmt: skip
         return MachineSpeed(**json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
@@ -304,15 +310,40 @@ def _measure_in_process(threads: int, folder: Path) -> MachineSpeed:
 
 
 def measure_speed(threads: int, folder: Path) -> MachineSpeed:
-    """Return the speeds of this machine, measured in this process, which should not do anything else."""
+    """Return the speeds of this machine, measured in this process, which should not do anything else.
+
+    A disturbed measurement is repeated, at most twice and not after 20 seconds; if all are disturbed, the
+    fastest speeds are returned.
+    """
     import psutil
     import torch
+
+    from smelt.evaluate.latency import summary
 
     base = round(psutil.Process().memory_info().rss + _MODULE_BYTES)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    blocks = {width: _block_speeds(width, clock) for width in WIDTHS}
+    place = summary.ComputeResources(threads, os.cpu_count() or 1)
+    found, deadline = list[MachineSpeed](), time.monotonic() + _REPEAT_SECONDS
+    while not found or (len(found) < _TRIALS and time.monotonic() < deadline):
+        before = summary.read_counters()
+        speeds = _compute_speeds()
+        lost = summary.load_between(before, summary.read_counters()).lost_share(place)
+        written, read = _disk_speeds(folder)
+        disturbed = lost > summary.MAX_ROUND_LOST_SHARE
+        found.append(
+            MachineSpeed(**speeds, read=read, written=written, base_bytes=base, is_disturbed=disturbed)
+        )
+        if not disturbed:
+            return found[-1]
+    return max(found, key=lambda speed: speed.matrix)
+
+
+def _compute_speeds() -> dict[str, Any]:
+    """Return the speeds of computations, by the fields of `MachineSpeed`."""
+    import torch
+
+    blocks = {width: _block_speeds(width) for width in WIDTHS}
     names = ("forward", "training", "decode")
     by_width = {name: {str(w): found[i] for w, found in blocks.items()} for i, name in enumerate(names)}
     left, right = torch.randn(768, 768), torch.randn(768, 768)
@@ -326,31 +357,27 @@ def measure_speed(threads: int, folder: Path) -> MachineSpeed:
         for _ in range(1000):
             few.add_(1.0)
 
-    written, read = _disk_speeds(folder)
-    return MachineSpeed(
+    return {
         **by_width,
-        matrix=2 * 768**3 / _shortest(lambda: left @ right, clock),
-        solver=2 * 768**3 / _shortest(solve, clock),
-        moved=2 * numbers.nbytes / _shortest(lambda: other.copy_(numbers), clock),
-        read=read,
-        written=written,
-        calls=1000 / _shortest(call, clock),
-        base_bytes=base,
-    )
+        "matrix": 2 * 768**3 / _shortest(lambda: left @ right),
+        "solver": 2 * 768**3 / _shortest(solve),
+        "moved": 2 * numbers.nbytes / _shortest(lambda: other.copy_(numbers)),
+        "calls": 1000 / _shortest(call),
+    }
 
 
-def _shortest(work: Callable[[], Any], clock: Callable[[], float], times: int = 3) -> float:
-    """Return the shortest time of `work`, after one that is not measured."""
+def _shortest(work: Callable[[], Any], times: int = 3) -> float:
+    """Return the shortest time of `work`, or processor time, after one that is not measured."""
     work()
     found = math.inf
     for _ in range(times):
-        began = clock()
+        began, computed = time.perf_counter(), time.process_time()
         work()
-        found = min(found, clock() - began)
+        found = min(found, time.perf_counter() - began, time.process_time() - computed)
     return max(found, 1e-9)
 
 
-def _block_speeds(width: int, clock: Callable[[], float]) -> tuple[float, float, float]:
+def _block_speeds(width: int) -> tuple[float, float, float]:
     """Return the operations a second of a block: in a pass, with gradients, and for one token of 8 texts."""
     import torch
     from torch import nn
@@ -375,10 +402,10 @@ def _block_speeds(width: int, clock: Callable[[], float]) -> tuple[float, float,
 
     many, few = torch.randn(16, tokens, width, requires_grad=True), torch.randn(8, 1, width)
     each = 16 * tokens * (24 * width**2 + 4 * tokens * width)
-    training = 3 * each / _shortest(lambda: train(many), clock, 2)
+    training = 3 * each / _shortest(lambda: train(many), 2)
     with torch.no_grad():
-        forward = each / _shortest(lambda: block(many), clock)
-        decode = 8 * (24 * width**2 + 4 * width) / _shortest(lambda: block(few), clock, 20)
+        forward = each / _shortest(lambda: block(many))
+        decode = 8 * (24 * width**2 + 4 * width) / _shortest(lambda: block(few), 20)
     return forward, training, decode
 
 

@@ -20,6 +20,7 @@ from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
 from smelt.core.messages import escape_controls, messages_to_json
+from smelt.core.termination import interrupted_exit_code
 from smelt.evaluate.report import view
 from smelt.evaluate.report.drawing import PageFigure, css_colors, new_figure, page_svg, shorten, style_axes
 from smelt.evaluate.report.render import escaped, markdown_table
@@ -208,7 +209,7 @@ def summary_text(report: Mapping[str, Any], folder: Path) -> list[str]:
 def exit_code(report: Mapping[str, Any]) -> int:
     """Return the exit code of the command: 0, or why there is no winner (see `smelt search --help`)."""
     if report["ended"] == "interrupted":
-        return 130
+        return interrupted_exit_code()
     if not report["front"]:
         return 3
     return RunError.exit_code if all(point["test_error"] for point in report["front"]) else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from smelt.core.errors import InputError, SmeltError, did_you_mean
 from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
+from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
 from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, is_lower_better
 from smelt.models.families.registry import no_blocks_reason
@@ -176,7 +176,7 @@ class _Shrink:
         Raises:
             InputError: the model cannot be shrunk, or the recipe would not be valid; nothing is written.
         """
-        with tempfile.TemporaryDirectory(prefix="smelt-shrink-") as space:
+        with temporary_workspace() as space:
             text, _ = init_recipe(
                 self.model,
                 self.data,
@@ -391,7 +391,7 @@ def plan_shrink(
         InputError: target, model or data are not suitable.
     """
     job = _Shrink(model, data, options)
-    with tempfile.TemporaryDirectory(prefix="smelt-shrink-") as space:
+    with temporary_workspace() as space:
         path = Path(space) / RECIPE_FILE
         job.write_recipe(path, explain)
         return read_space(str(path))

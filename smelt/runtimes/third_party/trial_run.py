@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from smelt.core.system import (
     raise_memory_limit,
     run_isolated,
 )
+from smelt.core.workspaces import temporary_workspace
 from smelt.data.npz_arrays import SampleAxes, read_npz
 from smelt.runtimes.tensorrt_engine import require_trusted_engines
 from smelt.runtimes.third_party.signature import GraphSignature
@@ -53,7 +53,7 @@ def trial_run(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
     Raises:
         InputError: it fails on them, crashes, or takes too much memory or time for one call.
     """
-    with TemporaryDirectory(prefix="smelt-") as folder:
+    with temporary_workspace() as folder:
         try:
             failure = run_isolated(
                 __name__, [str(path), *write_feeds(Path(folder), feeds)], trial_limits(path, feeds)
@@ -143,7 +143,7 @@ def detect_output_axes(
         if size < 2 or arrays.num_samples < 2:
             return None
         feeds = known.make_feeds(arrays.padded_to(size), 0, size)
-        with TemporaryDirectory(prefix="smelt-") as folder:
+        with temporary_workspace() as folder:
             arguments = [
                 str(graph),
                 *write_feeds(Path(folder), feeds),

@@ -21,7 +21,8 @@ from smelt.compress.distill.objective import distill_objective, make_cached_teac
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.core.errors import RunError
-from smelt.core.store import StageCache, Store
+from smelt.core.stage_cache import StageCache
+from smelt.core.store import Store
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer

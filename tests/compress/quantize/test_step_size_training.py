@@ -19,7 +19,7 @@ from smelt.compress.quantize.settings import QatSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.step_sizes import StepSizes
 from smelt.core.errors import InputError
-from smelt.core.store import StepCheckpoints
+from smelt.core.store import StepCheckpoints, Store
 from smelt.data.splits import Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
@@ -121,7 +121,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     before = StepSizeTraining.finalize
 
     def run(name, key):
-        more = {"next_checkpoint_folder": StepCheckpoints(tmp_path, key).next_folder}
+        more = {"next_checkpoint_folder": StepCheckpoints(Store(tmp_path), key).next_folder}
         return harness.run_stage(Finetune(), settings, made, tmp_path / name, TASK, ROWS, **more)
 
     def stop(self, ctx):

@@ -13,7 +13,7 @@ import torch
 from expected_errors import raises_code
 from transformers import BertConfig, BertForSequenceClassification
 
-from smelt.core.artifact import Manifest
+from smelt.core.artifact import Manifest, write_manifest
 from smelt.core.errors import InputError
 from smelt.core.store import Store
 from smelt.evaluate.latency import LatencySettings, measure_latency, measurement
@@ -139,7 +139,7 @@ def test_what_an_artifact_names_is_read_from_its_manifest(tmp_path):
     assert worker_process._stored_threads(tmp_path) is None  # no manifest: its worker reports it
     manifest = tiny.as_artifact(tmp_path, "translation").manifest
     manifest.details["threads"] = 2
-    (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
+    write_manifest(tmp_path, manifest)
     assert worker_process._stored_threads(tmp_path) == 2
 
 

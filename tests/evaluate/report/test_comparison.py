@@ -134,9 +134,12 @@ def test_what_cannot_be_compared_is_refused(runs, tmp_path):
     (tmp_path / "search.json").write_text("{}")
     with raises_code("missing-file", InputError):
         read_runs([old, tmp_path])
-    (new / SCORES_FOLDER / f"{names[1]}.json.gz").write_bytes(b"no gzip")
-    with raises_code("damaged-file", InputError):
-        compare_runs(read_runs([old, new]))
+    scores = new / SCORES_FOLDER / f"{names[1]}.json.gz"
+    content = scores.read_bytes()
+    for damaged in (b"no gzip", content[:10] + b"\xff" * 20 + content[30:]):
+        scores.write_bytes(damaged)
+        with raises_code("damaged-file", InputError):
+            compare_runs(read_runs([old, new]))
     (new / "report.json").write_text("{")
     with raises_code("damaged-file", InputError):
         read_runs([old, new])

@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord, read_artifact
 from smelt.core.errors import InputError
+from smelt.core.files import write_hashed_json
 from smelt.export.package.package_format import (
     OriginScore,
     OriginStep,
@@ -171,7 +172,7 @@ def test_a_tampered_artifact_is_not_packaged(artifact, tmp_path):
     manifest = json.loads((place / "manifest.json").read_text())
     digest = hashlib.sha256((place / "numpy.py").read_bytes()).hexdigest()
     manifest["files"]["numpy.py"] = {"sha256": digest, "size_bytes": 13}
-    (place / "manifest.json").write_text(json.dumps(manifest))
+    write_hashed_json(place / "manifest.json", manifest)
     for form in ("standalone", "huggingface", "optimum"):
         harness.smelt("package", place, "--format", form, "--out", tmp_path / form, code=2)
         assert not (tmp_path / form).exists()

@@ -52,6 +52,23 @@ def test_a_full_disk_ends_the_log_and_not_the_run():
     assert all(value in warning for value in ("warning: /dev/full: ", "No space left on device"))
 
 
+def test_time_left_counts_from_the_first_finished_unit(monkeypatch):
+    """What comes before it, such as an hour of waiting for a lock, is no measure of the rest."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    display = Display(stream=stream)
+    display.start_work("distill")
+    for seconds, *update in [
+        *((3600, 0, 100), (600, 1, 100), (40, 3, 100), (40, 5, 100)),
+        *((40, 10, 50), (40, 20, 50)),  # another part of the work
+    ]:
+        now[0] += seconds
+        display.progress(*update)
+    found = [re.findall(r", (.*) left", line) for line in stream.getvalue().splitlines()]
+    assert found == [[], [], ["32 min 20 s"], ["31 min 40 s"], [], ["2 min 0 s"]]
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import harness
 import pytest
 import tiny
-from expected_errors import raises_code
+from expected_errors import command_error, raises_code
 from parsed_recipes import parse_recipe
 
 from smelt.cli.store import find_unused, remove_unused
@@ -237,3 +237,70 @@ def test_a_report_of_another_recipe_that_is_replaced_is_told(home):
     (home / "other.yaml").write_text(RECIPE)
     other = harness.smelt("run", home / "other.yaml", "--out", home / "runs" / "r", "--until", "prune")
     assert ["'recipe'" in result.output for result in (again, other)] == [False, True]
+
+
+def _move(home, target):
+    (home / target).parent.mkdir()
+    shutil.move(home / "runs" / "r", home / target)
+    return home / target
+
+
+def test_moved_run_is_explained_and_recovers_with_its_store(whole):
+    home, _ = whole
+    moved = _move(home, "far/away")
+    artifact = moved / "artifacts" / "right"
+    refused = command_error(harness.smelt("predict", artifact, "a text", code=2))
+    assert (refused.code, str(home / "far" / ".store") in str(refused)) == ("moved-run", True)
+    shown = harness.smelt("report", moved, code=0).output
+    assert "--store" in shown
+    assert "smelt predict" not in shown
+    plan = ["plan", home / "recipe.yaml", "--out", moved, "--json"]
+    codes = [found["code"] for found in json.loads(harness.smelt(*plan, code=0).output)["warnings"]]
+    assert "moved-run" in codes
+    store = home / "runs" / ".store"
+    costs = json.loads(harness.smelt(*plan, "--store", store, code=0).output)
+    assert "moved-run" not in [found["code"] for found in costs["warnings"]]
+    run = harness.smelt("run", home / "recipe.yaml", "--out", moved, "--store", store, code=0)
+    assert "note" not in run.output
+    assert artifact.resolve().parent == store / "artifacts"
+    shutil.rmtree(artifact.resolve())
+    removed = command_error(harness.smelt("predict", artifact, "a text", code=2))
+    assert removed.code == "removed-artifact"
+
+
+def test_links_of_an_earlier_run_are_kept_until_the_next_one_has_ended(whole, monkeypatch):
+    home, before = whole
+    from smelt.compress.prune.stage import Prune
+
+    seen = []
+
+    def interrupt(self, src, settings, ctx):
+        seen.extend(_links(home))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Prune, "__call__", interrupt)
+    changed = ("--set", "prune.keep_ratio=0.25")
+    _run(home, *changed, code=130)
+    assert seen == _links(home) == ["left", "left-int8", "model", "prune", "right"]
+    right = home / "runs" / "r" / "artifacts" / "right"
+    assert right.resolve().name == before["right"]["key"]
+
+    def fail(self, src, settings, ctx):
+        raise InputError("no")
+
+    monkeypatch.setattr(Prune, "__call__", fail)
+    _run(home, *changed, code=1)
+    assert _links(home) == ["model"]  # what the report does not describe
+
+
+def test_run_whose_store_is_removed_says_so(home, monkeypatch):
+    from smelt.compress.prune.stage import Prune
+
+    def remove_store(self, src, settings, ctx):
+        shutil.rmtree(home / "runs" / ".store")
+        (ctx.out / "x").write_text("half")
+
+    monkeypatch.setattr(Prune, "__call__", remove_store)
+    _, steps, _ = _run(home, code=1)
+    assert steps["prune"]["error"]["code"] == "store-removed"
+    assert not (home / "runs" / ".store").exists()

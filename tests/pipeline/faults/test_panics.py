@@ -13,6 +13,7 @@ from transformers import BertTokenizer
 
 import smelt
 from smelt.core.errors import RunError
+from smelt.core.files import write_hashed_json
 
 TEXT = "a" * 60 + "!"
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
@@ -29,7 +30,7 @@ def panicking(folder):
         manifest = json.loads((folder / "manifest.json").read_text())
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         manifest["files"][path.name] = {"sha256": digest, "size_bytes": path.stat().st_size}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        write_hashed_json(folder / "manifest.json", manifest)
 
 
 @pytest.fixture

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import replace
 
 import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import RunError
+from smelt.evaluate.latency import summary
+from smelt.evaluate.latency.summary import CounterSnapshot
 from smelt.models.costs import Work
 from smelt.pipeline.inspect import machine as module
 from smelt.pipeline.inspect.machine import MachineSpeed, machine_speed, measure_speed
@@ -41,6 +44,50 @@ def test_speeds_are_kept_for_a_day(tmp_path, monkeypatch):
         os.utime(file, (time.time() - 90_000,) * 2)
     machine_speed(2, tmp_path)
     assert measured[3:] == [2]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
+    machine_speed(None, tmp_path)
+    assert measured[4:] == [3]
+
+
+def test_disturbed_speeds_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = iter([replace(SPEED, is_disturbed=True), SPEED])
+    monkeypatch.setattr(module, "_measure_in_process", lambda threads, folder: next(found))
+    assert [machine_speed(2, tmp_path).is_disturbed for _ in range(3)] == [True, False, False]
+
+
+class BusyMachine:
+    """A machine on which the clock advances faster than the process computes, in its first measurements."""
+
+    def __init__(self, busy_measurements):
+        self.measurements, self.busy_measurements = 0, busy_measurements
+        self.wall = self.computed = 0.0
+
+    def clock(self):
+        self.wall += 60.0 if self.measurements <= self.busy_measurements else 1.0
+        return self.wall
+
+    def processor_clock(self):
+        self.computed += 1.0
+        return self.computed
+
+    def read_counters(self):
+        self.measurements += 0.5  # before and after each
+        return CounterSnapshot(self.clock(), self.processor_clock(), None, self.computed, 0.0, None)
+
+
+@pytest.mark.parametrize(("busy", "measurements"), [(0, 1), (1, 2), (9, 3)])
+def test_disturbed_measurement_is_repeated_and_counts_processor_time(
+    tmp_path, monkeypatch, busy, measurements
+):
+    machine = BusyMachine(busy)
+    monkeypatch.setattr(module, "WIDTHS", (64,))
+    monkeypatch.setattr(summary, "read_counters", machine.read_counters)
+    monkeypatch.setattr(module.time, "perf_counter", machine.clock)
+    monkeypatch.setattr(module.time, "process_time", machine.processor_clock)
+    found = measure_speed(1, tmp_path)
+    assert (machine.measurements, found.is_disturbed) == (measurements, busy > 2)
+    assert found.matrix == 2 * 768**3
 
 
 def test_a_measurement_gives_finite_speeds_and_a_failed_one_an_error(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from expected_errors import command_error
 from invalid_recipes import RECIPE
 
-from smelt.core.files import sha256_of
+from smelt.core.files import sha256_of, write_hashed_json
 
 pytest_plugins = ["invalid_recipes"]
 
@@ -26,7 +26,7 @@ def finished(template):
 def _manifest(**values):
     def change(folder):
         path = folder / "manifest.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        write_hashed_json(path, json.loads(path.read_text()) | values)
 
     return change
 
@@ -39,7 +39,7 @@ def _structure(text):
         path.write_text(text)
         content = json.loads((folder / "manifest.json").read_text())
         content["files"][path.name] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
-        (folder / "manifest.json").write_text(json.dumps(content))
+        write_hashed_json(folder / "manifest.json", content)
 
     return change
 

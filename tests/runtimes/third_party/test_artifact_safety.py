@@ -12,7 +12,7 @@ from smelt.api.array_models import prediction_lines
 from smelt.api.evaluate import evaluate_artifact
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
-from smelt.core.files import sha256_of
+from smelt.core.files import sha256_of, write_hashed_json
 from smelt.runtimes.third_party import trial_run
 from smelt.runtimes.third_party.trial_run import record_verified_graphs, require_safe_artifact
 
@@ -28,7 +28,7 @@ def _swapped(folder, model):
     content = json.loads((folder / "manifest.json").read_text())
     path = folder / "model.onnx"
     content["files"]["model.onnx"] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
-    (folder / "manifest.json").write_text(json.dumps(content))
+    write_hashed_json(folder / "manifest.json", content)
     return read_artifact(folder)
 
 

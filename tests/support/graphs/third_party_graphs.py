@@ -170,8 +170,8 @@ def model_with_external_data(location: str, **options: str) -> Any:
 
 def make_artifact(folder: Path, model: Any, **details: Any) -> Any:
     """Write `model` as the first artifact of a run of the task `custom`, without a store."""
-    from smelt.core.artifact import FileRecord, Manifest, read_artifact
-    from smelt.core.files import MANIFEST, sha256_of, write_json
+    from smelt.core.artifact import FileRecord, Manifest, read_artifact, write_manifest
+    from smelt.core.files import MANIFEST, sha256_of
     from smelt.runtimes.third_party.graph_files import graph_signature
     from smelt.runtimes.third_party.signature import write_signature
 
@@ -186,7 +186,7 @@ def make_artifact(folder: Path, model: Any, **details: Any) -> Any:
         key="0" * 64, format="onnx", task="custom", stage="model", settings={}, seed=0, parent=None,
         versions={}, files=files, details={"foreign": True, "target": "ort-cpu", **details},
     )  # fmt: skip
-    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    write_manifest(folder, manifest)
     return read_artifact(folder)
 
 

@@ -6,6 +6,7 @@ file. Every end is allowed but: an exception, an error that smelt did not forese
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
@@ -103,8 +104,7 @@ def fuzz(kind: str, draws: int, home: Path, first: int = 0) -> Iterator[str]:
             if home in path.parents:  # a link into the folder that is copied
                 path = work / path.relative_to(home)
             path.write_bytes(mutate(draw, name, path.read_bytes()))
-            if not name.endswith("manifest.json"):
-                _update_manifest(path)
+            _update_manifest(path)
             for words in KINDS[kind].commands:
                 if (end := _run_command(words, work)) is not None:
                     yield f"{kind} {number}: {name}: smelt {' '.join(words)}: {end}"
@@ -141,14 +141,17 @@ def _mutate_value(draw: random.Random, value: Any) -> Any:
 
 def _update_manifest(path: Path) -> None:
     """Have the manifest next to `path`, where there is one, list its bytes, as whoever changed it would."""
-    from smelt.core.files import sha256_of
+    from smelt.core.files import sha256_of, write_hashed_json
 
     manifest = path.parent / "manifest.json"
-    if manifest.is_file():
+    if path == manifest:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # no JSON object
+            write_hashed_json(manifest, json.loads(manifest.read_bytes()))
+    elif manifest.is_file():
         content = json.loads(manifest.read_text())
         if path.name in content["files"]:
             content["files"][path.name] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
-            manifest.write_text(json.dumps(content))
+            write_hashed_json(manifest, content)
 
 
 def _run_command(words: tuple[str, ...], work: Path) -> str | None:

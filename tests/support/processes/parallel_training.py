@@ -26,7 +26,8 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.process_group import process_rank
-from smelt.core.store import StageCache, Store
+from smelt.core.stage_cache import StageCache
+from smelt.core.store import Store
 from smelt.pipeline.execute.training_worker import SharedStageCache
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.processes import LaunchSettings, join_processes, leave_processes

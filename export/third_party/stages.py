@@ -58,9 +58,10 @@ class Fp16:
 
     Inputs and outputs remain float32, also in the bodies of If, Loop and Scan.
     Nodes remain float32 if their values on samples of the data come close to the
-    range of float16, or if their operators do not support it. On the CPU ONNX
-    Runtime computes most operators in float32: the file is half as large, but
-    not faster.
+    range of float16, if they need values that it does not have (a constant of
+    1e-12, the variance of a norm), or if their operators do not support it. On
+    the CPU ONNX Runtime computes most operators in float32: the file is half as
+    large, but not faster.
 
         - fp16: {}
         - fp16: {keep_fp32: [Softmax, LayerNormalization]}
@@ -71,7 +72,7 @@ class Fp16:
     produces: ClassVar[Format] = "onnx"
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = "operators kept in float32: onnxruntime.transformers.float16"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     third_party_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = Fp16Settings
@@ -92,6 +93,7 @@ class Fp16:
             RunError: ONNX Runtime cannot run the new graph.
         """
         from smelt.export.convert_to_half import convert_to_half
+        from smelt.export.fp16_range import nodes_outside_fp16
         from smelt.export.graph_files import write_graph
         from smelt.export.third_party.graph_samples import (
             collect_samples,
@@ -119,7 +121,7 @@ class Fp16:
         for path, model in models.items():
             constants_to_initializers(model)
             wide = float32_nodes(model, settings.keep_fp32)
-            large = _overflowing_nodes(model, path.name, feeds[path.stem], ctx)
+            large = nodes_outside_fp16(model) | _overflowing_nodes(model, path.name, feeds[path.stem], ctx)
             ends = {value.name for value in (*model.graph.input, *model.graph.output)}
             convert_to_half(model, path.name, "fp16", wide | large, ends)
             write_graph(model, ctx.out / path.name)

@@ -46,9 +46,9 @@ def test_weights_are_float16_and_what_goes_in_and_out_float32(tmp_path: Path) ->
 
 
 def test_what_would_overflow_stays_float32(tmp_path: Path) -> None:
-    """The first layer gives values of a million, the second brings them back."""
+    """The first layer gives values of a million, the second ordinary ones."""
     model = graphs.two_layer_classifier()
-    for tensor, factor in ((model.graph.initializer[0], 1e6), (model.graph.initializer[2], 1e-6)):
+    for tensor, factor in ((model.graph.initializer[0], 1e6), (model.graph.initializer[2], 1e-4)):
         tensor.CopyFrom(
             numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(factor), tensor.name)
         )
@@ -210,16 +210,38 @@ def answers(model: Any, x: Any) -> Any:
     return session.run(None, {"x": x})
 
 
-@pytest.mark.parametrize(("scale", "warned"), [(1.0, False), (1e-7, True)])
-def test_values_that_are_too_small_for_float16_are_told(tmp_path: Path, scale: float, warned: bool) -> None:
+@pytest.mark.parametrize(("weight", "bias", "warned"), [(1, 1, False), (0, 1e-7, True)])
+def test_values_that_are_too_small_for_float16_are_told(
+    tmp_path: Path, weight: float, bias: float, warned: bool
+) -> None:
+    """The small elements of a bias are usually nothing next to a product, but here it is 0."""
     model = graphs.two_layer_classifier()
     for tensor in model.graph.initializer:
-        tensor.CopyFrom(
-            numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(scale), tensor.name)
-        )
+        values = numpy_helper.to_array(tensor) * np.float32(weight if len(tensor.dims) > 1 else bias)
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     ctx = run(tmp_path, model)
     assert (ctx.details["parity"]["error"] > 0.02) == warned
     assert ([one.code for one in ctx.warnings if "'logits'" in one.message] == ["outputs-changed"]) == warned
+
+
+def test_sample_that_needs_a_small_constant_is_right_though_the_calibration_samples_do_not(
+    tmp_path: Path,
+) -> None:
+    """Unit length, divided by max(norm, 1e-12): in float16 a zero row was 0 / 0."""
+    weights = [numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")]
+    weights += [numpy_helper.from_array(np.float32(1e-12), "epsilon")]
+    nodes = [
+        NODE("MatMul", ["x", "w"], ["h"]), NODE("ReduceL2", ["h"], ["norm"], axes=[-1]),
+        NODE("Clip", ["norm", "epsilon"], ["size"]), NODE("Div", ["h", "size"], ["logits"]),
+    ]  # fmt: skip
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("logits", ["N", 8])]
+    ctx = run(tmp_path, graphs.make_model(nodes, *ends, weights))
+    assert types(tmp_path) == {"w": TensorProto.FLOAT16, "epsilon": TensorProto.FLOAT}
+    assert (ctx.details["kept_float32"], ctx.warnings) == (3, [])
+    x = np.zeros((2, 8), np.float32)
+    x[1, 0] = 1e-4
+    (got,) = answers(onnx.load(tmp_path / "out/model.onnx"), x)
+    np.testing.assert_allclose(got, (x > 0).astype(np.float32), atol=1e-3)
 
 
 def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ from smelt.pipeline.plan.quantized_steps import (
 from smelt.pipeline.plan.step_draft import idle_autotune_warnings
 from smelt.pipeline.plan.task_checks import check_embedder, check_prompts, resolve_text_rules
 from smelt.pipeline.plan.third_party import (
-    apply_graph_axes,
     apply_graph_batch_size,
+    apply_graph_signature,
     check_float_weights,
     check_generation_engines,
     check_third_party_model,
@@ -540,7 +540,7 @@ def make_plan(
     check_latency_steps(checker)
     check_baseline(checker, kept)
     foreign = check_third_party_model(read, mistakes, bad, checker.warnings)
-    read = apply_graph_axes(apply_graph_batch_size(read, foreign, mistakes), foreign)
+    read = apply_graph_signature(apply_graph_batch_size(read, foreign, mistakes), foreign, mistakes)
     if from_graph:
         folder = foreign.tokenizer_folder if foreign else None
     else:

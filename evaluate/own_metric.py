@@ -37,11 +37,12 @@ _PROTOCOL = "function(predictions, references, sources) -> list of numbers, or a
 
 @dataclass(frozen=True)
 class OwnMetric:
-    """An imported metric. source_hash: of the module's file; "" for a module without one."""
+    """An imported metric. source_hash, file: of the module; "" and None for a module without a file."""
 
     name: str
     function: Callable[[list[Any], list[Any], list[Any]], Any]
     source_hash: str
+    file: Path | None
 
 
 def load_own_metric(name: str, folder: Path) -> OwnMetric:
@@ -76,7 +77,8 @@ def load_own_metric(name: str, folder: Path) -> OwnMetric:
             code="no-such-function",
         )
     file = getattr(module, "__file__", None)
-    return OwnMetric(name, function, sha256_of(Path(file)) if file else "")
+    path = Path(file) if file else None
+    return OwnMetric(name, function, sha256_of(path) if path else "", path)
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def _import_current(name: str, folder: Path) -> Any:
 
 def _module_files(name: str, folder: Path) -> tuple[Path, Path]:
     """Return the two files that a module of `folder` may have."""
-    path = folder.joinpath(*name.split("."))
+    path = folder.absolute().joinpath(*name.split("."))
     return path.with_name(f"{path.name}.py"), path / "__init__.py"
 
 
@@ -132,7 +134,7 @@ def own_metric_files(names: Iterable[str], folder: Path) -> dict[str, Path]:
     files = [
         Path(file) for name, file in modules if own and file and Path(file) in _module_files(name, folder)
     ]
-    return {file.relative_to(folder).as_posix(): file for file in files}
+    return {file.relative_to(folder.absolute()).as_posix(): file for file in files}
 
 
 def copy_own_metrics(names: Iterable[str], folder: Path, target: Path) -> None:
@@ -186,8 +188,8 @@ def score_own_metric(
             )
         if abs(value) > _MAX_MAGNITUDE:
             raise InputError(
-                f"The metric '{metric.name}' returned {value}. Return numbers up to {_MAX_MAGNITUDE:g}: sums of"
-                " larger ones are infinite.",
+                f"The metric '{metric.name}' returned {value}. Return numbers up to {_MAX_MAGNITUDE:g}: the"
+                " variance of larger ones is infinite.",
                 code="metric-too-large",
             )
     per_example = len(values) == len(predictions) and not isinstance(result, int | float)

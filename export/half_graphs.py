@@ -1,8 +1,8 @@
 """Convert the graphs of a model to half precision, and choose the nodes that remain float32.
 
 Norms remain float32 in both float16 and bfloat16. In float16 so do nodes whose outputs, inputs or sums come
-close to its range: an FFN's last layer and the residual stream after it, attention with very large scores; and nodes that
-need values which float16 does not have (`fp16_range`).
+close to its range: an FFN's last layer and the residual stream after it, attention with very large scores;
+and nodes that need values which float16 does not have (`fp16_range`).
 
 Their ranges are measured on real samples in the float32 graphs: every tensor, and sums inside operators. A
 copy of each graph has an additional output for every floating value: the largest magnitude. Partial sums of

@@ -35,6 +35,7 @@ from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.remote_store import is_store_url, open_remote_store
 from smelt.core.store import OWNER_SUFFIX, Store
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
+from smelt.evaluate.own_metric import copy_own_metrics
 from smelt.evaluate.report.chart import CHART_FILES, chart_files
 from smelt.evaluate.report.schema import SCORES_FOLDER
 
@@ -434,6 +435,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
         for part in partial_files(self.path):
             part.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
+        copy_own_metrics(plan.recipe.score.quality, plan.recipe.base, self.path)
         write_atomically(self.path / "recipe.yaml", plan.text)
 
     def write_scores(self, name: str, score: Mapping[str, Any]) -> None:

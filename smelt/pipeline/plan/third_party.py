@@ -253,7 +253,7 @@ def apply_graph_batch_size(
 def apply_graph_signature(
     recipe: ParsedRecipe, model: ThirdPartyModel | None, mistakes: Mistakes
 ) -> ParsedRecipe:
-    """Return `recipe` with the batch axis of every input, and metrics of its outputs, for the task `custom`."""
+    """Return `recipe` with each input's batch axis and the metrics of the outputs, for the task `custom`."""
     if model is None or recipe.task != CUSTOM_TASK:
         return recipe
     data = recipe.data.model_copy(update={"axes": model.signature.input_batch_axes})
@@ -274,8 +274,9 @@ def _output_metrics(recipe: ParsedRecipe, model: ThirdPartyModel, mistakes: Mist
         if not default or TOP1_METRIC in recipe.gates:
             mistakes.add(
                 ("gates", TOP1_METRIC) if TOP1_METRIC in recipe.gates else ("score", "quality"),
-                f"{TOP1_METRIC} compares decisions, but no output of the graph has scores of classes (a Softmax"
-                f" or a linear layer at its end), integers or texts. Remove it, or use {AGREEMENT_METRIC}.",
+                f"{TOP1_METRIC} compares decisions, but no output of the graph has scores of classes (a"
+                " Softmax or a linear layer at its end), integers or texts. Remove it, or use"
+                f" {AGREEMENT_METRIC}.",
                 code="does-not-fit-model",
             )
         return tuple(metric for metric in metrics if metric != TOP1_METRIC)

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, RunError, SmeltError
-from smelt.core.files import json_hash, write_atomically
+from smelt.core.files import json_hash
 from smelt.core.locks import MachineTurns, file_lock
 from smelt.core.messages import Message, with_count
-from smelt.evaluate.own_metric import copy_own_metrics
 from smelt.pipeline.execute.ray_cluster import RayCluster, open_cluster
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import StorePlace, check_store, default_store
@@ -229,10 +228,8 @@ class Search:
             KeyboardInterrupt: the user stopped the run.
         """
         recipe = self.folder / "recipes" / f"{trial.name}.yaml"
-        recipe.parent.mkdir(exist_ok=True)
-        write_atomically(recipe, self.space.portable_recipe(trial.parameters))
+        self.space.write_recipe(trial.parameters, recipe)
         plan = self.space.plan_at(trial.parameters)
-        copy_own_metrics(plan.recipe.score.quality, plan.recipe.base, recipe.parent)
         options = self._run_options(
             self.folder / "points" / trial.name, frozenset({self.space.leaf}), f"{trial.name} on test"
         )

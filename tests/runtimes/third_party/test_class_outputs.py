@@ -15,19 +15,43 @@ N = helper.make_node
 CONV = N("Conv", ["image", "kernel"], ["c"], pads=[1, 1, 1, 1])
 LINEAR = N("MatMul", ["x", "w"], ["h"])
 SHAPES: dict[str, list[Any]] = {
-    "vector": ["N", 4], "number": ["N", 1], "map": ["N", 5, 8, 8], "tokens": ["N", "T", 4], "none": None,
-}  # fmt: skip
+    "vector": ["N", 4],
+    "number": ["N", 1],
+    "map": ["N", 5, 8, 8],
+    "tokens": ["N", "T", 4],
+    "none": None,
+}
 CASES: dict[str, tuple[list[Any], str, str, int | None]] = {
     "linear layer": ([LINEAR, N("Add", ["h", "b"], ["y"])], "y", "vector", -1),
     "Gemm": ([N("Gemm", ["x", "w", "b"], ["y"])], "y", "vector", -1),
     "Gemm of one output": ([N("Gemm", ["x", "w", "b"], ["y"])], "y", "number", None),
     "linear layer of tokens": ([LINEAR, N("Add", ["h", "b"], ["y"])], "y", "tokens", -1),
     "Softmax": ([LINEAR, N("Softmax", ["h"], ["y"])], "y", "vector", -1),
-    "LogSoftmax, then other type": ([LINEAR, N("LogSoftmax", ["h"], ["p"]), N("Cast", ["p"], ["y"], to=1)], "y", "none", -1),
+    "LogSoftmax, then other type": (
+        [LINEAR, N("LogSoftmax", ["h"], ["p"]), N("Cast", ["p"], ["y"], to=1)],
+        "y",
+        "none",
+        -1,
+    ),
     "Softmax of channels": ([CONV, N("Softmax", ["c"], ["y"], axis=1)], "y", "map", -3),
-    "Softmax, then Reshape": ([CONV, N("Softmax", ["c"], ["p"], axis=1), N("Reshape", ["p", "to"], ["y"])], "y", "vector", -1),
-    "pooled convolution": ([CONV, N("GlobalAveragePool", ["c"], ["p"]), N("Flatten", ["p"], ["y"])], "y", "vector", -1),
-    "classifier of ai.onnx.ml": ([N("LinearClassifier", ["x"], ["label", "y"], domain="ai.onnx.ml", coefficients=[1.0])], "y", "vector", -1),
+    "Softmax, then Reshape": (
+        [CONV, N("Softmax", ["c"], ["p"], axis=1), N("Reshape", ["p", "to"], ["y"])],
+        "y",
+        "vector",
+        -1,
+    ),
+    "pooled convolution": (
+        [CONV, N("GlobalAveragePool", ["c"], ["p"]), N("Flatten", ["p"], ["y"])],
+        "y",
+        "vector",
+        -1,
+    ),
+    "classifier of ai.onnx.ml": (
+        [N("LinearClassifier", ["x"], ["label", "y"], domain="ai.onnx.ml", coefficients=[1.0])],
+        "y",
+        "vector",
+        -1,
+    ),
     "heat map": ([CONV, N("Sigmoid", ["c"], ["y"])], "y", "map", None),
     "map of a convolution": ([N("Conv", ["image", "kernel"], ["y"], pads=[1, 1, 1, 1])], "y", "map", None),
     "several labels": ([LINEAR, N("Sigmoid", ["h"], ["y"])], "y", "vector", None),
@@ -35,9 +59,14 @@ CASES: dict[str, tuple[list[Any], str, str, int | None]] = {
     "embedding": ([N("MatMul", ["x", "w"], ["image_embeds"])], "image_embeds", "vector", None),
     "boxes": ([N("MatMul", ["x", "w"], ["pred_boxes"])], "pred_boxes", "vector", None),
     "similarities": ([N("MatMul", ["x", "x2"], ["y"])], "y", "vector", None),
-    "attention probabilities": ([LINEAR, N("Softmax", ["h"], ["y"]), N("MatMul", ["y", "w"], ["z"])], "y", "vector", None),
+    "attention probabilities": (
+        [LINEAR, N("Softmax", ["h"], ["y"]), N("MatMul", ["y", "w"], ["z"])],
+        "y",
+        "vector",
+        None,
+    ),
     "values by name": ([N("Neg", ["x"], ["logits"])], "logits", "vector", -1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)

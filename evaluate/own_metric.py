@@ -16,12 +16,12 @@ a value of the whole set, without interval; its differences have a p-value of 1.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +94,18 @@ def _first_on_path(folder: Path) -> Iterator[None]:
 def _import_current(name: str, folder: Path) -> Any:
     """Return the module as it is in its file now: one of `folder` that was edited is imported again."""
     importlib.invalidate_caches()
-    loaded = sys.modules.get(name)
-    if loaded is None:
-        return importlib.import_module(name)
-    file = getattr(loaded, "__file__", None)
-    here = importlib.util.find_spec(name) if "." not in name else None
-    # built-in and frozen modules of Python have no file; a second `sys` would break the process
-    moved = here is not None and here.has_location and here.origin != file
+    package = name.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    # `importlib.util.find_spec` returns what is loaded, perhaps from the folder of another recipe
+    spec = PathFinder.find_spec(package)
+    if file and spec and spec.origin and Path(spec.origin).resolve() != Path(file).resolve():
+        for loaded in [each for each in sys.modules if each == package or each.startswith(f"{package}.")]:
+            del sys.modules[loaded]
+    file = getattr(sys.modules.get(name), "__file__", None)
     # not any module below the folder, which may hold the environment with numpy
-    if moved or (file is not None and Path(file) in _module_files(name, folder)):
+    if file and Path(file) in _module_files(name, folder):
         del sys.modules[name]
-        return importlib.import_module(name)
-    return loaded
+    return importlib.import_module(name)
 
 
 def _module_files(name: str, folder: Path) -> tuple[Path, Path]:

@@ -134,6 +134,15 @@ def test_what_cannot_be_imported_is_refused(folder, name, code):
         load_own_metric(name, folder)
 
 
+def test_module_of_another_folder_with_the_same_name_is_imported(tmp_path):
+    """One process may run two recipes, each with its own metrics."""
+    for value in (1, 2):
+        (tmp_path / str(value)).mkdir()
+        (tmp_path / str(value) / "own_same.py").write_text(f"def f(p, r, s): return {value}\n")
+        metric = load_own_metric("own_same:f", tmp_path / str(value))
+        assert metric.function([], [], []) == value
+
+
 def test_modules_of_python_and_of_an_environment_are_not_imported_again(tmp_path):
     """A second `sys` breaks the process, and numpy refuses to be loaded twice; the folder may hold both."""
     metric = load_own_metric("sys:exit", tmp_path)

@@ -131,8 +131,10 @@ class Fp16:
             got += run_onnx_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
             wanted += run_onnx_graph(path, feeds[path.stem], ctx.threads)
         if not np.isfinite(max_output_difference(got, wanted, exact=False)):
+            where = _first_non_finite_node([ctx.out / path.name for path in models], feeds, ctx.threads)
             raise ParityError(
-                "fp16: an output is no longer finite, or its shape has changed. Add the operators that"
+                "fp16: an output is no longer finite, or its shape has changed"
+                f"{f'; the first node with such a value is {where}' if where else ''}. Add the operators that"
                 " compute it to keep_fp32, or remove this step.",
                 code="non-finite-outputs",
             )
@@ -155,6 +157,35 @@ class Fp16:
                 )
         count = sum(len(model.graph.node) for model in models.values())
         ctx.details.update(dtype="fp16", kept_float32=kept, nodes=count)
+
+
+def _first_non_finite_node(
+    paths: Iterable[Path], feeds: Mapping[str, Any], threads: int | None
+) -> str | None:
+    """Return the first node that returns NaN or infinity for finite inputs, on any of the samples."""
+    from onnx import TensorProto
+
+    from smelt.export.graph_files import read_graph
+    from smelt.export.parity.operator_checks import open_with_outputs
+    from smelt.export.third_party.graph_samples import cast_feeds
+    from smelt.export.value_types import values_of_type
+    from smelt.runtimes.third_party.validate_graph import node_label
+
+    for path in paths:
+        model = read_graph(path)
+        floats = values_of_type(model) | values_of_type(model, TensorProto.FLOAT16)
+        names = [name for node in model.graph.node for name in node.output if name in floats]
+        session = open_with_outputs(model, path.parent, path.stem, names, threads, optimized=False)
+        kinds = {item.name: item.type for item in session.get_inputs()}
+        outputs = [output.name for output in session.get_outputs()]
+        for call in feeds[path.stem]:
+            values = dict(zip(outputs, session.run(outputs, cast_feeds(call, kinds)), strict=True)) | call
+            floating = {name: value for name, value in values.items() if value.dtype.kind == "f"}
+            odd = {name for name, value in floating.items() if not np.isfinite(value).all()}
+            for node in model.graph.node:
+                if odd & {*node.output} and not odd & {*node.input}:
+                    return node_label(node)
+    return None
 
 
 def _is_random(models: Iterable[Path], feeds: Mapping[str, Any], ctx: Context) -> bool:

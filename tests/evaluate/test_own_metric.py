@@ -168,8 +168,8 @@ def test_copied_metrics_are_found_next_to_another_recipe(tmp_path):
     files = {path.relative_to(target).as_posix() for path in target.rglob("*.py")}
     assert files == {"own_package/__init__.py", "own_package/scores.py", "own_helper.py"}
     command = "from own_package.scores import f; print(f())"
-    done = subprocess.run([sys.executable, "-c", command], cwd=target, capture_output=True, text=True)
-    assert done.stdout.split() == ["7"]
+    output = subprocess.check_output([sys.executable, "-c", command], cwd=target, text=True)
+    assert output.split() == ["7"]
 
 
 def test_an_edited_module_is_imported_again(tmp_path):

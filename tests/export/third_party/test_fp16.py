@@ -9,13 +9,15 @@ import onnx
 import onnxruntime
 import pytest
 import third_party_graphs as graphs
+from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from smelt.core.errors import ParityError
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
-from smelt.export import graph_files
+from smelt.export import fp16_range, graph_files
 from smelt.export.convert_to_half import convert_to_half
 from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
 from smelt.export.third_party.stages import Fp16, Fp16Settings, float32_nodes
@@ -242,6 +244,21 @@ def test_sample_that_needs_a_small_constant_is_right_though_the_calibration_samp
     x[1, 0] = 1e-4
     (got,) = answers(onnx.load(tmp_path / "out/model.onnx"), x)
     np.testing.assert_allclose(got, (x > 0).astype(np.float32), atol=1e-3)
+
+
+def test_first_node_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of 1e-8 and zeros is 0 in float16."""
+    monkeypatch.setattr(fp16_range, "nodes_outside_fp16", lambda model: set())
+    values = {"small": np.float32(1e-8), "zero": np.float32(0)}
+    weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in values.items()]
+    nodes = [
+        NODE("Mul", ["x", "zero"], ["z"], "zeros"), NODE("Add", ["z", "small"], ["s"], "sum"),
+        NODE("Div", ["x", "s"], ["r"], "ratio"), NODE("Mul", ["r", "zero"], ["logits"], "last"),
+    ]  # fmt: skip
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("logits", ["N", 8])]
+    with raises_code("non-finite-outputs", ParityError) as caught:
+        run(tmp_path, graphs.make_model(nodes, *ends, weights))
+    assert "ratio" in str(caught.value)
 
 
 def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:

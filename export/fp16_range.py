@@ -299,13 +299,13 @@ def _is_reduction(node: Any) -> bool:
 
 
 def _is_square(node: Any) -> bool:
-    return node.op_type == "Pow" or (node.op_type == "Mul" and node.input[0] == node.input[1])
+    return bool(node.op_type == "Pow" or (node.op_type == "Mul" and node.input[0] == node.input[1]))
 
 
 def _keeps_small_values(node: Any) -> bool:
     """Return whether small values of an output follow from those of inputs, or from an exponential."""
     known = _RESHAPING_OPS | _UNARY_OPS | _BINARY_OPS | _EXPONENTIAL_OPS
-    return node.op_type in known or _is_reduction(node)
+    return bool(node.op_type in known) or _is_reduction(node)
 
 
 def _operands(node: Any, graph: _Graph) -> set[str]:

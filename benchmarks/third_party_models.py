@@ -307,7 +307,7 @@ def compare(name: str, file: BenchmarkModel, wheels: Path, peers: Path, folder: 
         if label not in found:
             print(f"| {label} | {end} | | | | | |")
             continue
-        quality = _agreement_text(found[label], found[""])
+        quality = _agreement_text(found[label], found[""], source)
         share = made[label].stat().st_size / size
         speeds = " | ".join(_ratio_text(times[""][at], times[label][at]) for at in (0, 1))
         print(f"| {label} | {quality} | {share:.2f} | {speeds} | {end} |", flush=True)
@@ -370,14 +370,20 @@ def _run_models(made: dict[str, Path], test: Rows, ends: dict[str, str]) -> dict
     return found
 
 
-def _agreement_text(got: list[Any], wanted: list[Any]) -> str:
+def _agreement_text(got: list[Any], wanted: list[Any], source: Path) -> str:
+    import onnx
+
     from smelt.evaluate.tensor_quality import score_outputs
+    from smelt.runtimes.third_party.class_outputs import class_outputs
+
+    class_axes = class_outputs(onnx.load(source, load_external_data=False))
 
     names = list(wanted[0])
     got = [dict(zip(names, one.values(), strict=True)) for one in got]  # tools may rename outputs
-    found = score_outputs(["agreement", "top1"], got, wanted, "", "")
+    found = score_outputs(["agreement", "top1"], got, wanted, "", "", class_axes)
     low, high = found["agreement"].ci95 or (0.0, 0.0)
-    return f"{found['agreement'].value:.3f} [{low:.3f}, {high:.3f}] | {found['top1'].value:.1f}"
+    top1 = f"{found['top1'].value:.1f}" if "top1" in found else ""
+    return f"{found['agreement'].value:.3f} [{low:.3f}, {high:.3f}] | {top1}"
 
 
 def _times(made: dict[str, Path], test: Rows) -> dict[str, tuple[Any, Any]]:

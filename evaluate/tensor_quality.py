@@ -6,6 +6,7 @@ Shapes: n = samples. For each sample the output with the largest difference coun
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,20 @@ Outputs = Mapping[str, NDArray[Any]]
 
 
 def score_outputs(
-    metrics: Sequence[str], got: Sequence[Outputs], expected: Sequence[Outputs], key: str, rows: str
+    metrics: Sequence[str],
+    got: Sequence[Outputs],
+    expected: Sequence[Outputs],
+    key: str,
+    rows: str,
+    class_axes: Mapping[str, int],
 ) -> dict[str, MetricScore]:
     """Compare the outputs of n samples with those of a reference.
 
     agreement: mean cosine, times 100; for an output of one number 1 minus the difference as a share of the
     larger one, for one integer whether it is equal. top1: the share of samples, percent, in which every
-    largest value along the last axis has the position that it has in the reference, and every integer,
-    boolean and text is equal. relative_error: mean of the largest difference of a value, in percent of the
-    reference's largest.
+    largest score of a class has the position that it has in the reference, and every integer, boolean and
+    text is equal; left out if there are no such outputs. relative_error: mean of the largest difference of a
+    value, in percent of the reference's largest.
     An output that is not finite where the reference is, or has another shape, has no agreement.
 
     Args:
@@ -38,6 +44,8 @@ def score_outputs(
         expected: likewise, of the reference.
         key: of the reference, for the signature.
         rows: a hash of the samples' values.
+        class_axes: the axis of the classes, from the last one, by output that has scores of classes
+            (`smelt.runtimes.third_party.class_outputs`).
 
     Raises:
         InputError: an unknown metric, or no samples.
@@ -58,6 +66,11 @@ def score_outputs(
     found: dict[str, MetricScore] = {}
     for metric in metrics:
         of_row, how = _METRIC_FUNCTIONS[metric]
+        if metric == TOP1_METRIC:
+            axes = {name: axis for name, axis in class_axes.items() if name in expected[0]}
+            if not axes and all(value.dtype.kind == "f" for value in expected[0].values()):
+                continue
+            of_row, how = partial(_is_top1_equal, axes=axes), f"argmax of {axes}"
         values = [of_row(got_array, expected_array) for got_array, expected_array in pairs]
         signature = f"outputs:{names}|{how}|reference:{key[:12]}"
         if metric == TOP1_METRIC:
@@ -203,19 +216,21 @@ def _array_relative_error(got: NDArray[Any], expected: NDArray[Any]) -> float:
     return off / largest if largest > 0 else float(off > 0)
 
 
-def _is_top1_equal(got: Outputs, expected: Outputs) -> bool:
-    """Return whether each output has the reference's argmax."""
-    return all(_has_same_argmax(got[name], other) for name, other in expected.items())
+def _is_top1_equal(got: Outputs, expected: Outputs, axes: Mapping[str, int]) -> bool:
+    """Return whether each output with scores of classes has the reference's argmax; others are equal."""
+    return all(
+        _has_same_argmax(got[name], other, axes[name]) if name in axes else _is_equal(got[name], other)
+        for name, other in expected.items()
+        if name in axes or other.dtype.kind != "f"
+    )
 
 
-def _has_same_argmax(got: NDArray[Any], expected: NDArray[Any]) -> bool:
-    if expected.dtype.kind != "f":
-        return _is_equal(got, expected)
+def _has_same_argmax(got: NDArray[Any], expected: NDArray[Any], axis: int) -> bool:
     if got.dtype.kind != "f" or not _is_comparable(got, expected):
         return False
-    if not expected.ndim or expected.shape[-1] < 2:
+    if expected.ndim < -axis:
         return True  # a single number has no argmax
-    return bool(np.array_equal(got.argmax(-1), expected.argmax(-1)))
+    return bool(np.array_equal(got.argmax(axis), expected.argmax(axis)))
 
 
 def _is_comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
@@ -242,6 +257,6 @@ def _is_equal(got: NDArray[Any], expected: NDArray[Any]) -> bool:
 
 _METRIC_FUNCTIONS: dict[str, tuple[Callable[[Outputs, Outputs], float], str]] = {
     AGREEMENT_METRIC: (_min_cosine, "lowest cosine of a row's outputs, of one number its likeness|mean|x100"),
-    TOP1_METRIC: (_is_top1_equal, "argmax of the last axis"),
+    TOP1_METRIC: (partial(_is_top1_equal, axes={}), "argmax"),
     RELATIVE_ERROR_METRIC: (_max_relative_error, "largest difference/largest value|mean|x100"),
 }

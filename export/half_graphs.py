@@ -1,7 +1,8 @@
 """Convert the graphs of a model to half precision, and choose the nodes that remain float32.
 
 Norms remain float32 in both float16 and bfloat16. In float16 so do nodes whose outputs, inputs or sums come
-close to its range: an FFN's last layer and the residual stream after it, attention with very large scores.
+close to its range: an FFN's last layer and the residual stream after it, attention with very large scores;
+and nodes that need values which float16 does not have (`fp16_range`).
 
 Their ranges are measured on real samples in the float32 graphs: every tensor, and sums inside operators. A
 copy of each graph has an additional output for every floating value: the largest magnitude. Partial sums of
@@ -21,6 +22,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from smelt.export.convert_to_half import convert_to_half
+from smelt.export.fp16_range import FP16_MAX, nodes_outside_fp16
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
 from smelt.export.parity.references import TorchReference
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 MAX_OUTPUT_PREFIX, SUM_PREFIX = "smelt.largest.", "smelt.sum."
 # whose inputs are summed; of the last one, their squares
 _SUMMING_OPS = ("MatMul", "Gemm", "Conv", "ReduceSum", "ReduceMean", "ReduceL2")
-FP16_MAX = 65504.0
 # half of it: other samples have larger values than the calibration samples, and masks are 20,000
 FP16_SAFE_MAX = FP16_MAX / 2
 _BATCH_SIZE = 4  # rows
@@ -379,6 +380,7 @@ def convert_graphs_to_half(
         all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt")
         lacking = NO_BF16_ON_CUDA if dtype == "bf16" and target == "ort-cuda" else frozenset[str]()
         nodes = {*wide.nodes, *(n.output[0] for n in model.graph.node if n.op_type in lacking)}
+        nodes |= nodes_outside_fp16(model) if dtype == "fp16" else set()
         convert_to_half(model, graph.name, dtype, nodes, _fp32_inputs_outputs(model, wide, all_caches))
         write_graph(model, path)
         chosen[graph.name] = wide

@@ -33,7 +33,7 @@ from smelt.export.third_party.prepare_for_quantizer import (
     unquantizable_nodes,
 )
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
-from smelt.runtimes.graph_walk import iter_graphs
+from smelt.runtimes.graph_walk import iter_graphs, iter_initializers
 
 CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
 # onnxruntime's own defaults (quantization/calibrate.py, create_calibrator).
@@ -291,22 +291,25 @@ def run_ort_quantizer(
             if node.op_type in settings.quantized_op_types and found.huge & {*node.input, *node.output}:
                 kept.setdefault(at, "unbounded values on the calibration samples")
         _warn_about_subgraphs(model.graph, bodies, settings, ctx)
-        single = _per_tensor_overrides(model) if settings.per_channel else {}
+        single = _per_tensor_overrides(model, settings) if settings.per_channel else {}
         if single:
             ctx.warn(
                 "per-tensor-weights",
                 f"{len(single):,} weight{'s have' if len(single) > 1 else ' has'} one scale instead of one"
                 " per channel, because ONNX Runtime does not support per-channel scales for batched"
-                " matrices and constant first operands.",
+                " matrices, constant first operands and grouped ConvTranspose with a bias.",
             )
         names = [*settings.exclude, *_name_float_nodes(model.graph, kept, ctx)]
         quantizer = _qdq_quantizer(model, found.ranges, names, settings)
         quantizer.quantize_model()
         quantizer.model.save_model_to_file(target, size > MAX_INLINE_BYTES)
         return
+    vectors = {tensor.name for tensor in iter_initializers(model.graph) if len(tensor.dims) == 1}
+    kept |= _vector_products(model.graph, vectors, settings)
     names = [*settings.exclude, *_name_float_nodes(model.graph, kept, ctx)]
     for body in bodies:
         unfit = unquantizable_nodes(body, kinds, settings.quantized_op_types)
+        unfit |= _vector_products(body, vectors, settings)
         # the quantizer does not find weights of an LSTM in an outer graph
         unfit |= {
             at: "inside If, Loop or Scan" for at, node in enumerate(body.node) if node.op_type == "LSTM"
@@ -321,6 +324,17 @@ def run_ort_quantizer(
         use_external_data_format=size > MAX_INLINE_BYTES,
         extra_options={"DefaultTensorType": 1, "EnableSubgraph": bool(bodies)},
     )  # fmt: skip
+
+
+def _vector_products(graph: Any, vectors: Collection[str], settings: QuantizeOnnxSettings) -> dict[int, str]:
+    """Return the indices of the MatMul by a constant vector, which ONNX Runtime's int8 operators reject."""
+    if "MatMul" not in settings.quantized_op_types:
+        return {}
+    return {
+        index: "a vector as its weight"
+        for index, node in enumerate(graph.node)
+        if node.op_type == "MatMul" and node.input[1] in vectors
+    }
 
 
 def _value_types(graph: Any) -> dict[str, int]:
@@ -361,10 +375,11 @@ def _warn_about_subgraphs(
         )
 
 
-def _per_tensor_overrides(model: Any) -> dict[str, list[dict[str, Any]]]:
+def _per_tensor_overrides(model: Any, settings: QuantizeOnnxSettings) -> dict[str, list[dict[str, Any]]]:
     """Return overrides for the weights that get a single scale, as ONNX Runtime requires.
 
-    These are stacks of matrices, and first operands, whose outputs are their rows.
+    These are stacks of matrices, first operands, whose outputs are their rows, and weights of a ConvTranspose
+    in groups with a bias: its scales are those of one group's outputs, but the bias has those of all groups.
     """
     from onnxruntime.quantization import QuantType
 
@@ -372,6 +387,15 @@ def _per_tensor_overrides(model: Any) -> dict[str, list[dict[str, Any]]]:
     products = [node for node in model.graph.node if node.op_type == "MatMul"]
     names = {node.input[0] for node in products if node.input[0] in ranks}
     names |= {name for node in products for name in node.input if ranks.get(name, 0) > _MATRIX}
+    names |= {
+        node.input[1]
+        for node in model.graph.node
+        if node.op_type in settings.quantized_op_types
+        and node.op_type == "ConvTranspose"
+        and node.input[1] in ranks
+        and node.input[2:3] not in ([], [""])
+        and any(attribute.name == "group" and attribute.i > 1 for attribute in node.attribute)
+    }
     return {name: [{"quant_type": QuantType.QInt8}] for name in sorted(names)}
 
 
@@ -408,7 +432,7 @@ def _qdq_quantizer(model: Any, ranges: Any, exclude: list[str], settings: Quanti
         ranges, [], exclude, settings.quantized_op_types,
         {
             "ActivationSymmetric": symmetric, "WeightSymmetric": True, "DefaultTensorType": 1,
-            "TensorQuantOverrides": _per_tensor_overrides(model),
+            "TensorQuantOverrides": _per_tensor_overrides(model, settings),
             "OpTypesToExcludeOutputQuantization": list(_FLOAT_OUTPUT_OPS),
             "QuantizeBias": not symmetric,  # TensorRT does not support int32 biases
         },

@@ -240,8 +240,11 @@ def unfused_activations(graph: Any, operators: Collection[str]) -> dict[int, str
 
     It removes them after a convolution, because the range of the convolution's output, which includes 0,
     clips in the same way. A bound on the other side of 0, or a computed one, is then lost; and inner graphs
-    (If, Loop, Scan) still read the removed value.
+    (If, Loop, Scan) still read the removed value. If the convolution's output is an output of the graph, the
+    quantizer keeps the activation, but gives both values the activation's range (onnxruntime 1.31,
+    quantization/base_quantizer.py, adjust_tensor_ranges, which counts only nodes as readers).
     """
+    outputs = {value.name for value in graph.output}
     inside = {name for node in graph.node if subgraphs(node) for name in node_inputs(node)}
     constants = {name: value for name, value in _float_constants(graph) if value.size == 1}
     found = {}
@@ -250,6 +253,8 @@ def unfused_activations(graph: Any, operators: Collection[str]) -> dict[int, str
             continue
         if inside & {node.input[0], node.output[0]}:
             found[at] = "used in If, Loop or Scan"
+        elif node.input[0] in outputs:
+            found[at] = "its input is an output of the graph"
         elif node.op_type == "Clip" and not _clips_around_zero(node, constants):
             found[at] = "bounds are computed or do not include 0"
     return found

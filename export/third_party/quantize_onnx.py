@@ -157,7 +157,7 @@ class QuantizeOnnx:
     source: ClassVar[str] = (
         "onnxruntime.quantization, https://onnxruntime.ai/docs/performance/model-optimizations"
     )
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     third_party_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeOnnxSettings

@@ -58,9 +58,10 @@ class Fp16:
 
     Inputs and outputs remain float32, also in the bodies of If, Loop and Scan.
     Nodes remain float32 if their values on samples of the data come close to the
-    range of float16, or if their operators do not support it. On the CPU ONNX
-    Runtime computes most operators in float32: the file is half as large, but
-    not faster.
+    range of float16, if they need values that it does not have (a constant of
+    1e-12, the variance of a norm), or if their operators do not support it. On
+    the CPU ONNX Runtime computes most operators in float32: the file is half as
+    large, but not faster.
 
         - fp16: {}
         - fp16: {keep_fp32: [Softmax, LayerNormalization]}
@@ -71,7 +72,7 @@ class Fp16:
     produces: ClassVar[Format] = "onnx"
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = "operators kept in float32: onnxruntime.transformers.float16"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     third_party_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = Fp16Settings
@@ -92,6 +93,7 @@ class Fp16:
             RunError: ONNX Runtime cannot run the new graph.
         """
         from smelt.export.convert_to_half import convert_to_half
+        from smelt.export.fp16_range import nodes_outside_fp16
         from smelt.export.graph_files import write_graph
         from smelt.export.third_party.graph_samples import (
             collect_samples,
@@ -119,7 +121,7 @@ class Fp16:
         for path, model in models.items():
             constants_to_initializers(model)
             wide = float32_nodes(model, settings.keep_fp32)
-            large = _overflowing_nodes(model, path.name, feeds[path.stem], ctx)
+            large = nodes_outside_fp16(model) | _overflowing_nodes(model, path.name, feeds[path.stem], ctx)
             ends = {value.name for value in (*model.graph.input, *model.graph.output)}
             convert_to_half(model, path.name, "fp16", wide | large, ends)
             write_graph(model, ctx.out / path.name)
@@ -129,8 +131,10 @@ class Fp16:
             got += run_onnx_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
             wanted += run_onnx_graph(path, feeds[path.stem], ctx.threads)
         if not np.isfinite(max_output_difference(got, wanted, exact=False)):
+            where = _first_non_finite_node([ctx.out / path.name for path in models], feeds, ctx.threads)
             raise ParityError(
-                "fp16: an output is no longer finite, or its shape has changed. Add the operators that"
+                "fp16: an output is no longer finite, or its shape has changed"
+                f"{f'; the first node with such a value is {where}' if where else ''}. Add the operators that"
                 " compute it to keep_fp32, or remove this step.",
                 code="non-finite-outputs",
             )
@@ -153,6 +157,35 @@ class Fp16:
                 )
         count = sum(len(model.graph.node) for model in models.values())
         ctx.details.update(dtype="fp16", kept_float32=kept, nodes=count)
+
+
+def _first_non_finite_node(
+    paths: Iterable[Path], feeds: Mapping[str, Any], threads: int | None
+) -> str | None:
+    """Return the first node that returns NaN or infinity for finite inputs, on any of the samples."""
+    from onnx import TensorProto
+
+    from smelt.export.graph_files import read_graph
+    from smelt.export.parity.operator_checks import open_with_outputs
+    from smelt.export.third_party.graph_samples import cast_feeds
+    from smelt.export.value_types import values_of_type
+    from smelt.runtimes.third_party.validate_graph import node_label
+
+    for path in paths:
+        model = read_graph(path)
+        floats = values_of_type(model) | values_of_type(model, TensorProto.FLOAT16)
+        names = [name for node in model.graph.node for name in node.output if name in floats]
+        session = open_with_outputs(model, path.parent, path.stem, names, threads, optimized=False)
+        kinds = {item.name: item.type for item in session.get_inputs()}
+        outputs = [output.name for output in session.get_outputs()]
+        for call in feeds[path.stem]:
+            values = dict(zip(outputs, session.run(outputs, cast_feeds(call, kinds)), strict=True)) | call
+            floating = {name: value for name, value in values.items() if value.dtype.kind == "f"}
+            odd = {name for name, value in floating.items() if not np.isfinite(value).all()}
+            for node in model.graph.node:
+                if odd & {*node.output} and not odd & {*node.input}:
+                    return node_label(node)
+    return None
 
 
 def _is_random(models: Iterable[Path], feeds: Mapping[str, Any], ctx: Context) -> bool:

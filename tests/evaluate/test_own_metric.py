@@ -1,6 +1,9 @@
 """A user's own metric, named by its import path: the value, tests, gates, and every error with its code."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import causal
 import harness
@@ -9,10 +12,14 @@ import pytest
 from expected_errors import command_error, raises_code
 
 from smelt.core.errors import InputError
-from smelt.evaluate.own_metric import load_own_metric, score_own_metric
+from smelt.core.messages import message_codes
+from smelt.evaluate.own_metric import copy_own_metrics, load_own_metric, score_own_metric
 from smelt.evaluate.significance import compare_steps
+from smelt.pipeline.plan.load_plan import load_plan
 
 MODULE = """
+import sys
+
 import numpy as np
 
 def lengths(predictions, references, sources):
@@ -36,6 +43,15 @@ def nan(predictions, references, sources):
 def short(predictions, references, sources):
     return [1.0]
 
+def huge_integer(predictions, references, sources):
+    return [10 ** 400] * len(predictions)
+
+def large(predictions, references, sources):
+    return [1e308] * len(predictions)
+
+def exits(predictions, references, sources):
+    sys.exit(0)
+
 def text(predictions, references, sources):
     return ["high"] * len(predictions)
 
@@ -50,6 +66,7 @@ def folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("own")
     (home / "own_scores.py").write_text(MODULE)
     (home / "own_broken.py").write_text("import no_such_package\n")
+    (home / "own_exits.py").write_text("import sys\n\nsys.exit(0)\n")
     return home
 
 
@@ -88,6 +105,9 @@ def test_a_number_of_the_whole_set_has_no_interval_and_is_never_significant(fold
         ("fails", "metric-failed", "t:2"),
         ("fails_together", "metric-failed", "ZeroDivisionError"),
         ("nan", "metric-not-finite", "t:2"),
+        ("huge_integer", "metric-not-finite", "t:1"),
+        ("large", "metric-too-large", "1e+308"),
+        ("exits", "metric-failed", "SystemExit"),
         ("short", "wrong-metric-result", "2 examples"),
         ("text", "wrong-metric-result", "'high'"),
     ],
@@ -104,6 +124,7 @@ def test_a_wrong_result_is_named_with_its_example(folder, function, code, named)
     [
         ("own_missing:f", "metric-not-importable"),
         ("own_broken:f", "metric-not-importable"),
+        ("own_exits:f", "metric-not-importable"),
         ("own_scores:length", "no-such-function"),
         ("own_scores:number", "no-such-function"),
     ],
@@ -111,6 +132,44 @@ def test_a_wrong_result_is_named_with_its_example(folder, function, code, named)
 def test_what_cannot_be_imported_is_refused(folder, name, code):
     with raises_code(code, InputError):
         load_own_metric(name, folder)
+
+
+def test_module_of_another_folder_with_the_same_name_is_imported(tmp_path):
+    """One process may run two recipes, each with its own metrics."""
+    for value in (1, 2):
+        (tmp_path / str(value)).mkdir()
+        (tmp_path / str(value) / "own_same.py").write_text(f"def f(p, r, s): return {value}\n")
+        metric = load_own_metric("own_same:f", tmp_path / str(value))
+        assert metric.function([], [], []) == value
+
+
+def test_modules_of_python_and_of_an_environment_are_not_imported_again(tmp_path):
+    """A second `sys` breaks the process, and numpy refuses to be loaded twice; the folder may hold both."""
+    metric = load_own_metric("sys:exit", tmp_path)
+    assert sys.modules["sys"] is sys
+    with raises_code("metric-failed", InputError):
+        score_own_metric(metric, *SAMPLES, PLACES)
+    before = sys.modules["numpy"]
+    load_own_metric("numpy:mean", Path(np.__file__).parents[2])
+    assert sys.modules["numpy"] is before
+
+
+def test_copied_metrics_are_found_next_to_another_recipe(tmp_path):
+    """With the modules of the recipe's folder that they import, and without installed packages."""
+    home, target = tmp_path / "home", tmp_path / "target"
+    (home / "own_package").mkdir(parents=True)
+    (home / "own_package" / "__init__.py").write_text("")
+    (home / "own_package" / "scores.py").write_text(
+        "from own_helper import number\n\ndef f(*_): return number\n"
+    )
+    (home / "own_helper.py").write_text("number = 7\n")
+    (home / "unused.py").write_text("")
+    copy_own_metrics(["bleu", "own_package.scores:f", "math:hypot"], home, target)
+    files = {path.relative_to(target).as_posix() for path in target.rglob("*.py")}
+    assert files == {"own_package/__init__.py", "own_package/scores.py", "own_helper.py"}
+    command = "from own_package.scores import f; print(f())"
+    output = subprocess.check_output([sys.executable, "-c", command], cwd=target, text=True)
+    assert output.split() == ["7"]
 
 
 def test_an_edited_module_is_imported_again(tmp_path):
@@ -144,6 +203,8 @@ def test_a_run_scores_it_selects_by_it_and_gates_on_it(tmp_path):
     (tmp_path / "r.yaml").write_text(RECIPE)
     run = tmp_path / "run"
     harness.smelt("run", tmp_path / "r.yaml", "--out", run, "--quiet", code=3)
+    assert (run / "own_run.py").read_text() == MODULE  # next to recipe.yaml, which names it
+    assert "own-metric-imported" in message_codes(load_plan(tmp_path / "r.yaml").notes)
     step = json.loads((run / "report.json").read_text())["steps"][1]
     data = ["--data", tmp_path / "t.jsonl", "--json", "--max-new-tokens", 3]
     result = harness.smelt("predict", run / step["artifact"], *data, code=0)

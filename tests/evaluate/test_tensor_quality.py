@@ -14,7 +14,7 @@ from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_o
 def scores(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
     """Score outputs whose axis 0 are rows."""
     rows = [[{k: v[i] for k, v in side.items()} for i in range(2)] for side in (got, expected)]
-    found = score_outputs(OUTPUT_METRICS, *rows, key="0" * 64, rows="r")
+    found = score_outputs(OUTPUT_METRICS, *rows, key="0" * 64, rows="r", class_axes={"a": -1})
     return {name: score.value for name, score in found.items()}
 
 
@@ -57,7 +57,7 @@ def test_whole_numbers_and_texts_have_to_be_the_same() -> None:
 def test_a_number_alone_agrees_by_its_size_and_not_by_its_sign() -> None:
     expected = {"price": np.array([[100.0], [-2.0]])}
     assert scores({"price": np.array([[110.0], [-1.0]])}, expected) == pytest.approx(
-        {"agreement": (100 * 100 / 110 + 50) / 2, "top1": 100, "relative_error": 30}
+        {"agreement": (100 * 100 / 110 + 50) / 2, "relative_error": 30}
     )
     assert scores({"price": np.array([[0.0], [2.0]])}, expected)["agreement"] == -50
     label = {"label": np.array([3, 4])}
@@ -73,10 +73,10 @@ def test_sizes_whose_squares_no_float_holds_agree_as_others_do(size: float) -> N
 
 def test_unknown_metrics_and_missing_rows_are_refused() -> None:
     with raises_code("unknown-metric", InputError) as caught:
-        score_outputs(["agrement"], [{}], [{}], "k", "r")
+        score_outputs(["agrement"], [{}], [{}], "k", "r", {})
     assert "'agreement'?" in str(caught.value)
     with raises_code("count-mismatch", InputError):
-        score_outputs(["agreement"], [], [], "k", "r")
+        score_outputs(["agreement"], [], [], "k", "r", {})
 
 
 def test_rows_that_are_finite_on_one_side_alone_are_named_with_what_was_fed() -> None:
@@ -108,3 +108,19 @@ def test_nan_where_the_reference_has_numbers_is_no_score():
     bad = [*good[:2], {"a": np.array([np.nan, np.nan, -np.inf])}, *good[3:]]
     with raises_code("non-finite-outputs", RunError):
         require_finite_outputs(bad, good, fed)
+
+
+def test_top1_is_of_outputs_with_class_scores_along_their_axis() -> None:
+    """The argmax along the width of a heat map is no decision; a segmentation chooses along its channels."""
+    expected = {"map": np.zeros((2, 3, 4, 4)), "y": np.array([[3.0, 4.0], [1.0, 0.0]])}
+    expected["map"][0, 1, 2, 3] = expected["map"][1, 0, 0, 0] = 1
+    got = {"map": expected["map"].copy(), "y": expected["y"]}
+    got["map"][0, 1, 2, 0] = 1.5  # another column, and the same channel; a new one in the other sample
+    got["map"][1, 2, 1, 1] = 0.5
+    rows = [[{k: v[i] for k, v in side.items()} for i in range(2)] for side in (got, expected)]
+
+    def top1(**class_axes: int) -> float | None:
+        score = score_outputs(["top1"], *rows, key="0" * 64, rows="r", class_axes=class_axes).get("top1")
+        return None if score is None else score.value
+
+    assert (top1(y=-1), top1(map=-3), top1()) == (100, 0, None)

@@ -9,7 +9,6 @@ again finds what is finished.
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -335,8 +334,8 @@ def paths_on_nodes(plan: Plan) -> list[Path]:
 
     found = [Path(path).absolute() for step in plan.steps for path in step.settings.paths().values()]
     for name in filter(is_own_metric, plan.recipe.score.quality):
-        module = sys.modules[load_own_metric(name, plan.recipe.base).function.__module__]
-        found += [Path(module.__file__).absolute()] if module.__file__ else []
+        file = load_own_metric(name, plan.recipe.base).file
+        found += [file.absolute()] if file else []
     if plan.recipe.launch.num_processes > 1:
         files = (resolve_path(plan.recipe.base, each) for each in plan.recipe.data.split_files().values())
         found += [

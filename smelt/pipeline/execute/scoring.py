@@ -373,7 +373,12 @@ class Scorer:
             self.reference_cache[key] = self._reference_outputs(self.reference, split, progress)
         require_finite_outputs(got, self.reference_cache[key], split.arrays.per_sample)
         scores = score_outputs(
-            self.metrics, got, self.reference_cache[key], self.reference.key, split.fingerprint
+            self.metrics,
+            got,
+            self.reference_cache[key],
+            self.reference.key,
+            split.fingerprint,
+            _class_axes(self.reference),
         )
         why = low_agreement_reason(got, self.reference_cache[key], split.arrays.per_sample)
         return {
@@ -399,6 +404,17 @@ class Scorer:
 
         with open_runner(reference, self.threads, self.device) as runner:
             return embed_texts(runner, texts, self.batch_size, progress)
+
+
+def _class_axes(reference: Artifact) -> dict[str, int]:
+    """Return the axes of the classes, by output of the reference graph with scores of classes."""
+    import onnx
+
+    from smelt.runtimes.third_party.class_outputs import class_outputs
+
+    if reference.format != "onnx":
+        return {}
+    return class_outputs(onnx.load(reference.path / "model.onnx", load_external_data=False))
 
 
 # Scoring method of each task.

@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.compress.quantize.settings import two_bit_warnings
-from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
+from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
 from smelt.core.system import install_command, package_problem
-from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Task
-from smelt.evaluate.metrics import AGREEMENT_METRIC, CHOICE_METRICS, is_own_metric
+from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason, training_device
 from smelt.pipeline.inspect.model_folder import check_model_folder, local_model_folder, read_config
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
+from smelt.pipeline.plan.metric_checks import check_metrics, own_metric_notes
 from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
 from smelt.pipeline.plan.plan_checker import (
     PlanChecker,
@@ -52,8 +52,8 @@ from smelt.pipeline.plan.quantized_steps import (
 from smelt.pipeline.plan.step_draft import idle_autotune_warnings
 from smelt.pipeline.plan.task_checks import check_embedder, check_prompts, resolve_text_rules
 from smelt.pipeline.plan.third_party import (
-    apply_graph_axes,
     apply_graph_batch_size,
+    apply_graph_signature,
     check_float_weights,
     check_generation_engines,
     check_third_party_model,
@@ -263,51 +263,6 @@ def check_data(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> dict[
         except (OSError, RuntimeError, ValueError) as error:  # such as an invalid file name
             mistakes.add(("data", name), f"cannot be read: {error}.", code="unreadable-file")
     return splits if readable else {}
-
-
-def check_metrics(recipe: ParsedRecipe, splits: Mapping[str, Split], mistakes: Mistakes) -> None:
-    """Check what the recipe's metrics need: a tokenizer that fits, choices, data, a model, a function."""
-    from smelt.evaluate.own_metric import load_own_metric
-    from smelt.evaluate.text_similarity import check_encoder, require_wordnet
-
-    for at, metric in enumerate(recipe.score.quality):
-        path: KeyPath = ("score", "quality", at)
-        try:
-            if is_own_metric(metric):
-                load_own_metric(metric, recipe.base)
-            elif metric == "meteor":
-                require_wordnet()
-            elif metric == "bertscore" and metric in recipe.metric_settings:
-                check_encoder(recipe.metric_settings[metric], recipe.base)
-            elif metric in CHOICE_METRICS and "test" in splits:
-                _require_choices(metric, splits["test"])
-        except (InputError, MissingDependencyError) as error:
-            mistakes.add(path, str(error), code=error.code)
-        if metric == "bleu":
-            _check_bleu_tokenizer(recipe, splits, (*path, "bleu", "tokenize"), mistakes)
-
-
-def _require_choices(metric: str, split: Split) -> None:
-    if not split.has_choices:
-        raise InputError(
-            f"'{metric}' scores choices, and the samples of {split.origin} have none. Add a list of texts"
-            " 'choices' and the right one as 'answer', or remove the metric.",
-            code="missing-choices",
-        )
-
-
-def _check_bleu_tokenizer(
-    recipe: ParsedRecipe, splits: Mapping[str, Split], path: KeyPath, mistakes: Mistakes
-) -> None:
-    """Check that the tokenizer set for BLEU can split the references."""
-    for name in ("test", "validation"):
-        if recipe.tokenize is None or name not in splits:
-            continue
-        try:
-            bleu_tokenizer((t for e in splits[name].examples for t in e.references), recipe.tokenize)
-        except InputError as error:
-            mistakes.add(path, f"data.{name}: {error}", code=error.code)
-            return
 
 
 def _is_hub_dataset(origin: str, path: Path) -> bool:
@@ -540,7 +495,7 @@ def make_plan(
     check_latency_steps(checker)
     check_baseline(checker, kept)
     foreign = check_third_party_model(read, mistakes, bad, checker.warnings)
-    read = apply_graph_axes(apply_graph_batch_size(read, foreign, mistakes), foreign)
+    read = apply_graph_signature(apply_graph_batch_size(read, foreign, mistakes), foreign, mistakes)
     if from_graph:
         folder = foreign.tokenizer_folder if foreign else None
     else:
@@ -581,6 +536,7 @@ def make_plan(
     if isinstance(read.model, UntrainedModel):
         config = read_untrained_config(config_file(read.model, read.base))[0]
     checker.notes += [*default_rate_notes(steps, config, coded), *unsuitable_method_notes(steps)]
+    checker.notes += own_metric_notes(read)
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,

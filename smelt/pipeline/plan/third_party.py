@@ -14,6 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, warning
 from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.evaluate.metrics import AGREEMENT_METRIC, DEFAULT_METRICS, TOP1_METRIC
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.text_rules import MODULES_FILE, POOLINGS
 from smelt.pipeline.inspect.model_folder import check_tokenizer_files, read_config, unknown_family_message
@@ -249,13 +250,39 @@ def apply_graph_batch_size(
     return recipe.model_copy(update={"score": recipe.score.model_copy(update={"latency": chosen})})
 
 
-def apply_graph_axes(recipe: ParsedRecipe, model: ThirdPartyModel | None) -> ParsedRecipe:
-    """Return `recipe` with the batch axis of every input, for the task `custom`."""
+def apply_graph_signature(
+    recipe: ParsedRecipe, model: ThirdPartyModel | None, mistakes: Mistakes
+) -> ParsedRecipe:
+    """Return `recipe` with each input's batch axis and the metrics of the outputs, for the task `custom`."""
     if model is None or recipe.task != CUSTOM_TASK:
         return recipe
-    return recipe.model_copy(
-        update={"data": recipe.data.model_copy(update={"axes": model.signature.input_batch_axes})}
-    )
+    data = recipe.data.model_copy(update={"axes": model.signature.input_batch_axes})
+    score = recipe.score.model_copy(update={"quality": _output_metrics(recipe, model, mistakes)})
+    return recipe.model_copy(update={"data": data, "score": score})
+
+
+def _output_metrics(recipe: ParsedRecipe, model: ThirdPartyModel, mistakes: Mistakes) -> tuple[str, ...]:
+    """Return the metrics of a graph's outputs.
+
+    `top1` is the first one of a graph of class scores alone, and none of a graph without any.
+    """
+    metrics = recipe.score.quality
+    classes = model.details.get("class_outputs") or {}
+    floats = {value.name for value in model.signature.outputs if value.dtype.startswith("float")}
+    default = metrics == DEFAULT_METRICS[CUSTOM_TASK]
+    if TOP1_METRIC in metrics and not classes and len(floats) == len(model.signature.outputs):
+        if not default or TOP1_METRIC in recipe.gates:
+            mistakes.add(
+                ("gates", TOP1_METRIC) if TOP1_METRIC in recipe.gates else ("score", "quality"),
+                f"{TOP1_METRIC} compares decisions, but no output of the graph has scores of classes (a"
+                " Softmax or a linear layer at its end), integers or texts. Remove it, or use"
+                f" {AGREEMENT_METRIC}.",
+                code="does-not-fit-model",
+            )
+        return tuple(metric for metric in metrics if metric != TOP1_METRIC)
+    if default and classes and floats <= {*classes}:
+        return (TOP1_METRIC, *(metric for metric in metrics if metric != TOP1_METRIC))
+    return metrics
 
 
 def _check_onnx_only_keys(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:

@@ -25,10 +25,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from smelt.core.errors import InputError, combined_error, did_you_mean
-from smelt.core.files import json_hash, resolve_path
+from smelt.core.files import json_hash, resolve_path, write_atomically
 from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
 from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, base_metric, is_lower_better, is_own_metric
+from smelt.evaluate.own_metric import copy_own_metrics
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.recipe.mistakes import Mistakes, dotted_path, validate_settings, value_text
@@ -223,6 +224,13 @@ class SearchSpace:
             if path.exists():
                 holder[key] = str(path.resolve())
         return dump_yaml(value)
+
+    def write_recipe(self, values: Mapping[str, Any], path: Path) -> None:
+        """Write `portable_recipe` to `path`, with the modules of the user's own metrics next to it."""
+        path.parent.mkdir(exist_ok=True)
+        recipe = self.plan_at(values).recipe
+        copy_own_metrics(recipe.score.quality, recipe.base, path.parent)
+        write_atomically(path, self.portable_recipe(values))
 
 
 def _places_of_paths(value: dict[str, Any], plan: Plan) -> Iterator[tuple[Any, Any]]:

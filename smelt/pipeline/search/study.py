@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, RunError, SmeltError
-from smelt.core.files import json_hash, write_atomically
+from smelt.core.files import json_hash
 from smelt.core.locks import MachineTurns, file_lock
 from smelt.core.messages import Message, with_count
 from smelt.pipeline.execute.ray_cluster import RayCluster, open_cluster
@@ -228,8 +228,7 @@ class Search:
             KeyboardInterrupt: the user stopped the run.
         """
         recipe = self.folder / "recipes" / f"{trial.name}.yaml"
-        recipe.parent.mkdir(exist_ok=True)
-        write_atomically(recipe, self.space.portable_recipe(trial.parameters))
+        self.space.write_recipe(trial.parameters, recipe)
         plan = self.space.plan_at(trial.parameters)
         options = self._run_options(
             self.folder / "points" / trial.name, frozenset({self.space.leaf}), f"{trial.name} on test"

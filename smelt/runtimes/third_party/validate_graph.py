@@ -230,6 +230,7 @@ def _external_file_names(model: Any) -> list[str]:
 
 
 def _model_details(model: Any) -> dict[str, Any]:
+    from smelt.runtimes.third_party.class_outputs import class_outputs
     from smelt.runtimes.third_party.graph_files import (
         count_graph_parameters,
         count_quantized_tensors,
@@ -248,6 +249,7 @@ def _model_details(model: Any) -> dict[str, Any]:
         "operators": dict(operators.most_common()),
         "inner_operators": dict(inner.most_common()),
         "random": list(random_nodes(model)),
+        "class_outputs": class_outputs(model),
         "codes": count_quantized_tensors(model),
         "floats": dominant_float_type(model),
     }

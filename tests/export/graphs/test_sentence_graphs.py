@@ -4,10 +4,12 @@ import embedders
 import harness
 import matrix
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import tiny
 from expected_errors import raises_code
+from onnx import numpy_helper
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -85,6 +87,9 @@ def test_the_half_precision_graph_for_tensorrt_passes_the_preflight(tmp_path):
     ctx = export(tmp_path, folder, target="tensorrt", dtype="fp16")
     path = ctx.out / "model.onnx"
     assert [p.text for p in preflight(load_graph(path), path) if p.severity == "error"] == []
+    scalars = [numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer if not t.dims]
+    [epsilon] = [v for v in scalars if v == np.float32(1e-12)]  # in float16 a zero vector would be 0 / 0
+    assert epsilon.dtype == np.float32
     [ranges], limit = profile_ranges(ctx.out, TensorrtSettings(), ctx)
     assert ranges["input"].max <= 16  # the length of a text, not of a pair
     [[shapes]] = plan_graphs(ctx.out, [ranges], limit, []).values()

@@ -9,13 +9,15 @@ import onnx
 import onnxruntime
 import pytest
 import third_party_graphs as graphs
+from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from smelt.core.errors import ParityError
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
-from smelt.export import graph_files
+from smelt.export import fp16_range, graph_files
 from smelt.export.convert_to_half import convert_to_half
 from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
 from smelt.export.third_party.stages import Fp16, Fp16Settings, float32_nodes
@@ -46,9 +48,9 @@ def test_weights_are_float16_and_what_goes_in_and_out_float32(tmp_path: Path) ->
 
 
 def test_what_would_overflow_stays_float32(tmp_path: Path) -> None:
-    """The first layer gives values of a million, the second brings them back."""
+    """The first layer gives values of a million, the second ordinary ones."""
     model = graphs.two_layer_classifier()
-    for tensor, factor in ((model.graph.initializer[0], 1e6), (model.graph.initializer[2], 1e-6)):
+    for tensor, factor in ((model.graph.initializer[0], 1e6), (model.graph.initializer[2], 1e-4)):
         tensor.CopyFrom(
             numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(factor), tensor.name)
         )
@@ -210,16 +212,53 @@ def answers(model: Any, x: Any) -> Any:
     return session.run(None, {"x": x})
 
 
-@pytest.mark.parametrize(("scale", "warned"), [(1.0, False), (1e-7, True)])
-def test_values_that_are_too_small_for_float16_are_told(tmp_path: Path, scale: float, warned: bool) -> None:
+@pytest.mark.parametrize(("weight", "bias", "warned"), [(1, 1, False), (0, 1e-7, True)])
+def test_values_that_are_too_small_for_float16_are_told(
+    tmp_path: Path, weight: float, bias: float, warned: bool
+) -> None:
+    """The small elements of a bias are usually nothing next to a product, but here it is 0."""
     model = graphs.two_layer_classifier()
     for tensor in model.graph.initializer:
-        tensor.CopyFrom(
-            numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(scale), tensor.name)
-        )
+        values = numpy_helper.to_array(tensor) * np.float32(weight if len(tensor.dims) > 1 else bias)
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     ctx = run(tmp_path, model)
     assert (ctx.details["parity"]["error"] > 0.02) == warned
     assert ([one.code for one in ctx.warnings if "'logits'" in one.message] == ["outputs-changed"]) == warned
+
+
+def test_sample_that_needs_a_small_constant_is_right_though_the_calibration_samples_do_not(
+    tmp_path: Path,
+) -> None:
+    """Unit length, divided by max(norm, 1e-12): in float16 a zero row was 0 / 0."""
+    weights = [numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")]
+    weights += [numpy_helper.from_array(np.float32(1e-12), "epsilon")]
+    nodes = [
+        NODE("MatMul", ["x", "w"], ["h"]), NODE("ReduceL2", ["h"], ["norm"], axes=[-1]),
+        NODE("Clip", ["norm", "epsilon"], ["size"]), NODE("Div", ["h", "size"], ["logits"]),
+    ]  # fmt: skip
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("logits", ["N", 8])]
+    ctx = run(tmp_path, graphs.make_model(nodes, *ends, weights))
+    assert types(tmp_path) == {"w": TensorProto.FLOAT16, "epsilon": TensorProto.FLOAT}
+    assert (ctx.details["kept_float32"], ctx.warnings) == (3, [])
+    x = np.zeros((2, 8), np.float32)
+    x[1, 0] = 1e-4
+    (got,) = answers(onnx.load(tmp_path / "out/model.onnx"), x)
+    np.testing.assert_allclose(got, (x > 0).astype(np.float32), atol=1e-3)
+
+
+def test_first_node_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of 1e-8 and zeros is 0 in float16."""
+    monkeypatch.setattr(fp16_range, "nodes_outside_fp16", lambda model: set())
+    values = {"small": np.float32(1e-8), "zero": np.float32(0)}
+    weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in values.items()]
+    nodes = [
+        NODE("Mul", ["x", "zero"], ["z"], "zeros"), NODE("Add", ["z", "small"], ["s"], "sum"),
+        NODE("Div", ["x", "s"], ["r"], "ratio"), NODE("Mul", ["r", "zero"], ["logits"], "last"),
+    ]  # fmt: skip
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("logits", ["N", 8])]
+    with raises_code("non-finite-outputs", ParityError) as caught:
+        run(tmp_path, graphs.make_model(nodes, *ends, weights))
+    assert "ratio" in str(caught.value)
 
 
 def test_outputs_that_are_random_are_reported(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from pydantic import ValidationError
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import split_from_arrays
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 
 
@@ -172,3 +174,48 @@ def test_the_callers_disabled_log_level_is_restored(tmp_path: Path, level: int) 
         assert logging.root.manager.disable == level
     finally:
         logging.disable(before)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_dynamic_product_with_a_vector_stays_float_and_the_others_are_quantized(
+    tmp_path: Path, inside: bool
+) -> None:
+    """ONNX Runtime's int8 operators reject a vector, which stopped the whole graph."""
+    product = helper.make_node("MatMul", ["h", "v"], ["z"], "scores")
+    last = product
+    if inside:
+        branch = helper.make_graph([product], "branch", [], [graphs.value_info("z", ["N"])])
+        last = helper.make_node("If", ["yes"], ["y"], then_branch=branch, else_branch=branch)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], "first"), last]
+    random = np.random.default_rng(0)
+    arrays = {name: random.normal(size=size).astype(np.float32) for name, size in (("w", (8, 8)), ("v", 8))}
+    arrays |= {"yes": np.array(True)} if inside else {}
+    weights = [numpy_helper.from_array(value, name) for name, value in arrays.items()]
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y" if inside else "z", ["N"])]
+    ctx = run(tmp_path, graphs.make_model(nodes, *ends, weights))
+    assert set(message_codes(ctx.warnings)) == {"nodes-kept-float"}
+    assert inside or "scores" in ctx.warnings[0].message  # in a branch names are made unique
+    assert "MatMulInteger" in operators(tmp_path)
+    assert ctx.details["parity"]["error"] < 0.05
+
+
+@pytest.mark.parametrize(("group", "bias"), [(2, True), (2, False), (1, True)])
+def test_grouped_conv_transpose_with_bias_has_one_scale_for_its_weight(
+    tmp_path: Path, group: int, bias: bool
+) -> None:
+    """Its scales per channel are those of one group, and did not fit to the bias of all groups."""
+    random = np.random.default_rng(0)
+    arrays = {"w": random.normal(size=(4, 6 // group, 3, 3)), "b": random.normal(size=6)}
+    names = ["w", "b"] if bias else ["w"]
+    weights = [numpy_helper.from_array(arrays[name].astype(np.float32), name) for name in names]
+    node = helper.make_node("ConvTranspose", ["x", *names], ["y"], "up", group=group, strides=[2, 2])
+    ends = [graphs.value_info("x", ["N", 4, 5, 5])], [graphs.value_info("y", ["N", 6, 11, 11])]
+    source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *ends, weights))
+    x = random.normal(size=(24, 4, 5, 5)).astype(np.float32)
+    data = {"calibration": split_from_arrays("x.npz", SampleArrays({"x": x}, len(x)))}
+    settings = QuantizeOnnxSettings(scheme="int8-static", op_types=("ConvTranspose",))
+    ctx = harness.run_stage(QuantizeOnnx(), settings, source, tmp_path / "out", data=data)
+    assert message_codes(ctx.warnings) == (["per-tensor-weights"] if group > 1 and bias else [])
+    assert ctx.details["parity"]["error"] < 0.05
+    scales = {t.name: t for t in onnx.load(tmp_path / "out/model.onnx").graph.initializer}["w_scale"]
+    assert np.prod(scales.dims) == (1 if group > 1 and bias else 6 // group)

@@ -60,6 +60,16 @@ def test_relative_paths_of_a_point_are_absolute(tmp_path):
     assert all(Path(path).is_absolute() for path in value["data"].values())
 
 
+def test_written_recipe_of_a_point_has_its_own_metrics_next_to_it(tmp_path):
+    (tmp_path / "own_of_point.py").write_text("def f(p, r, s): return [0.5] * len(p)\n")
+    text = small(**{"[bleu, chrf]": "[bleu, 'own_of_point:f']"})
+    space = read_space(write(tmp_path, text))
+    moved = tmp_path / "recipes" / "trial-0000.yaml"
+    space.write_recipe(space.defaults(), moved)
+    (tmp_path / "own_of_point.py").unlink()
+    assert load_plan(moved).recipe.score.quality == ("bleu", "own_of_point:f")
+
+
 def test_another_space_or_goal_has_another_identity(tmp_path):
     base = read_space(write(tmp_path, small()))
     assert base.identity == read_space(write(tmp_path, small())).identity

@@ -37,6 +37,7 @@ def test_a_good_file_tells_inputs_outputs_and_what_it_is(tmp_path: Path) -> None
         "random": [],
         "codes": 0,
         "floats": "float32",
+        "class_outputs": {"logits": -1},
     }
 
 

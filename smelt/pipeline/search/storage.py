@@ -60,7 +60,7 @@ class StudyStorage:
     ) -> None:
         self.url, self.folder, self.study_name, self.warn = url, folder, study_name, warn
         self.label = str(folder / STUDY_FILE) if url is None else hide_password(url)
-        self._database: Any = None  # the last opened one
+        self._database: Any = None  # once it is open
 
     def check(self, identity: str, validate: Callable[[optuna.Study], None]) -> None:
         """Check that a study can be stored; create neither a file nor a study.
@@ -153,6 +153,8 @@ class StudyStorage:
             study.set_user_attr(_IDENTITY, identity)
         elif known != identity:
             raise self._other_study(self.study_name)
+        if study.directions != directions:
+            raise ValueError("the goals are not those that were stored")  # the identity has them
         validate(study)
         if points and not study.user_attrs.get(_GRID_QUEUED):
             queued = {json_hash(point_of(trial)) for trial in study.get_trials(deepcopy=False)}
@@ -179,6 +181,8 @@ class StudyStorage:
             # Optuna calls these two methods; its own locks block for 30 s after their owner was killed
             backend = optuna.storages.journal.JournalFileBackend(str(path), lock)  # type: ignore[arg-type]
             return optuna.storages.JournalStorage(backend)
+        if self._database is not None:
+            return self._database
         arguments: dict[str, Any] = {"pool_pre_ping": True}  # a server may have restarted since the last use
         if self.url.startswith("sqlite"):
             arguments["connect_args"] = {"timeout": _SQLITE_TIMEOUT_S}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -125,7 +126,9 @@ class TrialQueue:
                 elif repeats >= _MAX_REPEATS:
                     return "exhausted"
             study.sampler = make_sampler(sampler, seed)
-            trial = study.ask(self.distributions)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Heartbeat of storage")  # `claim` records it
+                trial = study.ask(self.distributions)
             self.storage.claim(study, trial, claimed)
             stack.push(claimed.pop_all())
             return trial

@@ -1,5 +1,6 @@
 """Trials, constraints, repeats, resuming and workers of a study. What trials measure is a formula here."""
 
+import contextlib
 import os
 import random
 import signal
@@ -124,8 +125,8 @@ def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tm
 def storage(request, tmp_path):
     """The URL of a storage; None for the file in the search's folder."""
     if request.param == "postgresql":
-        with postgres_server() as url:
-            yield url
+        with postgres_server() as server:
+            yield server.url
     else:
         yield f"sqlite:///{tmp_path}/study.db" if request.param == "sqlite" else None
 
@@ -320,7 +321,7 @@ def test_a_worker_may_die_while_it_writes_the_study(tmp_path, monkeypatch, metho
     with monkeypatch.context() as patch:
         patch.setattr(optuna.Study, method, die)
         patch.setattr(Search, "_measure", interrupt)
-        with pytest.raises(Killed):
+        with contextlib.suppress(Killed):
             while True:
                 search(stepped(tmp_path), tmp_path / "out", trials=100).run()
     job = search(stepped(tmp_path), tmp_path / "out", trials=100)

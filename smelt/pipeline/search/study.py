@@ -194,6 +194,14 @@ class Search:
         """Return the finished trials in the order of their numbers, without repeated ones."""
         return finished_trials(self.open_study())
 
+    def untried(self) -> dict[str, int | None]:
+        """Return the numbers of trials and of points that are left; None: too many points to count."""
+        points = self.queue.untried_points(self.open_study().get_trials(deepcopy=False))
+        return {
+            "trials": max(0, self.trials - len(self.finished_trials())),
+            "points": None if points is None else len(points),
+        }
+
     def warnings(self) -> list[Message]:
         """Return the warnings about the study: trials that dead workers have lost."""
         return lost_trials(self.open_study())

@@ -118,11 +118,11 @@ class TrialQueue:
             )
             if repeats >= _MAX_SAMPLER_REPEATS and not waiting and sampler != "grid":
                 sampler = "random"
-                if number_of_points(self.space.parameters) <= _MAX_ENUMERATED:
-                    point = self._untried_point(trials, seed)
-                    if point is None:
-                        return "exhausted"
-                    study.enqueue_trial(point)
+                untried = self.untried_points(trials)
+                if untried == []:
+                    return "exhausted"
+                if untried is not None:
+                    study.enqueue_trial(random.Random(seed).choice(untried))
                 elif repeats >= _MAX_REPEATS:
                     return "exhausted"
             study.sampler = make_sampler(sampler, seed)
@@ -146,11 +146,13 @@ class TrialQueue:
             if key not in known and len(point) == len(self.distributions):
                 study.enqueue_trial(point)
 
-    def _untried_point(self, trials: list[optuna.trial.FrozenTrial], seed: int) -> dict[str, Any] | None:
-        """Return a random point whose recipe no trial has; None if all are known."""
+    def untried_points(self, trials: Sequence[optuna.trial.FrozenTrial]) -> list[dict[str, Any]] | None:
+        """Return a point for each recipe that no trial has; None if the space is too large to enumerate."""
+        if number_of_points(self.space.parameters) > _MAX_ENUMERATED:
+            return None
         known = {self._recipe_hash(trial.params) for trial in trials if _is_known(trial)}
-        points = [p for p in grid_points(self.space.parameters) if self._recipe_hash(p) not in known]
-        return random.Random(seed).choice(points) if points else None
+        points = {self._recipe_hash(point): point for point in grid_points(self.space.parameters)}
+        return [point for key, point in points.items() if key not in known]
 
     def _recipe_hash(self, point: Mapping[str, Any]) -> str:
         # a sampler and a grid may differ in the last digit of the same step

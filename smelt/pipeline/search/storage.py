@@ -415,7 +415,10 @@ class StudyStorage:
             ended.set()
 
     def dead_workers(self, trials: Iterable[optuna.trial.FrozenTrial]) -> dict[int, str]:
-        """Return the workers of those running `trials` that have certainly ended, by the trial's number."""
+        """Return the workers of those running `trials` that have certainly ended, by the trial's number.
+
+        "": the trial was only being asked for, and nothing is lost. The caller holds the lock of `ask`.
+        """
         if self.url is None:
             # the owners are read first: the check removes the locks of dead workers
             owners = {
@@ -425,7 +428,7 @@ class StudyStorage:
             return {n: text for n, text in owners.items() if not is_file_lock_held(self._running_lock(n))}
         workers = {trial.number: trial_owner(trial) for trial in trials}
         return {
-            number: str(owner or "a process")
+            number: str(owner or "")
             for number, owner in workers.items()
             if owner is None or owner.is_alive() is False
         }

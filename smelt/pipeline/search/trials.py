@@ -171,9 +171,10 @@ class TrialQueue:
                 continue
             if _RESULT in trial.user_attrs:  # its worker died before `tell`
                 self._finish(study, trial.number, read_result(trial))
-            else:
+                continue
+            if dead[trial.number]:
                 self.storage.record_loss(study, trial.number, dead[trial.number])
-                _fail(study, trial.number)
+            _fail(study, trial.number)
         self.storage.fail_stale_trials(study)
 
     def abandon(self, study: optuna.Study, number: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from expected_errors import raises_code
 from postgres_server import postgres_server
 from search_recipes import formula, search, small, write
+from sqlalchemy.exc import OperationalError
 
 from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.locks import current_owner
@@ -164,6 +165,11 @@ def test_result_is_stored_after_the_server_has_restarted_or_been_away(space, tmp
         assert len(points(job)) == 2
         assert warned == ["storage-unreachable"]
 
+        with job.storage.lock("ask"):
+            server.stop()
+            server.start()
+        with job.storage.lock("ask"):  # released by the restart
+            pass
         monkeypatch.setattr(storage_module, "MAX_OUTAGE_S", 0.0)
         server.stop()
         with raises_code("storage-unreachable", RunError):
@@ -171,6 +177,25 @@ def test_result_is_stored_after_the_server_has_restarted_or_been_away(space, tmp
         with raises_code("storage-unreachable", InputError):
             search(space, tmp_path / "out", storage=server.url).check()
         server.start()
+
+
+def test_outage_while_a_trial_is_asked_for_loses_no_point(space, tmp_path, monkeypatch, warned):
+    claim, asked = StudyStorage.claim, []
+
+    def fail_first(self, study, trial, stack):
+        asked.append(trial.params)
+        if len(asked) == 1:
+            busy = sqlite3.OperationalError("database is locked")
+            busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise OperationalError("UPDATE trials", None, busy)
+        claim(self, study, trial, stack)
+
+    monkeypatch.setattr(StudyStorage, "claim", fail_first)
+    job = search(space, tmp_path, trials=1, storage=f"sqlite:///{tmp_path}/study.db")
+    assert job.run() == "trials"
+    assert warned == ["storage-unreachable"]
+    assert asked[1] == asked[0] == dict(points(job)[0])
+    assert [trial.state.name for trial in job.open_study().trials] == ["FAIL", "COMPLETE"]
 
 
 def test_half_a_line_at_the_end_of_a_journal_is_cut_before_the_next_one(space, tmp_path, warned):

@@ -173,14 +173,15 @@ class StudyStorage:
         """
         import optuna
         from optuna.exceptions import ExperimentalWarning
+        from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._require_file()
         if self.url is None:
-            path, lock = self.folder / STUDY_FILE, _JournalLock(self.folder / STUDY_FILE, self.warn)
-            # Optuna calls these two methods; its own locks block for 30 s after their owner was killed
-            backend = optuna.storages.journal.JournalFileBackend(str(path), lock)  # type: ignore[arg-type]
-            return optuna.storages.JournalStorage(backend)
+            path = self.folder / STUDY_FILE
+            # Optuna calls only acquire and release; its own locks block for 30 s after their owner was killed
+            lock: Any = _JournalLock(path, self.warn)
+            return optuna.storages.JournalStorage(JournalFileBackend(str(path), lock))
         if self._database is not None:
             return self._database
         arguments: dict[str, Any] = {"pool_pre_ping": True}  # a server may have restarted since the last use

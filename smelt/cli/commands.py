@@ -24,6 +24,12 @@ class _StoreType(click.ParamType[Path | str]):
         from smelt.core.remote_store import is_store_url
 
         if isinstance(value, str) and is_store_url(value):
+            if value.startswith("memory:"):
+                raise InputError(
+                    f"{value}: a store in memory ends with the command. Give a folder or a bucket.",
+                    code="invalid-store-url",
+                    setting="--store",
+                )
             return value
         return Path(FOLDER_TYPE.convert(value, param, ctx))
 

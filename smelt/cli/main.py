@@ -343,8 +343,9 @@ def run(
     """
     from smelt.pipeline.execute.run import RunOptions, run_plan
     from smelt.pipeline.execute.run_folder import summary_lines
-    from smelt.pipeline.execute.training_processes import external_rank, serve_training, use_all_cores
+    from smelt.pipeline.execute.training_processes import serve_training, use_all_cores
     from smelt.pipeline.plan.load_plan import load_plan
+    from smelt.training.processes import external_rank
 
     use_all_cores()
     plan = load_plan(recipe, _with_processes(overrides, num_processes), until)

@@ -51,8 +51,8 @@ class FileRecord(BaseModel):
     """Size and SHA-256 of one file of an artifact."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    sha256: str
-    size_bytes: int
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")  # it is part of paths in remote stores
+    size_bytes: int = Field(ge=0)
 
 
 class StepRecord(BaseModel):

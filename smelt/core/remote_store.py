@@ -41,8 +41,11 @@ class DamagedFileError(Exception):
 
 
 def is_store_url(text: str) -> bool:
-    """Return whether `text` is the URL of a remote store, not a folder."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+    """Return whether `text` is the URL of a remote store, or looks like one, not a folder.
+
+    C:/folder is a folder; s3:/bucket and chained URLs (simplecache::s3://bucket) are URLs that are refused.
+    """
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:[/:]", text) is not None
 
 
 @cache
@@ -51,7 +54,8 @@ def open_remote_store(url: str) -> RemoteStore:
 
     Raises:
         MissingDependencyError: the package for the protocol is not installed (`not-installed`).
-        InputError: `unknown-protocol`, `missing-bucket`, `no-store-rights`, or `store-unreachable`.
+        InputError: `invalid-store-url`, `unknown-protocol`, `missing-bucket`, `no-store-rights`, or
+            `store-unreachable`.
     """
     remote = RemoteStore(url)
     ended: list[BaseException | None] = []
@@ -139,13 +143,16 @@ class RemoteStore:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._fs.get_file(f"{self._root}/files/{record.sha256}", str(path))
-            except FileNotFoundError as error:
+                # before it is copied: another file may fill the disk
+                size = self._size_of(f"files/{record.sha256}")
+                if size == record.size_bytes:
+                    self._fs.get_file(f"{self._root}/files/{record.sha256}", str(path))
+            except FileNotFoundError:
+                size = None
+            if size is None or size != record.size_bytes or sha256_of(path) != record.sha256:
                 self._damaged.add(record.sha256)
-                raise self._damage(key, f"files/{record.sha256} ({name}) is missing") from error
-            if path.stat().st_size != record.size_bytes or sha256_of(path) != record.sha256:
-                self._damaged.add(record.sha256)
-                raise self._damage(key, f"files/{record.sha256} ({name}) has other bytes than were written")
+                what = "is missing" if size is None else "has other bytes than were written"
+                raise self._damage(key, f"files/{record.sha256} ({name}) {what}")
             self._known.add(record.sha256)
         self._known.add(key)
         return manifest
@@ -290,6 +297,7 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
+    _require_plain_url(url)
     protocol = url.partition("://")[0]
     known = fsspec.available_protocols()
     if protocol not in known:
@@ -308,7 +316,34 @@ def _open_file_system(url: str) -> tuple[Any, str]:
         ) from error
     except Exception as error:
         raise _access_error(hide_password(url), error) from error
-    return fs, str(root).rstrip("/")
+    root = str(root).rstrip("/")
+    if not root or (fs.async_impl and root.startswith("/")):  # else files would be written to the root
+        raise _invalid_url(
+            url, f"it names no bucket or folder. Expected, for example, {protocol}://bucket/prefix"
+        )
+    return fs, root
+
+
+def _require_plain_url(url: str) -> None:
+    """Require protocol://path: fsspec also takes other texts, for other places than a reader does.
+
+    Raises:
+        InputError: `invalid-store-url`.
+    """
+    protocol = re.split(":", url, maxsplit=1)[0]
+    if "::" in url:
+        raise _invalid_url(
+            url, "URLs of several file systems are not supported. Give that of the bucket alone"
+        )
+    if "://" not in url:
+        rest = url.partition(":")[2].lstrip("/")
+        raise _invalid_url(url, f"expected two slashes: {protocol}://{rest}, or ./{url} for a folder")
+    if protocol in ("file", "local") and not url.startswith(f"{protocol}:///"):
+        raise _invalid_url(url, f"expected three slashes and an absolute path: {protocol}:///mnt/store")
+
+
+def _invalid_url(url: str, text: str) -> InputError:
+    return InputError(f"{hide_password(url)}: {text}.", code="invalid-store-url")
 
 
 def _access_error(place: str, error: BaseException) -> InputError:

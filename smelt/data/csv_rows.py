@@ -24,6 +24,7 @@ from smelt.data.json_rows import (
     data_suffix,
     open_text,
     read_json_rows,
+    read_lines,
     reject_duplicate_keys,
     require_object,
 )
@@ -48,7 +49,7 @@ def read_csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """
     delimiter = detect_delimiter(path)
     with open_text(path, newline="") as stream, _long_fields_allowed():
-        lines = _CountedLines(stream)
+        lines = _CountedLines(read_lines(path, stream))
         records = _read_tab_records(lines) if delimiter == "\t" else _read_records(lines, delimiter)
         try:
             names = next(records, [])
@@ -223,7 +224,7 @@ def _flatten_translation(rows: RowIterator) -> RowIterator:
 
 def _read_json_lines(path: Path) -> RowIterator:
     with open_text(path, newline="\n") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(read_lines(path, stream), start=1):
             if not line.strip():
                 continue
             try:

@@ -70,6 +70,34 @@ def open_text(path: Path, newline: str) -> Iterator[io.TextIOBase]:
         raise
 
 
+MAX_LINE_CHARACTERS = 64 * 2**20
+"""The longest line, or JSON value. A small packed file may have one that exceeds the memory."""
+
+
+def read_lines(path: Path, stream: io.TextIOBase) -> Iterator[str]:
+    """Yield the lines of a stream with their line ends.
+
+    Raises:
+        InputError: a line has more than `MAX_LINE_CHARACTERS` (`line-too-long`).
+    """
+    number = 0
+    while line := stream.readline(MAX_LINE_CHARACTERS + 1):
+        number += 1
+        if len(line) > MAX_LINE_CHARACTERS:
+            raise _too_long(path, number, "line")
+        yield line
+
+
+def _too_long(path: Path, line: int, what: str) -> InputError:
+    return InputError(
+        f"{path}:{line}: this {what} has more than {MAX_LINE_CHARACTERS:,} characters. Divide it, or check"
+        " that the file is what you meant.",
+        code="line-too-long",
+        file=str(path),
+        line=line,
+    )
+
+
 _CHUNK_CHARACTERS = 1 << 16
 # A value that ends this close to the end of the window may be truncated.
 _MAX_TOKEN_CHARACTERS = 16
@@ -304,6 +332,8 @@ class _JsonScanner:
     def _read_more(self) -> bool:
         """Read on and drop what was read; the window doubles each time, so that no row is quadratic."""
         rest = self.text[self.at :]
+        if len(rest) > MAX_LINE_CHARACTERS:
+            raise _too_long(self.path, self.line, "JSON value")
         more = self.stream.read(max(_CHUNK_CHARACTERS, len(rest)))
         if more:
             self.text, self.at = rest + more, 0

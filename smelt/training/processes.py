@@ -7,6 +7,7 @@ PyTorch Distributed, arXiv:2006.15704). The settings import no torch, so that re
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 from typing import Any, Literal, Self
 
@@ -176,23 +177,55 @@ def launcher_number(*names: str) -> int:
     name = next((name for name in names if os.environ.get(name)), None)
     if name is None:
         return 0
-    try:
-        return int(os.environ[name])
-    except ValueError as error:
-        raise InputError(
-            f"{name}={os.environ[name]}: expected a whole number, as torchrun or srun sets it. Correct or"
-            " unset it.",
-            code="no-connection",
-        ) from error
+    text = os.environ[name].strip()
+    if not (text.isascii() and text.isdigit()):  # isdigit alone: also a superscript two
+        raise _launcher_error(name, "a whole number")
+    return int(text)
+
+
+def _launcher_error(name: str, expected: str) -> InputError:
+    return InputError(
+        f"{name}={os.environ[name]}: expected {expected}, as torchrun or srun sets it. Correct or unset it.",
+        code="no-connection",
+    )
+
+
+def external_rank() -> int:
+    """Return the number of this process among those of torchrun or srun; 0 without others.
+
+    Raises:
+        InputError: `no-connection`: it is no number below that of the processes, for which all would wait.
+    """
+    count = external_processes()
+    rank = launcher_number("RANK", "SLURM_PROCID") if count else 0
+    if rank and rank >= count:
+        raise _launcher_error(
+            "RANK" if os.environ.get("RANK") else "SLURM_PROCID",
+            f"a number from 0 to {count - 1}, since there are {count} processes",
+        )
+    return rank
+
+
+def slurm_tasks_on_node() -> int:
+    """Return the number of srun's processes on this node, from a list such as 4(x2),3.
+
+    Raises:
+        InputError: `no-connection`: a variable of srun has another form.
+    """
+    name, counts = "SLURM_STEP_TASKS_PER_NODE", list[int]()
+    for part in os.environ.get(name, "1").split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        if match is None:
+            raise _launcher_error(name, "a list such as 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[min(launcher_number("SLURM_NODEID"), len(counts) - 1)]
 
 
 def external_machines() -> int:
     """Return the number of machines over which torchrun or srun started the processes; 1 if none did."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if (count := external_processes()) and here.isdigit() and int(here):
-        return max(1, count // int(here))
-    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
-    return max(1, int(nodes)) if count and "WORLD_SIZE" not in os.environ and nodes.isdigit() else 1
+    if (count := external_processes()) and (here := launcher_number("LOCAL_WORLD_SIZE")):
+        return max(1, count // here)
+    return max(1, launcher_number("SLURM_STEP_NUM_NODES")) if count and "WORLD_SIZE" not in os.environ else 1
 
 
 def join_processes(device: str, strategy: str = "ddp") -> None:

@@ -14,7 +14,7 @@ from smelt.core import remote_store
 from smelt.core.artifact import Manifest
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
-from smelt.core.remote_store import RemoteStore, open_remote_store
+from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import CHECKPOINT_FILE, StepCheckpoints, Store
 
 KEY = "ab" * 32
@@ -200,11 +200,59 @@ def _lose_connection(*_):
         ("s4://bucket/prefix", "unknown-protocol"),
         ("http://127.0.0.1:9/store", "store-unreachable"),
         ("file:///proc/store", "missing-bucket"),
+        ("simplecache::file:///tmp/store", "invalid-store-url"),
+        ("zip://a.zip::file:///tmp/store", "invalid-store-url"),
+        ("s3:/bucket/prefix", "invalid-store-url"),
+        ("file://", "invalid-store-url"),  # fsspec: the working folder
+        ("file:///", "invalid-store-url"),
+        ("file://bucket/prefix", "invalid-store-url"),  # fsspec: below the working folder
+        ("memory://", "invalid-store-url"),
+        ("s3://", "invalid-store-url"),
+        ("s3:///prefix", "invalid-store-url"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_refused_before_work(url, code):
     with raises_code(code, InputError):
         open_remote_store(url)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://bucket", True), ("s3:/bucket", True), ("simplecache::s3://bucket", True),
+        ("C:/store", False), ("store", False), ("./s3:/bucket", False), ("/mnt/a:b", False),
+    ],
+)  # fmt: skip
+def test_mistyped_urls_are_not_folders(text, expected):
+    assert is_store_url(text) is expected
+
+
+def test_larger_file_than_in_the_manifest_is_not_copied(machines, monkeypatch):
+    one, two = machines.store("one"), machines.store("two")
+    _commit(one)
+    machines.fs.pipe_file(f"{machines.root}/files/{hashlib.sha256(b'hello').hexdigest()}", b"hello" * 1000)
+    copied, get_file = [], type(two.remote._fs).get_file
+
+    def count(self, source, target, **options):
+        copied.append(source)
+        return get_file(self, source, target, **options)
+
+    monkeypatch.setattr(type(two.remote._fs), "get_file", count)
+    assert two.find(KEY) is None
+    assert message_codes(two.found) == ["damaged-remote-file"]
+    assert not [path for path in copied if path.endswith(hashlib.sha256(b"hello").hexdigest())]
+
+
+@pytest.mark.parametrize("digits", ["../../secret", "AB" * 32, "ab" * 31, "ab" * 32 + "\n"])
+def test_manifest_whose_hash_is_not_64_hex_digits_is_refused(machines, digits):
+    """It is part of the path in the bucket."""
+    one = machines.store("one")
+    _commit(one)
+    manifest = json.loads((one.root / "artifacts" / KEY / "manifest.json").read_text())
+    manifest["files"]["deep/b.json"]["sha256"] = digits
+    machines.fs.pipe_file(f"{machines.root}/artifacts/{KEY}.json", json.dumps(manifest).encode())
+    two = machines.store("two")
+    assert (two.find(KEY), message_codes(two.found)) == (None, ["damaged-remote-file"])
 
 
 def test_refusals_of_a_bucket():

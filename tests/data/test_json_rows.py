@@ -8,6 +8,7 @@ import pytest
 from expected_errors import raises_code
 
 from smelt.core.errors import InputError
+from smelt.data.csv_rows import read_file_rows
 from smelt.data.json_rows import read_json_rows
 
 pytestmark = pytest.mark.quick
@@ -106,4 +107,29 @@ def test_a_large_file_is_not_held_in_memory(tmp_path):
     finally:
         tracemalloc.stop()
     assert path.stat().st_size > 20_000_000
+    assert peak < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"text": "short"}\n{"text": "LONG"}\n'),
+        ("a.json", '[{"text": "short"},\n{"text": "LONG"}]'),
+        ("a.json", '{"text": "short"}\n{"text": "LONG"}'),
+        ("a.csv", 'text\n"short\nLONG\n'),  # longer than a field in a line, as of an unclosed quote
+        ("a.tsv", "text\tlabel\nLONG\n"),
+    ],
+)
+def test_line_beyond_the_limit_is_an_error_before_all_of_it_is_read(tmp_path, monkeypatch, name, text):
+    """A packed line of some megabytes may exceed the memory."""
+    monkeypatch.setattr("smelt.data.json_rows.MAX_LINE_CHARACTERS", 1000)
+    path = _file(tmp_path, text.replace("LONG", "x" * 20_000_000), f"{name}.gz")
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError) as raised:
+            list(read_file_rows(path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (raised.value.code, raised.value.file) == ("line-too-long", str(path))
     assert peak < 2_000_000

@@ -286,13 +286,18 @@ class RequestHandler(BaseHTTPRequestHandler):
             found = super().parse_request()
         finally:
             self.rfile = stream
-        if found and not head.is_complete():
+        if found and not (head.is_complete() and self.has_one_host()):
             self.send_error(HTTPStatus.BAD_REQUEST)
             return False
         if not self.server.mark_idle(self.connection, math.inf):
             self.close_connection = True
             return False
         return found
+
+    def has_one_host(self) -> bool:
+        """Return whether there is exactly one Host; HTTP/1.0 may have none (RFC 9112, 3.2)."""
+        hosts = len(self.headers.get_all("Host", []))
+        return hosts == 1 or (hosts == 0 and self.request_version == "HTTP/1.0")
 
     def respond(self) -> None:
         """Answer a request of any method."""
@@ -351,8 +356,6 @@ class RequestHandler(BaseHTTPRequestHandler):
         """Return an answer for each input of the body."""
         inputs = self.inputs(model)
         most = self.server.options.max_waiting
-        if len(inputs) > most:
-            raise HttpError(422, f"at most {most} inputs are allowed in a request, got {len(inputs)}")
         try:
             jobs = batcher.submit(inputs)
         except QueueFullError:
@@ -390,7 +393,10 @@ class RequestHandler(BaseHTTPRequestHandler):
             raise HttpError(400, f"the body is not JSON in UTF-8: {error}") from None
         if not isinstance(sent, dict) or set(sent) != {"inputs"} or not isinstance(sent["inputs"], list):
             raise HttpError(422, f'expected {{"inputs": [...]}}, got {describe_value(sent)}')
-        return [self.read(f"inputs[{at}]", model.read, value) for at, value in enumerate(sent["inputs"])]
+        values, most = sent["inputs"], self.server.options.max_waiting
+        if len(values) > most:
+            raise HttpError(422, f"at most {most} inputs are allowed in a request, got {len(values)}")
+        return [self.read(f"inputs[{at}]", model.read, value) for at, value in enumerate(values)]
 
     def read(self, name: str, reader: Any, value: Any) -> Any:
         """Return the result of `reader` for an input."""

@@ -1,6 +1,6 @@
 """The model of infer.py for the service: inputs and answers are JSON values.
 
-Inputs of requests that arrive at the same time are one batch.
+Inputs of requests that arrive at the same time are one batch, unless requests are separate.
 """
 
 from __future__ import annotations
@@ -108,9 +108,13 @@ def describe_value(value: Any) -> str:
 
 @dataclass
 class PendingInput:
-    """An input that waits for its answer. since: its time of arrival, of `time.monotonic`."""
+    """An input that waits for its answer.
+
+    request: the same object for all inputs of a request. since: time of arrival, of `time.monotonic`.
+    """
 
     value: Any
+    request: object = None
     since: float = field(default_factory=time.monotonic)
     answer: Future[Any] = field(default_factory=Future)
 
@@ -123,7 +127,13 @@ class Batcher:
     """
 
     def __init__(
-        self, call: Callable[[list[Any]], list[Any]], size: int, wait_s: float, most: int, workers: int
+        self,
+        call: Callable[[list[Any]], list[Any]],
+        size: int,
+        wait_s: float,
+        most: int,
+        workers: int,
+        separate: bool = False,
     ) -> None:
         """Start the threads.
 
@@ -133,8 +143,10 @@ class Batcher:
             wait_s: seconds that an input waits for others.
             most: maximum number of waiting inputs.
             workers: number of concurrent calls.
+            separate: a call has the inputs of one request only.
         """
-        self.call, self.size, self.wait_s, self.most = call, size, wait_s, most
+        self.call, self.size, self.most, self.separate = call, size, most, separate
+        self.wait_s = 0.0 if separate else wait_s  # all inputs of a request arrive at once
         self.jobs: deque[PendingInput] = deque()
         self.changed = threading.Condition()
         for _ in range(workers):
@@ -149,7 +161,8 @@ class Batcher:
         with self.changed:
             if len(self.jobs) + len(values) > self.most:
                 raise QueueFullError
-            new = [PendingInput(value) for value in values]
+            request = object() if self.separate else None
+            new = [PendingInput(value, request) for value in values]
             self.jobs.extend(new)
             self.changed.notify_all()
             return new
@@ -168,9 +181,18 @@ class Batcher:
                 end = self.jobs[0].since + self.wait_s
                 while 0 < len(self.jobs) < self.size and (left := end - time.monotonic()) > 0:
                     self.changed.wait(left)
-                found = [self.jobs.popleft() for _ in range(min(self.size, len(self.jobs)))]
+                found = self.take_batch()
                 if batch := [job for job in found if job.answer.set_running_or_notify_cancel()]:
                     return batch
+
+    def take_batch(self) -> list[PendingInput]:
+        """Remove the next inputs from the queue and return them, while holding the lock."""
+        batch: list[PendingInput] = []
+        while self.jobs and len(batch) < self.size:
+            if batch and self.jobs[0].request is not batch[0].request:
+                break
+            batch.append(self.jobs.popleft())
+        return batch
 
     def run(self, batch: list[PendingInput]) -> None:
         """Answer a batch; if the call fails, each input is run alone, so that one cannot fail the others."""

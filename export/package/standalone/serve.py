@@ -65,6 +65,8 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("threads", config.get("threads") or 1, int_option(1), "threads per call of the model")
     add("workers", 0, int_option(0), "concurrent calls; 0: as many as fit the cores")
     add("max-batch", 16, int_option(1), "maximum inputs per call; 1: no batching")
+    about = "1: no batch has inputs of several requests, so answers do not depend on other requests"
+    add("separate-requests", 0, int_option(0, 1), about)
     add("max-wait", 0, parse_seconds, "seconds that an input waits for others, even if the model is free")
     add("max-waiting", 256, int_option(1), "maximum waiting inputs, and inputs per request; more get 503")
     add("max-body", 16 * 2**20, int_option(1), "maximum bytes of a request")
@@ -98,7 +100,12 @@ def load_service_model(service: InferenceServer) -> None:
     try:
         service.model = PackagedModel(MODEL_FOLDER, options.task, options.threads)
         service.batcher = Batcher(
-            service.call, options.max_batch, options.max_wait, options.max_waiting, options.workers
+            service.call,
+            options.max_batch,
+            options.max_wait,
+            options.max_waiting,
+            options.workers,
+            bool(options.separate_requests),
         )
         print("ready", flush=True)
     except Exception:

@@ -45,7 +45,12 @@ from smelt.pipeline.execute.training_worker import (
     RESULT_FILE,
     UNEXPECTED,
 )
-from smelt.training.processes import external_processes, launcher_number
+from smelt.training.processes import (
+    external_processes,
+    external_rank,
+    launcher_number,
+    slurm_tasks_on_node,
+)
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display
@@ -166,11 +171,6 @@ class TrainingLaunch:
                 log_line(f"{name}:\n{tail}")
             raise _first_error(space, str(job.get("step", "score")))
         return read_json_object(space / RESULT_FILE)
-
-
-def external_rank() -> int:
-    """Return the number of this process among those of torchrun or srun; 0 without others."""
-    return launcher_number("RANK", "SLURM_PROCID") if external_processes() else 0
 
 
 def use_all_cores() -> None:
@@ -333,25 +333,16 @@ def _key_value_store() -> Any:
 
 def _environment_of_rank(job: Mapping[str, Any], threads: int | None) -> dict[str, str]:
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    found = {name: os.environ.get(name) or os.environ.get(slurm, "0") for name, slurm in names.items()}
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or _slurm_tasks_on_node())
+    found = {name: str(launcher_number(name, slurm)) for name, slurm in names.items()}
+    local = launcher_number("LOCAL_WORLD_SIZE") or slurm_tasks_on_node()
     if "RANK" not in os.environ:  # srun gives each process its own processors
-        threads = threads or int(os.environ.get("SLURM_CPUS_PER_TASK") or 0) or None
+        threads = threads or launcher_number("SLURM_CPUS_PER_TASK") or None
     return _environment(local, threads) | {
         **found,
         "LOCAL_WORLD_SIZE": str(local),
         "MASTER_PORT": str(job["port"]),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-
-
-def _slurm_tasks_on_node() -> int:
-    """Return the number of srun's processes on this node, from a list such as 4(x2),3."""
-    counts: list[int] = []
-    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
-    return counts[min(int(os.environ.get("SLURM_NODEID", "0")), len(counts) - 1)]
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ def finish_search(search: Search, ended: str) -> dict[str, Any]:
             scored on test.
 
     Returns:
+        `ended`; `left`, the numbers of trials and points that were not tried;
         `trials` with parameters (`used`: without the settings of absent stages), values, violations and
         status; `front`, the Pareto-optimal trials that meet
         the constraints, each with its scores on validation and `test`, its recipe and artifact; `nearest`,
@@ -74,6 +75,7 @@ def _write_report(search: Search, ended: str) -> dict[str, Any]:
         "smelt": version("smelt"),
         "recipe": str(space.path),
         "ended": ended,
+        "left": search.untried(),
         "sampler": space.sampler,
         "seed": search.seed,
         "limit": search.options.limit,
@@ -215,6 +217,17 @@ def exit_code(report: Mapping[str, Any]) -> int:
     return RunError.exit_code if all(point["test_error"] for point in report["front"]) else 0
 
 
+def _time_text(report: Mapping[str, Any]) -> str:
+    """Return that time ended the search, and what it has not tried."""
+    tried, left = len(report["trials"]), report["left"]
+    points = "" if left["points"] is None else f", {left['points']:,} of the space's points"
+    return (
+        f"The time limit ended the search after {tried} of {tried + left['trials']} trials; untried:"
+        f" {view.count_text(left['trials'], 'trial')}{points}. The same command continues it; a longer time"
+        " (--timeout, --budget or max_minutes) tries more at once."
+    )
+
+
 def _sentences(report: Mapping[str, Any]) -> list[str]:
     """Return what the search did and found, in sentences."""
     trials, store = report["trials"], report["store"]
@@ -228,6 +241,8 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
         f" {share:.0f} % of {view.count_text(store['steps'], 'step')} came from the store, which saved"
         f" {store['saved_seconds'] / 60:.1f} minutes."
     ]
+    if report["ended"] == "time":
+        found.append(_time_text(report))
     if report["ended"] == "exhausted":
         found.append("The space is exhausted: every combination was tried.")
     found += [f"{message['severity']}: {message['message']}" for message in report["warnings"]]

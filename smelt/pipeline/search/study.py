@@ -5,9 +5,9 @@ a trial costs only what no other trial has done. It is checked from cheap to exp
 growing parts of the validation samples, quality on all of them, latency. A trial that cannot meet the
 constraints ends at the first of these that shows it.
 
-A study lives in its storage (a journal file in the search's folder, or any database of Optuna by URL), so it
-goes on after an interruption, and several workers share it: the same command, started again or elsewhere with
-the same folders. A lock shows which trials still have a worker; the trials of dead workers are done again.
+A study lives in its storage (a journal file in the search's folder, or a database by URL), so it goes on
+after an interruption, and several workers share it: the same command, started again in the same folder, or
+anywhere with the same database. The trials of dead workers are done again.
 
 The sampler is seeded for each trial by the study's seed and the number of trials before it: equal studies
 sample equal trials, also after interruptions, as far as the values are equal. Times never are.
@@ -27,20 +27,20 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.files import json_hash
-from smelt.core.locks import MachineTurns, file_lock
-from smelt.core.messages import Message, with_count
+from smelt.core.locks import MachineTurns
+from smelt.core.messages import Message, warning, with_count
 from smelt.pipeline.execute.ray_cluster import RayCluster, open_cluster
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import StorePlace, check_store, default_store
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
-from smelt.pipeline.search.sampling import check_storage, grid_points, open_study
+from smelt.pipeline.search.sampling import grid_points
 from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace
+from smelt.pipeline.search.storage import GRACE_S, StudyStorage, lost_trials
 from smelt.pipeline.search.trials import (
     Trial,
     TrialQueue,
     TrialResult,
     finished_trials,
-    lost_trials,
     objective_text,
     parameter_text,
 )
@@ -92,7 +92,8 @@ class Search:
         assert space.plan is not None
         self.seed = space.plan.recipe.seed
         self.baseline = space.plan.recipe.baseline
-        self.queue = TrialQueue(space, self.folder, self.trials, self.seed, self._warn)
+        self.storage = StudyStorage(options.storage, self.folder, space.path.stem, self._warn)
+        self.queue = TrialQueue(space, self.storage, self.trials, self.seed)
         self._turns = MachineTurns(self.folder / "running")
         self._report: Callable[[str], None] | None = None
 
@@ -139,6 +140,8 @@ class Search:
 
     def _run_trials(self, ends: float | None, stopped: threading.Event) -> str:
         """Run trials one after the other, until `stopped`; return why it ended."""
+        from optuna.exceptions import UpdateFinishedTrialError
+
         study = self.open_study()
         repeated: list[int] = []
         while True:
@@ -162,10 +165,13 @@ class Search:
                 self.print_line(f"trial {trial.number}: {self._chosen_text(trial.params)}: starts")
                 try:
                     result = self._run_trial(trial)
+                    self.queue.tell(study, trial, result)
                 except KeyboardInterrupt:
                     self.queue.abandon(study, trial.number)
                     return "interrupted"
-                self.queue.tell(study, trial, result)
+                except UpdateFinishedTrialError:
+                    self._warn(_taken_over(trial.number))
+                    continue
                 self.print_line(self.trial_text(Trial(trial.number, trial.params, result)))
                 self._require_success(study)
 
@@ -187,6 +193,14 @@ class Search:
     def finished_trials(self) -> list[Trial]:
         """Return the finished trials in the order of their numbers, without repeated ones."""
         return finished_trials(self.open_study())
+
+    def untried(self) -> dict[str, int | None]:
+        """Return the numbers of trials and of points that are left; None: too many points to count."""
+        points = self.queue.untried_points(self.open_study().get_trials(deepcopy=False))
+        return {
+            "trials": max(0, self.trials - len(self.finished_trials())),
+            "points": None if points is None else len(points),
+        }
 
     def warnings(self) -> list[Message]:
         """Return the warnings about the study: trials that dead workers have lost."""
@@ -281,7 +295,8 @@ class Search:
         """Return the study, created if it is new.
 
         Raises:
-            InputError: the storage cannot be opened, or has a study of another search.
+            InputError: the storage cannot be opened, is damaged, or has a study of another search.
+            RunError: a server that was reached before does not answer.
         """
         import optuna
 
@@ -290,10 +305,7 @@ class Search:
         )
         goals = [each.maximize for each in self.space.objectives]
         grid = self.space.parameters if self.space.sampler == "grid" else ()
-        with file_lock(self.folder / "study.lock"):
-            return open_study(
-                self.options.storage, self.folder, self.space.path.stem, self._identity, goals, pruner, grid
-            )
+        return self.storage.open_study(self._identity, goals, pruner, grid, self.queue.validate)
 
     @property
     def _identity(self) -> str:
@@ -312,7 +324,7 @@ class Search:
         check_store(self.options.store)
         if self.options.executor is not None:
             open_cluster(self.options.executor)
-        check_storage(self.options.storage, self.folder, self.space.path.stem, self._identity)
+        self.storage.check(self._identity, self.queue.validate)
 
     def _require_success(self, study: optuna.Study) -> None:
         """Require that not all of the first trials failed.
@@ -320,7 +332,7 @@ class Search:
         Raises:
             RunError: they did, with the code of the last one.
         """
-        results = [trial.result for trial in finished_trials(study)]
+        results = [trial.result for trial in self.storage.retry(lambda: finished_trials(study))]
         if len(results) >= _MAX_FIRST_FAILURES and all(each.status == "failed" for each in results):
             last = results[-1].error or {}
             raise RunError(
@@ -483,8 +495,21 @@ class Search:
         if more or first.name in COSTS:
             return False
         test = (leaf["against_baseline"] or {}).get(first.name)
-        trial.report(test["difference"] if test else leaf["quality"][first.name]["value"], rows)
-        return trial.should_prune()
+        value = test["difference"] if test else leaf["quality"][first.name]["value"]
+
+        def prune() -> bool:
+            trial.report(value, rows)
+            return trial.should_prune()
+
+        return self.storage.retry(prune)
+
+
+def _taken_over(number: int) -> Message:
+    return warning(
+        "trial-taken-over",
+        f"Trial {number} was ended by another worker, to which this one seemed dead (no heartbeat for"
+        f" {GRACE_S / 60:.0f} minutes). Its result is not recorded; the point is queued again.",
+    )
 
 
 def _scores_text(leaf: Mapping[str, Any]) -> str:

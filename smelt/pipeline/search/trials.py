@@ -1,29 +1,31 @@
 """The trials of a study: their results, and the queue from which several workers take them.
 
-A lock shows which trials have a worker. The next worker that asks for a trial ends those whose worker has
-died and queues their points again, so a dead worker loses its running trial only.
+The next worker that asks for a trial ends those whose worker has died. The points of trials that ended
+without a result are queued again, so a dead worker loses its running trial only.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from smelt.core.errors import RunError
 from smelt.core.files import json_hash
-from smelt.core.locks import file_lock, is_file_lock_held, read_owner
-from smelt.core.messages import Message, warning
+from smelt.pipeline.search.parameters import Parameter
 from smelt.pipeline.search.sampling import distribution_of, grid_points, make_sampler, number_of_points
 from smelt.pipeline.search.space import SearchSpace
+from smelt.pipeline.search.storage import StudyStorage, lost_trials, point_of, trial_owner
 
 if TYPE_CHECKING:
     import optuna
 
-_RESULT, _REPEATS, _LOST = "result", "repeats", "lost"
+_RESULT, _REPEATS = "result", "repeats"
 _MAX_SAMPLER_REPEATS = 10  # known points in a row; then points are drawn elsewhere
 _MAX_REPEATS = 50  # known points in a row of which the last 40 are random: the space is exhausted
 _MAX_ENUMERATED = 10_000  # points of a space that is enumerated to find untried ones
@@ -75,27 +77,31 @@ class TrialQueue:
 
     Args:
         space: the search space.
-        folder: the search's folder, with the locks of all workers.
+        storage: of the study.
         most: number of trials.
         seed: of the samplers.
-        warn: called with a warning for each trial that a dead worker has lost.
     """
 
-    def __init__(
-        self, space: SearchSpace, folder: Path, most: int, seed: int, warn: Callable[[Message], None]
-    ) -> None:
-        self.space, self.folder, self.most, self.seed, self.warn = space, folder, most, seed, warn
+    def __init__(self, space: SearchSpace, storage: StudyStorage, most: int, seed: int) -> None:
+        self.space, self.storage, self.most, self.seed = space, storage, most, seed
         self.distributions = {each.name: distribution_of(each) for each in space.parameters}
 
     def ask(self, study: optuna.Study, stack: ExitStack) -> optuna.Trial | Literal["trials", "exhausted"]:
-        """Return the next trial, locked as running until `stack` is closed, or why there is none.
+        """Return the next trial, claimed for this process until `stack` is closed, or why there is none.
 
         It may be of a known point (`known_trial`).
+
+        Raises:
+            InputError, RunError: as `StudyStorage.retry`.
         """
+        return self.storage.retry(lambda: self._ask(study, stack))
+
+    def _ask(self, study: optuna.Study, stack: ExitStack) -> optuna.Trial | Literal["trials", "exhausted"]:
         from optuna.trial import TrialState
 
-        with file_lock(self.folder / "ask.lock"):
+        with self.storage.lock("ask"), ExitStack() as claimed:
             self.reclaim(study)
+            self._queue_again(study)
             trials = study.get_trials(deepcopy=False)
             waiting = any(trial.state == TrialState.WAITING for trial in trials)
             begun = [
@@ -112,66 +118,69 @@ class TrialQueue:
             )
             if repeats >= _MAX_SAMPLER_REPEATS and not waiting and sampler != "grid":
                 sampler = "random"
-                if number_of_points(self.space.parameters) <= _MAX_ENUMERATED:
-                    point = self._untried_point(trials, seed)
-                    if point is None:
-                        return "exhausted"
-                    study.enqueue_trial(point)
+                untried = self.untried_points(trials)
+                if untried == []:
+                    return "exhausted"
+                if untried is not None:
+                    study.enqueue_trial(random.Random(seed).choice(untried))
                 elif repeats >= _MAX_REPEATS:
                     return "exhausted"
             study.sampler = make_sampler(sampler, seed)
-            trial = study.ask(self.distributions)
-            stack.enter_context(self.running(trial.number))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Heartbeat of storage")  # `claim` records it
+                trial = study.ask(self.distributions)
+            self.storage.claim(study, trial, claimed)
+            stack.push(claimed.pop_all())
             return trial
 
-    def _untried_point(self, trials: list[optuna.trial.FrozenTrial], seed: int) -> dict[str, Any] | None:
-        """Return a random point whose recipe no trial has; None if all are known."""
+    def _queue_again(self, study: optuna.Study) -> None:
+        """Queue the points of trials that ended without a result, each once.
+
+        It is found out from the trials, not recorded when one ends: a worker that dies in between loses none.
+        """
+        trials = study.get_trials(deepcopy=False)
+        points = {json_hash(trial.params): trial.params for trial in trials if _is_abandoned(trial)}
+        known = {json_hash(point_of(trial)) for trial in trials if not _is_abandoned(trial)} if points else ()
+        for key, point in points.items():
+            # of an incomplete point the next trial, with the same seed, samples the same
+            if key not in known and len(point) == len(self.distributions):
+                study.enqueue_trial(point)
+
+    def untried_points(self, trials: Sequence[optuna.trial.FrozenTrial]) -> list[dict[str, Any]] | None:
+        """Return a point for each recipe that no trial has; None if the space is too large to enumerate."""
+        if number_of_points(self.space.parameters) > _MAX_ENUMERATED:
+            return None
         known = {self._recipe_hash(trial.params) for trial in trials if _is_known(trial)}
-        points = [p for p in grid_points(self.space.parameters) if self._recipe_hash(p) not in known]
-        return random.Random(seed).choice(points) if points else None
+        points = {self._recipe_hash(point): point for point in grid_points(self.space.parameters)}
+        return [point for key, point in points.items() if key not in known]
 
     def _recipe_hash(self, point: Mapping[str, Any]) -> str:
         # a sampler and a grid may differ in the last digit of the same step
         rounded = {k: float(f"{v:.12g}") if isinstance(v, float) else v for k, v in point.items()}
         return json_hash(self.space.value_at(rounded))
 
-    def running(self, number: int) -> AbstractContextManager[None]:
-        """Return the lock of a running trial, which its worker holds."""
-        return file_lock(self._running_lock(number))
-
-    def _running_lock(self, number: int) -> Path:
-        return self.folder / "running" / f"{number}.lock"
-
     def reclaim(self, study: optuna.Study) -> None:
-        """End the running trials whose worker has died, and queue those without a result again."""
+        """End the running trials whose worker has died. The caller holds the lock of `ask`."""
         from optuna.trial import TrialState
 
         running = (TrialState.RUNNING,)
-        numbers = [trial.number for trial in study.get_trials(deepcopy=False, states=running)]
-        # the owners are read first: the check removes the locks of dead workers
-        owners = {number: str(read_owner(self._running_lock(number)) or "a process") for number in numbers}
-        free = [number for number in numbers if not is_file_lock_held(self._running_lock(number))]
-        # read again: a worker may have finished its trial, and unlocked it, since the first reading
-        for trial in study.get_trials(deepcopy=False, states=running) if free else ():
-            if trial.number not in free:
+        dead = self.storage.dead_workers(study.get_trials(deepcopy=False, states=running))
+        # read again: a worker may have finished its trial, and ended, since the first reading
+        for trial in study.get_trials(deepcopy=False, states=running) if dead else ():
+            if trial.number not in dead:
                 continue
             if _RESULT in trial.user_attrs:  # its worker died before `tell`
-                self._finish(study, trial.number, TrialResult(**trial.user_attrs[_RESULT]))
-            else:
-                lost = study.user_attrs.get(_LOST, {}) | {str(trial.number): owners[trial.number]}
-                study.set_user_attr(_LOST, lost)
-                self.abandon(study, trial.number)
-                self.warn(_lost_warning(trial.number, owners[trial.number]))
+                self._finish(study, trial.number, read_result(trial))
+                continue
+            if dead[trial.number]:
+                self.storage.record_loss(study, trial.number, dead[trial.number])
+            _fail(study, trial.number)
+        self.storage.fail_stale_trials(study)
 
     def abandon(self, study: optuna.Study, number: int) -> None:
-        """End a trial without a result, and queue its point again, if all of it was sampled."""
-        import optuna
-
-        point = study.get_trials(deepcopy=False)[number].params
-        # queued first: a worker that dies in between leaves the point twice, not lost
-        if len(point) == len(self.distributions):  # else the next trial, with the same seed, samples it
-            study.enqueue_trial(point)
-        study.tell(number, state=optuna.trial.TrialState.FAIL)
+        """End an interrupted trial without a result; `ask` queues its point again."""
+        with suppress(RunError):  # during an outage: its worker ends now, so `reclaim` ends it
+            self.storage.retry(lambda: _fail(study, number), patience_s=0)
 
     def known_trial(self, study: optuna.Study, trial: optuna.Trial) -> optuna.trial.FrozenTrial | None:
         """Return an earlier trial of the same recipe, finished or still running; None if there is none.
@@ -179,42 +188,120 @@ class TrialQueue:
         Parameters of stages that are not used make no difference.
         """
         own = self._recipe_hash(trial.params)
-        for other in study.get_trials(deepcopy=False)[: trial.number]:
+        trials = self.storage.retry(lambda: study.get_trials(deepcopy=False))
+        for other in trials[: trial.number]:
             if _is_known(other) and self._recipe_hash(other.params) == own:
                 return other
         return None
 
     def repeat(self, study: optuna.Study, trial: optuna.Trial, known: optuna.trial.FrozenTrial) -> None:
         """End a trial that repeats the trial `known`, with the same result if that is finished."""
-        from optuna.trial import TrialState
+
+        def end() -> None:
+            trial.set_user_attr(_REPEATS, known.number)
+            _fail(study, trial.number)
 
         if _RESULT in known.user_attrs:
-            self.tell(study, trial, TrialResult(**known.user_attrs[_RESULT]), repeated=known.number)
+            self.tell(study, trial, read_result(known), repeated=known.number)
         else:
-            trial.set_user_attr(_REPEATS, known.number)
-            study.tell(trial, state=TrialState.FAIL)
+            self.storage.retry(end)
 
     def tell(
         self, study: optuna.Study, trial: optuna.Trial, result: TrialResult, repeated: int | None = None
     ) -> None:
-        """Store the result of a trial and end it. repeated: number of the trial that it repeats."""
-        for name, over in result.violations.items():
-            trial.set_constraint(name, over)
-        if repeated is not None:
-            trial.set_user_attr(_REPEATS, repeated)
-        trial.set_user_attr(_RESULT, json.loads(json.dumps(asdict(result))))  # last: it is complete now
-        self._finish(study, trial.number, result)
+        """Store the result of a trial and end it. repeated: number of the trial that it repeats.
+
+        Raises:
+            UpdateFinishedTrialError: the trial was ended meanwhile, since its worker counted as dead.
+            RunError: as `StudyStorage.retry`.
+        """
+        measured = json.loads(json.dumps(asdict(result)))
+
+        def store() -> None:
+            known = trial.constraints
+            for name, over in result.violations.items():
+                if name not in known:
+                    trial.set_constraint(name, over)
+            if repeated is not None:
+                trial.set_user_attr(_REPEATS, repeated)
+            # last: it is complete now
+            trial.set_user_attr(
+                _RESULT, {"sha256": _result_hash(trial.params, measured), "measured": measured}
+            )
+            self._finish(study, trial.number, result)
+
+        self.storage.retry(store)
 
     def _finish(self, study: optuna.Study, number: int, result: TrialResult) -> None:
         from optuna.trial import TrialState
 
         values = [result.values[each.name] for each in self.space.objectives if each.name in result.values]
         if result.status == "failed":
-            study.tell(number, state=TrialState.FAIL)
+            _fail(study, number)
         elif len(values) < len(self.space.objectives) or result.status == "stopped":
-            study.tell(number, state=TrialState.PRUNED)
+            study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
         else:
-            study.tell(number, values)
+            study.tell(number, values, skip_if_finished=True)
+
+    def validate(self, study: optuna.Study) -> None:
+        """Check what the study's trials contain: another program, or a disk, may have changed them.
+
+        Raises:
+            ValueError: a trial has a point outside the space, or a result that it was not stored with.
+        """
+        from optuna.trial import TrialState
+
+        lost_trials(study)
+        for trial in study.get_trials(deepcopy=False):
+            name = f"trial {trial.number}"
+            point = point_of(trial)
+            if not _is_within(point, self.space.parameters):
+                raise ValueError(f"{name} has a point outside the space: {point}")
+            if trial.distributions != {each: self.distributions[each] for each in trial.params}:
+                raise ValueError(f"{name} has a parameter with another range")
+            if not all(math.isfinite(step * value) for step, value in trial.intermediate_values.items()):
+                raise ValueError(f"{name} has an intermediate value that is no number")
+            trial_owner(trial)
+            if _RESULT in trial.user_attrs:
+                result = read_result(trial)
+                if trial.state == TrialState.COMPLETE and trial.values != [
+                    result.values[each.name] for each in self.space.objectives
+                ]:
+                    raise ValueError(f"{name} has other values than its result")
+            elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
+                raise ValueError(f"{name} is finished and has no result")
+
+
+def _fail(study: optuna.Study, number: int) -> None:
+    from optuna.trial import TrialState
+
+    study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def _is_within(point: Mapping[str, Any], parameters: Sequence[Parameter]) -> bool:
+    by_name = {each.name: each for each in parameters}
+    return point.keys() <= by_name.keys() and all(
+        value in by_name[name].labels
+        if by_name[name].choices
+        else by_name[name].low <= value <= by_name[name].high
+        for name, value in point.items()
+    )
+
+
+def read_result(trial: optuna.trial.FrozenTrial) -> TrialResult:
+    """Return the stored result of a trial.
+
+    Raises:
+        ValueError: the result or the trial's parameters are not those that were stored.
+    """
+    stored = trial.user_attrs[_RESULT]
+    if stored["sha256"] != _result_hash(trial.params, stored["measured"]):
+        raise ValueError(f"trial {trial.number} has another result than it was stored with")
+    return TrialResult(**stored["measured"])
+
+
+def _result_hash(parameters: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    return json_hash([parameters, measured])
 
 
 def objective_text(name: str, value: float) -> str:
@@ -230,23 +317,10 @@ def parameter_text(value: Any) -> str:
 def finished_trials(study: optuna.Study) -> list[Trial]:
     """Return the finished trials in the order of their numbers, without repeated ones."""
     return [
-        Trial(trial.number, trial.params, TrialResult(**trial.user_attrs[_RESULT]))
+        Trial(trial.number, trial.params, read_result(trial))
         for trial in study.get_trials(deepcopy=False)
         if _RESULT in trial.user_attrs and _REPEATS not in trial.user_attrs
     ]
-
-
-def lost_trials(study: optuna.Study) -> list[Message]:
-    """Return a warning for each trial that a dead worker has lost."""
-    return [_lost_warning(int(number), owner) for number, owner in study.user_attrs.get(_LOST, {}).items()]
-
-
-def _lost_warning(number: int, owner: str) -> Message:
-    return warning(
-        "worker-died",
-        f"Trial {number} was running in {owner}, which has ended without a result. The same point is queued"
-        " again. If this repeats, look for out of memory in the system's log.",
-    )
 
 
 def _is_known(trial: optuna.trial.FrozenTrial) -> bool:

@@ -72,13 +72,13 @@ def test_the_key_is_another_one_for_other_work(other):
 
 def test_float_weights_kept_beside_codes_count_where_a_training_goes_on_from_them():
     kept, others = (
-        parent(**{MASTER_WEIGHTS_FILE: FileRecord(sha256=word, size_bytes=1)}) for word in ("a", "b")
+        parent(**{MASTER_WEIGHTS_FILE: FileRecord(sha256=word * 64, size_bytes=1)}) for word in ("a", "b")
     )
     assert len({key(), key(ancestors=kept), key(ancestors=others)}) == 3
     beside, graph = step(lora={"rank": 2}), step(Onnx)
     assert key(made=beside, ancestors=kept) == key(made=beside)  # codes stay as they are
     assert key(made=graph, ancestors=kept) == key(made=graph)
-    weights = parent(**{"model.safetensors": FileRecord(sha256="a", size_bytes=1)})
+    weights = parent(**{"model.safetensors": FileRecord(sha256="a" * 64, size_bytes=1)})
     assert key(ancestors=weights) == key()
 
 

@@ -22,13 +22,12 @@ from smelt.core.errors import RunError
 from smelt.core.store import Store
 from smelt.pipeline.execute import training_processes, training_worker
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
-from smelt.pipeline.execute.training_processes import external_rank
 from smelt.pipeline.plan import load_plan as load_plan_module
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.search.shrink import shrink
 from smelt.pipeline.search.study import Search
 from smelt.training import processes
-from smelt.training.processes import external_machines, external_processes
+from smelt.training.processes import external_machines, external_processes, external_rank
 
 RECIPE = """
 model: model
@@ -288,12 +287,21 @@ def test_checkpoints_survive_failures_of_machines(home, alone, tmp_path, code, k
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "MASTER_PORT"])
-def test_launcher_variables_that_are_no_numbers_are_refused(monkeypatch, name):
-    found = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1", name: "two"}
-    for variable, value in found.items():
-        monkeypatch.setenv(variable, value)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WORLD_SIZE", "two"), ("RANK", "two"), ("RANK", "2"), ("RANK", "-1"), ("MASTER_PORT", "two"),
+        ("LOCAL_WORLD_SIZE", "²"), ("LOCAL_RANK", "²"), ("SLURM_STEP_TASKS_PER_NODE", "4(x²)"),
+    ],
+)  # fmt: skip
+def test_launcher_variables_that_cannot_be_are_refused(monkeypatch, name, value):
+    """A rank beyond the number of processes would be waited for, without a word."""
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"}
+    for variable, text in (variables | {name: value}).items():
+        monkeypatch.setenv(variable, text)
     with raises_code("no-connection"):
         if name == "MASTER_PORT":
             training_processes._key_value_store()
         external_rank()
+        external_machines()
+        training_processes._environment_of_rank({"port": 1}, None)

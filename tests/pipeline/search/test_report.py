@@ -12,7 +12,7 @@ from search_recipes import formula, search, small, write
 from smelt.core.errors import RunError
 from smelt.pipeline.search import trials as trials_module
 from smelt.pipeline.search.analysis import hypervolumes, importances
-from smelt.pipeline.search.report import _places, exit_code, finish_search, summary_text
+from smelt.pipeline.search.report import _places, _time_text, exit_code, finish_search, summary_text
 from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.study import Search
 from smelt.pipeline.search.trials import Trial, TrialResult
@@ -142,3 +142,18 @@ def test_without_an_area_there_is_no_hypervolume(space, tmp_path):
     trials.append(Trial(2, {}, TrialResult("feasible", {"size": 3.0, "bleu": 99.5})))
     trials.append(Trial(3, {}, TrialResult("feasible", {"size": 2.0, "bleu": 100.0})))
     assert hypervolumes(trials, search(both, tmp_path)) == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("step", [", step: 0.2", ""])
+def test_search_that_time_ended_reports_what_it_has_not_tried(tmp_path, monkeypatch, step):
+    text = small().replace("[0.5, 0.9]", f"{{low: 0.5, high: 0.9{step}}}")
+    space = read_space(write(tmp_path, text.replace("[latency, size]\n  maximize: quality", "size")))
+    monkeypatch.setattr(Search, "front", lambda self: [])
+    first = search(space, tmp_path / "out", trials=2)
+    assert finish_search(first, first.run())["ended"] == "trials"
+    job = search(space, tmp_path / "out", trials=12, max_minutes=1e-9)
+    report = finish_search(job, job.run())
+    assert report["ended"] == "time"
+    assert report["left"] == {"trials": 10, "points": 4 if step else None}
+    for page in (" ".join(summary_text(report, tmp_path)), (tmp_path / "out" / "search.md").read_text()):
+        assert _time_text(report) in page

@@ -53,8 +53,8 @@ def _link(folder):
 @pytest.mark.parametrize(
     ("change", "code", "named"),
     [
-        (_manifest(files={"../x": {"sha256": "0", "size_bytes": 1}}), "path-outside-folder", "'../x'"),
-        (_manifest(files={"/etc/passwd": {"sha256": "0", "size_bytes": 1}}),
+        (_manifest(files={"../x": {"sha256": "0" * 64, "size_bytes": 1}}), "path-outside-folder", "'../x'"),
+        (_manifest(files={"/etc/passwd": {"sha256": "0" * 64, "size_bytes": 1}}),
          "path-outside-folder", "'/etc/passwd'"),
         (_link, "path-outside-folder", "config.json: "),
         (_manifest(format="pickle"), "damaged-manifest", "manifest.json: "),

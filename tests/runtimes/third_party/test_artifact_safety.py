@@ -75,8 +75,8 @@ def test_weights_that_several_graphs_share_count_for_each(tmp_path):
     graphs = [tmp_path / "generate.onnx", tmp_path / "model.onnx"]
     for graph in graphs:
         graph.write_bytes(b"0")
-    files = {g.name: FileRecord(sha256="0", size_bytes=1) for g in graphs}
-    large = files | {"model.onnx_data": FileRecord(sha256="0", size_bytes=3_000_000_000)}
+    files = {g.name: FileRecord(sha256="0" * 64, size_bytes=1) for g in graphs}
+    large = files | {"model.onnx_data": FileRecord(sha256="0" * 64, size_bytes=3_000_000_000)}
     small, limits = (trial_run._trial_limits(graphs, found) for found in (files, large))
     assert limits.memory_bytes - small.memory_bytes == WEIGHT_COPIES * 3_000_000_000
     assert limits.seconds > small.seconds + 100

@@ -13,9 +13,38 @@ from pathlib import Path
 import pytest
 
 
+class PostgresServer:
+    """A server. url: SQLAlchemy's, of its empty database."""
+
+    def __init__(self, tools: Path, home: Path, identity: dict[str, str]) -> None:
+        self._tools, self._home, self._identity = tools, home, identity
+        self.url = f"postgresql+psycopg://smelt@/postgres?host={home}"
+
+    def start(self) -> None:
+        log = self._home / "server.log"
+        with log.open("a") as out:
+            self._process = subprocess.Popen(
+                [
+                    self._tools / "postgres", "-D", self._home / "data", "-k", self._home, "-F",
+                    "-c", "listen_addresses=",
+                ],
+                stdout=out, stderr=out, cwd=self._home, **self._identity,
+            )  # fmt: skip
+        ready = [self._tools / "pg_isready", "-q", "-h", self._home]
+        until = time.monotonic() + 60
+        while subprocess.run(ready, check=False).returncode:
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise AssertionError(log.read_text())
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGINT)  # ends open connections
+        self._process.wait(timeout=60)
+
+
 @contextmanager
-def postgres_server() -> Iterator[str]:
-    """Start a server and yield SQLAlchemy's URL of its empty database; skip the test without PostgreSQL."""
+def postgres_server() -> Iterator[PostgresServer]:
+    """Start a server; skip the test without PostgreSQL."""
     pytest.importorskip("psycopg", reason="the extra 'postgresql' is not installed")
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if not programs:
@@ -32,22 +61,11 @@ def postgres_server() -> Iterator[str]:
             capture_output=True, text=True, cwd=home, check=False, **identity,
         )  # fmt: skip
         assert made.returncode == 0, made.stderr
-        log = home / "server.log"
-        with log.open("w") as out:
-            server = subprocess.Popen(
-                [tools / "postgres", "-D", home / "data", "-k", home, "-F", "-c", "listen_addresses="],
-                stdout=out, stderr=out, cwd=home, **identity,
-            )  # fmt: skip
+        server = PostgresServer(tools, home, identity)
+        server.start()
         try:
-            ready = [tools / "pg_isready", "-q", "-h", home]
-            until = time.monotonic() + 60
-            while subprocess.run(ready, check=False).returncode:
-                if server.poll() is not None or time.monotonic() > until:
-                    raise AssertionError(log.read_text())
-                time.sleep(0.05)
-            yield f"postgresql+psycopg://smelt@/postgres?host={home}"
+            yield server
         finally:
-            server.send_signal(signal.SIGINT)  # ends open connections
-            server.wait(timeout=60)
+            server.stop()
     finally:
         shutil.rmtree(home, ignore_errors=True)

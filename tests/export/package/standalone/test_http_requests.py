@@ -174,3 +174,53 @@ def test_a_connection_that_asks_nothing_is_closed(monkeypatch):
         socket.create_connection(("127.0.0.1", service.server_port), timeout=60) as line,
     ):
         assert line.recv(4096) == b""
+
+
+def test_too_many_inputs_are_refused_before_one_is_read(monkeypatch):
+    monkeypatch.setattr(Model, "read", lambda self, value: pytest.fail("an input was read"))
+    with serving() as service:
+        line = http.client.HTTPConnection("127.0.0.1", service.server_port, timeout=60)
+        line.request("POST", "/predict", b'{"inputs": [1,2,3,4,5,6,7,8,9]}', JSON)
+        assert line.getresponse().status == 422
+        line.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [
+        ("1.1", [], 400),
+        ("1.1", ["a"], 200),
+        ("1.1", ["a", "a"], 400),
+        ("1.0", [], 200),
+        ("1.0", ["a", "b"], 400),
+    ],
+)
+def test_request_needs_exactly_one_host(version, hosts, status):
+    """RFC 9112, section 3.2: a proxy may take another one of two hosts."""
+    headers = "".join(f"Host: {host}\r\n" for host in hosts)
+    with (
+        serving() as service,
+        socket.create_connection(("127.0.0.1", service.server_port), timeout=60) as line,
+    ):
+        line.sendall(f"GET /health HTTP/{version}\r\n{headers}\r\n".encode())
+        assert line.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_inputs_of_two_requests_share_a_call_unless_they_are_separate(separate):
+    calls, started, go = [], threading.Event(), threading.Event()
+
+    def call(inputs):
+        calls.append(inputs)
+        started.set()
+        go.wait(60)
+        return inputs
+
+    batcher = Batcher(call, 4, 0, 16, 1, separate)
+    jobs = batcher.submit(["first"])
+    assert started.wait(60)  # the only worker is busy: the next two requests wait
+    jobs += batcher.submit(["a", "b"]) + batcher.submit(["c", "d", "e", "f", "g"])
+    go.set()
+    assert [job.answer.result(60) for job in jobs] == ["first", *"abcdefg"]
+    separated = [["first"], ["a", "b"], ["c", "d", "e", "f"], ["g"]]
+    assert calls == (separated if separate else [["first"], [*"abcd"], [*"efg"]])

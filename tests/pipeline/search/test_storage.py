@@ -1,0 +1,341 @@
+"""The storage of a study: workers with folders of their own, servers that restart, damaged files."""
+
+import contextlib
+import json
+import os
+import random
+import sqlite3
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from expected_errors import raises_code
+from postgres_server import postgres_server
+from search_recipes import formula, search, small, write
+from sqlalchemy.exc import OperationalError
+
+from smelt.core.errors import InputError, RunError, SmeltError
+from smelt.core.locks import current_owner
+from smelt.core.messages import message_codes
+from smelt.pipeline.search import storage as storage_module
+from smelt.pipeline.search.space import read_space
+from smelt.pipeline.search.storage import STUDY_FILE, StudyStorage, cut_half_line
+from smelt.pipeline.search.study import Search
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    text = small().replace("[latency, size]\n  maximize: quality", "size")
+    return read_space(write(tmp_path_factory.mktemp("space"), text))
+
+
+@pytest.fixture(autouse=True)
+def formula_for_runs(monkeypatch):
+    monkeypatch.setattr(Search, "_measure", lambda self, trial: formula(trial.params))
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """The codes of the warnings of searches."""
+    codes = []
+    monkeypatch.setattr(Search, "_warn", lambda self, message: codes.append(message.code))
+    return codes
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    if request.param == "postgresql":
+        with postgres_server() as server:
+            yield server.url
+    else:
+        yield f"sqlite:///{tmp_path}/study.db"
+
+
+def points(job):
+    return [tuple(sorted(trial.parameters.items())) for trial in job.finished_trials()]
+
+
+def test_workers_with_folders_of_their_own_do_not_repeat_a_running_trial(space, tmp_path, monkeypatch, url):
+    second, asked = [], []
+
+    def measure(self, trial):
+        asked.append(trial.number)
+        if not second:  # while the first worker's first trial is running
+            second.append(search(space, tmp_path / "two", trials=4, storage=url))
+            assert second[0].run() == "trials"
+        return formula(trial.params)
+
+    monkeypatch.setattr(Search, "_measure", measure)
+    first = search(space, tmp_path / "one", trials=4, storage=url)
+    assert first.run() == "trials"
+    assert asked == [0, 1, 2, 3]
+    assert len(set(points(first))) == 4
+    assert first.warnings() == []
+
+
+def _elsewhere():
+    """This process as one of another machine: whether it runs is not visible."""
+    return replace(current_owner(), kernel="another", host="node2")
+
+
+def _age_heartbeats(tmp_path):
+    with sqlite3.connect(tmp_path / "study.db") as database:
+        database.execute("UPDATE trial_heartbeats SET heartbeat = '2020-01-01 00:00:00'")
+    database.close()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_trial_of_another_machine_is_repeated_only_without_heartbeat(space, tmp_path, monkeypatch, stale):
+    url = f"sqlite:///{tmp_path}/study.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_module, "current_owner", _elsewhere)
+        patch.setattr("smelt.pipeline.search.trials._fail", lambda study, number: None)  # it is killed
+        patch.setattr(Search, "_measure", lambda self, trial: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert search(space, tmp_path / "dead", trials=3, storage=url).run() == "interrupted"
+    if stale:
+        _age_heartbeats(tmp_path)
+    job = search(space, tmp_path / "alive", trials=3, storage=url)
+    job.run()
+    states = [trial.state.name for trial in job.open_study().trials]
+    assert states == (["FAIL", *3 * ["COMPLETE"]] if stale else ["RUNNING", *2 * ["COMPLETE"]])
+    assert message_codes(job.warnings()) == (["worker-died"] if stale else [])
+    if stale:
+        assert "node2" in job.warnings()[0].message
+        assert points(job)[0] == tuple(sorted(job.open_study().trials[0].params.items()))
+
+
+def test_worker_that_seemed_dead_goes_on_with_the_next_trial(space, tmp_path, monkeypatch, warned):
+    url, seen = f"sqlite:///{tmp_path}/study.db", []
+
+    def measure(self, trial):
+        seen.append(trial.number)
+        if len(seen) == 1:  # suspended for a long time, while another worker asks for its trial
+            _age_heartbeats(tmp_path)
+            assert search(space, tmp_path / "two", trials=2, storage=url).run() == "trials"
+        return formula(trial.params)
+
+    monkeypatch.setattr(Search, "_measure", measure)
+    job = search(space, tmp_path / "one", trials=3, storage=url)
+    assert job.run() == "trials"
+    assert warned == ["worker-died", "trial-taken-over"]
+    assert [trial.state.name for trial in job.open_study().trials] == ["FAIL", *3 * ["COMPLETE"]]
+    assert len(set(points(job))) == 3
+
+
+def test_heartbeat_is_recorded_until_the_trial_ends(space, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_module, "HEARTBEAT_S", 0.01)
+    database, recorded = f"sqlite:///{tmp_path}/study.db", []
+    import optuna
+
+    def record(self, trial_id):
+        recorded.append(trial_id)
+        if len(recorded) == 2:
+            raise OSError  # an outage ends no heartbeat
+
+    monkeypatch.setattr(optuna.storages.RDBStorage, "record_heartbeat", record)
+
+    def measure(self, trial):
+        while len(recorded) < 4:
+            time.sleep(0.01)
+        return formula(trial.params)
+
+    monkeypatch.setattr(Search, "_measure", measure)
+    search(space, tmp_path / "out", trials=1, storage=database).run()
+    ends = time.monotonic() + 60
+    while [each for each in threading.enumerate() if each.name == "smelt-trial-heartbeat"]:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_result_is_stored_after_the_server_has_restarted_or_been_away(space, tmp_path, monkeypatch, warned):
+    with postgres_server() as server:
+
+        def measure(self, trial):
+            server.stop()
+            if trial.number:  # away for a moment
+                threading.Timer(1, server.start).start()
+            else:
+                server.start()
+            return formula(trial.params)
+
+        monkeypatch.setattr(Search, "_measure", measure)
+        job = search(space, tmp_path / "out", trials=2, storage=server.url)
+        assert job.run() == "trials"
+        assert len(points(job)) == 2
+        assert warned == ["storage-unreachable"]
+
+        with job.storage.lock("ask"):
+            server.stop()
+            server.start()
+        with job.storage.lock("ask"):  # released by the restart
+            pass
+        monkeypatch.setattr(storage_module, "MAX_OUTAGE_S", 0.0)
+        server.stop()
+        with raises_code("storage-unreachable", RunError):
+            job.finished_trials()
+        with raises_code("storage-unreachable", InputError):
+            search(space, tmp_path / "out", storage=server.url).check()
+        server.start()
+
+
+def test_outage_while_a_trial_is_asked_for_loses_no_point(space, tmp_path, monkeypatch, warned):
+    claim, asked = StudyStorage.claim, []
+
+    def fail_first(self, study, trial, stack):
+        asked.append(trial.params)
+        if len(asked) == 1:
+            busy = sqlite3.OperationalError("database is locked")
+            busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise OperationalError("UPDATE trials", None, busy)
+        claim(self, study, trial, stack)
+
+    monkeypatch.setattr(StudyStorage, "claim", fail_first)
+    job = search(space, tmp_path, trials=1, storage=f"sqlite:///{tmp_path}/study.db")
+    assert job.run() == "trials"
+    assert warned == ["storage-unreachable"]
+    assert asked[1] == asked[0] == dict(points(job)[0])
+    assert [trial.state.name for trial in job.open_study().trials] == ["FAIL", "COMPLETE"]
+
+
+def test_half_a_line_at_the_end_of_a_journal_is_cut_before_the_next_one(space, tmp_path, warned):
+    search(space, tmp_path, trials=3).run()
+    log = tmp_path / STUDY_FILE
+    lines = log.read_bytes().splitlines(keepends=True)
+    index = max(n for n, line in enumerate(lines) if b'"result"' in line)
+    log.write_bytes(b"".join(lines[:index]) + lines[index][:100])  # of a power failure
+    job = search(space, tmp_path, trials=4)
+    job.check()
+    assert job.run() == "trials"
+    assert warned == ["study-repaired", "worker-died"]
+    assert len(set(points(job))) == 4
+
+    study = job.open_study()
+    with log.open("ab") as other:  # of another worker's full disk, while this one runs
+        other.write(b'{"op_code": 8, "wor')
+    study.set_user_attr("key", "value")
+    assert job.open_study().user_attrs["key"] == "value"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"", b""), (b"half", b""), (b"a\n", b"a\n"), (b"a\nb\nhal", b"a\nb\n")]
+)
+def test_cut_half_line(tmp_path, content, expected):
+    path = tmp_path / "journal"
+    path.write_bytes(content)
+    assert cut_half_line(path) == len(content) - len(expected)
+    assert path.read_bytes() == expected
+
+
+_JUNK = (None, "x", -1, 10**30, [], {}, 0.7)
+
+
+def _changed(value, draw):
+    """Return a JSON value with one of its parts replaced or removed."""
+    if isinstance(value, dict | list) and value and draw.random() < 0.8:
+        parts = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        key = draw.choice([*parts])
+        if draw.random() < 0.2:
+            del parts[key]
+        else:
+            parts[key] = _changed(parts[key], draw)
+        return parts if isinstance(value, dict) else [*parts.values()]
+    return draw.choice(_JUNK)
+
+
+def _goes_on_or_is_an_error(space, folder, **options):
+    """Continue a search; return the code of its error, None without one."""
+    job, code = search(space, folder, trials=5, **options), None
+    try:
+        job.check()
+        job.run()
+        job.front()
+    except SmeltError as error:
+        code = error.code
+    assert code in (None, "damaged-study", "other-study", "storage-unreachable")
+    return code
+
+
+def test_changed_journal_is_an_error_or_does_no_harm(space, tmp_path):
+    search(space, tmp_path, trials=3).run()
+    log, draw, codes = tmp_path / STUDY_FILE, random.Random(0), set()
+    content = log.read_bytes()
+    lines = content.splitlines(keepends=True)
+    for _ in range(40):
+        changed = [*lines]
+        index = draw.randrange(len(lines))
+        changed[index] = json.dumps(_changed(json.loads(lines[index]), draw)).encode() + b"\n"
+        log.write_bytes(b"".join(changed))
+        codes.add(_goes_on_or_is_an_error(space, tmp_path))
+    for index in range(0, len(content), len(content) // 10):  # a bit of a byte
+        log.write_bytes(content[:index] + bytes([content[index] ^ 4]) + content[index + 1 :])
+        codes.add(_goes_on_or_is_an_error(space, tmp_path))
+    assert codes >= {None, "damaged-study"}
+
+
+def test_changed_database_is_an_error_or_does_no_harm(space, tmp_path):
+    path, draw, codes = tmp_path / "study.db", random.Random(0), set()
+    url = f"sqlite:///{path}"
+    search(space, tmp_path / "out", trials=3, storage=url).run()
+    content = path.read_bytes()
+    with sqlite3.connect(path) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        columns = [
+            (table, row[1]) for table in tables for row in database.execute(f"PRAGMA table_info({table})")
+        ]
+    database.close()
+    statements = [f"UPDATE OR IGNORE {t} SET {c} = {draw.choice((-1, 7, chr(39) * 2))}" for t, c in columns]
+    statements += [f"DROP TABLE {table}" for table in tables] + [f"DELETE FROM {table}" for table in tables]
+    for statement in draw.sample(statements, 8):
+        path.write_bytes(content)
+        with contextlib.suppress(sqlite3.IntegrityError), sqlite3.connect(path) as database:
+            database.execute(statement)
+        database.close()
+        codes.add(_goes_on_or_is_an_error(space, tmp_path / "out", storage=url))
+    for size in (10, len(content) // 2):  # the rest is lost
+        path.write_bytes(content[:size])
+        codes.add(_goes_on_or_is_an_error(space, tmp_path / "out", storage=url))
+    assert codes >= {"damaged-study", "storage-unreachable"}
+
+
+@pytest.mark.parametrize("part", ["result", "param_value_internal"])
+def test_result_that_was_changed_is_refused_by_its_hash(space, tmp_path, part):
+    """A changed value would otherwise be reported as measured."""
+    search(space, tmp_path, trials=2).run()
+    log = tmp_path / STUDY_FILE
+    text = log.read_text()
+    if part == "result":
+        record = json.loads(next(line for line in text.splitlines() if '"result"' in line))
+        measured = record["user_attr"]["result"]["measured"]
+        old, new = f'"size":{measured["values"]["size"]}', '"size":1.5'
+    else:
+        line = next(line for line in text.splitlines() if '"prune.keep_ratio"' in line)
+        value = json.loads(line)["param_value_internal"]
+        old, new = f'"param_value_internal":{value}', '"param_value_internal":0.625'
+    assert old in text
+    log.write_text(text.replace(old, new, 1))
+    for attempt in (Search.check, Search.run):
+        with raises_code("damaged-study", InputError):
+            attempt(search(space, tmp_path, trials=2))
+
+
+def test_line_that_is_no_json_is_named(space, tmp_path):
+    search(space, tmp_path, trials=1).run()
+    log = tmp_path / STUDY_FILE
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:2], b"\0\0\0\n", *lines[3:]]))
+    with pytest.raises(InputError) as raised:
+        search(space, tmp_path).check()
+    assert raised.value.code == "damaged-study"
+    assert "line 3" in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_storage_in_a_folder_without_write_rights_is_refused(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    storage = StudyStorage(f"sqlite:///{folder}/study.db", tmp_path, "study", print)
+    folder.chmod(0o500)
+    with raises_code("unusable-folder", InputError), storage.lock("open"):
+        pass

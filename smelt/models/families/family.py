@@ -56,7 +56,7 @@ class ResidualStream:
 
     embeddings: tuple[str, ...]
     """Names of the embeddings whose sum is the input of the stack, token embedding first; each [rows,
-    width]."""
+    width], or narrower with `embedding_projection`."""
     part_norms: tuple[str, ...]
     """Norms of the parts of a block, attentions in order and then the feed-forward part, relative to the
     block."""
@@ -65,6 +65,8 @@ class ResidualStream:
     the sum of the part's input and output, which is the input of the next part (post-norm)."""
     embedding_norm: str | None = None
     """The norm of the sum of the embeddings, if there is one."""
+    embedding_projection: str | None = None
+    """The linear layer from the embeddings, after their norm, to the hidden states, if there is one."""
     final_norm: str | None = None
     """The norm after the last block, if there is one."""
     other_tensors: tuple[tuple[str, int], ...] = ()
@@ -82,7 +84,9 @@ class Attention:
     """One attention of a block: its linear layers and the attributes with its numbers of heads."""
 
     name: str
-    """The module that computes it; "" if it is the block itself."""
+    """The module that computes it. The export replaces its whole forward: it computes the projections inside
+    of the module, the scores, `out` if that is inside, and `residual_norm`. Any other computation there would
+    be missing from the graph."""
     query: str
     """The linear layer of the queries; the same name as `key` and `value` if one layer computes all
     (`packed`)."""
@@ -122,6 +126,8 @@ class Attention:
     """Whether queries and keys are rotated by their positions."""
     qk_norms: tuple[str, str] | None = None
     """The norms of each head's queries and keys, if any (Qwen3)."""
+    residual_norm: str | None = None
+    """The norm of the sum of its input and its output, if the module itself computes the sum (ALBERT)."""
     uses_attention_interface: bool = True
     """Whether it calls the function in transformers' AttentionInterface with queries, keys, values, mask and
     scale, so that a registered function gets the scores before the softmax. Otherwise they are computed
@@ -147,6 +153,7 @@ class Attention:
             value=_join_path(block, self.value),
             out=_join_path(block, self.out),
             qk_norms=norms,
+            residual_norm=self.residual_norm and _join_path(block, self.residual_norm),
         )
 
 
@@ -210,6 +217,8 @@ class Stack:
     """Config keys whose value, if set, is a list with an entry for each block; others apply to all blocks."""
     num_layers_fallback_key: str | None = None
     """Another config key for the number of blocks."""
+    repeats_block: bool = False
+    """Whether the list has one module, which is called once for each block (ALBERT)."""
 
     def num_layers(self, config: Config) -> int | None:
         """Return the number of blocks in `config`, None if it has none."""
@@ -217,6 +226,11 @@ class Stack:
             self.num_layers_fallback_key or self.num_layers_key
         )
         return number if isinstance(number, int) else None
+
+    def modules(self, model: Any) -> list[Any]:
+        """Return the blocks of `model` in the order of their calls; a repeated one has several entries."""
+        modules = list(model.get_submodule(self.module_path))
+        return modules * int(getattr(model.config, self.num_layers_key)) if self.repeats_block else modules
 
 
 @dataclass(frozen=True)
@@ -298,7 +312,7 @@ class Family:
     embedding_suffixes: tuple[str, ...]
     """Possible suffixes of the token embedding, [vocabulary, width]."""
     hidden_size_key: str
-    """The config key for the width of the token embedding."""
+    """The config key for the width of the hidden states; "" if a model has several (ResNet)."""
     learning_rate: PublishedLearningRate
     """The default learning rate is derived from it."""
     head_modules: tuple[str, ...]
@@ -315,6 +329,10 @@ class Family:
     output is added to the input."""
     conv_shortcut: str = ""
     """The module next to a chain that computes the other summand, by such a pair or unchanged."""
+    embedding_size_key: str | None = None
+    """The config key for the width of the token embedding, if it may differ."""
+    default_embedding_size: int | None = None
+    """The width that a config without this key means; None: that of the hidden states."""
     logits_bias: str | None = None
     """A buffer that is added to the outputs."""
     embedding_scale: Callable[[Config], float] = lambda config: 1.0
@@ -361,6 +379,22 @@ class Family:
     """Why a student needs the first block, as text for users; None if it does not."""
     unsupported_config: Callable[[Config], list[str]] = lambda config: []
     """From a config, the settings that smelt does not support."""
+
+    def hidden_size(self, config: Config) -> int | None:
+        """Return the width of the hidden states, None without a single one in `config`."""
+        size = config.get(self.hidden_size_key)
+        return size if isinstance(size, int) else None
+
+    def embedding_size(self, config: Config) -> int | None:
+        """Return the width of the token embedding, None without one in `config`."""
+        size = config.get(self.embedding_size_key) if self.embedding_size_key else None
+        return size if isinstance(size, int) and size > 0 else self.default_embedding_size or self.hidden_size(config)
+
+    def with_hidden_size(self, config: Config, size: int) -> dict[str, Any]:
+        """Return `config` with another width of the hidden states, and of the embeddings if it is theirs."""
+        projected = any(stack.stream.embedding_projection for stack in self.stacks(config))
+        keys = {self.hidden_size_key, self.hidden_size_key if projected else self.embedding_size_key}
+        return {**config, **{key: size for key in keys if key}}
 
     def stack(self, config: Config, name: str) -> Stack | None:
         """Return the stack with this `name` in settings, None if there is none."""

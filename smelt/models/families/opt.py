@@ -68,6 +68,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding_suffixes=("embed_tokens.weight",),
     hidden_size_key="hidden_size",
+    embedding_size_key="word_embed_proj_dim",
     learning_rate=PublishedLearningRate(2e-5, 4096),  # Stanford Alpaca's command for OPT-6.7B
     head_modules=LM_HEAD,
     tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),

@@ -81,10 +81,7 @@ def block_influence(
         for _ in model_outputs(model, batches):
             pass
     return {
-        stack.name: [
-            found.influence((stack.name, number))
-            for number in range(len(stack.modules(model)))
-        ]
+        stack.name: [found.influence((stack.name, number)) for number in range(len(stack.modules(model)))]
         for stack in stacks
     }
 
@@ -421,8 +418,7 @@ def _last_part_test(
     """
     present = {
         stack.name: [
-            set(range(len(stack.attentions) + 1)) - skipped_parts(layer)
-            for layer in stack.modules(model)
+            set(range(len(stack.attentions) + 1)) - skipped_parts(layer) for layer in stack.modules(model)
         ]
         for stack in stacks
     }

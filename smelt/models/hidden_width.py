@@ -24,8 +24,8 @@ from smelt.models.families.registry import (
     FAMILIES,
     blocks_of,
     family_of,
-    is_token_embedding,
     hidden_norm_names,
+    is_token_embedding,
     output_modules,
 )
 from smelt.models.layers import LowRankConv, LowRankEmbedding, LowRankLinear

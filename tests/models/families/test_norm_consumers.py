@@ -42,7 +42,9 @@ def test_readers_are_those_whose_input_is_the_very_output_of_the_norm(model):
     scale = FAMILIES[model.config.model_type].output_scale(model.config.to_dict())
     for feed in norm_consumers(model):
         addresses = {output.data_ptr() for output in given[feed.norm]}
-        read = {name for name, inputs in taken.items() if not addresses.isdisjoint(x.data_ptr() for x in inputs)}
+        read = {
+            name for name, inputs in taken.items() if not addresses.isdisjoint(x.data_ptr() for x in inputs)
+        }
         if scale != 1.0 and feed.consumers == ("lm_head",):
             assert torch.equal(taken["lm_head"][0], given[feed.norm][0] * scale)
             read.add("lm_head")

@@ -21,7 +21,7 @@ def unsupported_config(config: Config) -> list[str]:
 FAMILY = Family(
     name="albert",
     tasks=("text-classification", "sentence-similarity"),
-    learning_rate=PublishedLearningRate(1e-5, 4096),  # Lan et al. 2020, table 14: 1e-5 to 5e-5
+    learning_rate=PublishedLearningRate(1e-5, 4096),  # Lan et al. 2020, appendix A.4: 1e-5 to 5e-5
     tokenizer_files=TokenizerFiles(("spiece.model",)),
     tokenizer_spec=TokenizerSpec(
         ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"),

@@ -78,7 +78,7 @@ class ModelSize:
     head_weights: of an output layer that is not tied. other_weights: norms, biases, positions, classifiers.
     output_width: outputs per token or sample. bytes_per_weight: stored, of the linear layers in blocks;
     table_bytes_per_weight: of all others. kept_ratio: part of the linear layers' weights that earlier steps
-    left, where the config does not show it.
+    left, where the config does not show it; 1 / layers if one block is called for every layer.
     """
 
     family: str
@@ -182,6 +182,7 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     generates = family.architecture != "encoder"
     tied = bool(config.get("tie_word_embeddings", True))
     separate = config.get("share_encoder_decoder_embeddings") is False  # Marian's option
+    repeated = any(stack.repeats_block for stack in family.stacks(config))
     return ModelSize(
         family=family.name,
         width=width,
@@ -192,6 +193,7 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
         output_width=vocabulary if generates else 0,
         generates=generates,
         image_tokens=_image_tokens(config) if images else 0,
+        kept_ratio=1 / stacks[0].layers if repeated else 1.0,
     )
 
 

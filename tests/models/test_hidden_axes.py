@@ -17,9 +17,11 @@ from smelt.models.families.registry import FAMILIES, blocks_of, model_attentions
 from smelt.models.hidden_width import hidden_axes
 
 
-@pytest.mark.parametrize("name", family_models.NAMES)
-def test_the_axes_are_those_of_the_dependency_graph(name):
-    model = family_models.load(name)
+@pytest.mark.parametrize(
+    ("name", "config"), [(name, {}) for name in family_models.NAMES] + [("electra", {"embedding_size": 16})]
+)
+def test_the_axes_are_those_of_the_dependency_graph(name, config):
+    model = family_models.load(name, **config)
     family = FAMILIES[name]
     dependencies = family_models.dependency_graph(model)
     ours = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "hidden"}

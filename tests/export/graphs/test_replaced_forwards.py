@@ -67,9 +67,17 @@ def real_tokens(model, batch, logits):
     return logits
 
 
+def test_replaced_forwards_compute_the_logits_of_a_model_with_narrow_embeddings():
+    check_replaced_forwards("electra", embedding_size=16)
+
+
 @pytest.mark.parametrize("name", family_models.NAMES)
 def test_replaced_forwards_compute_the_logits_of_the_model(name):
-    model = family_models.load(name)
+    check_replaced_forwards(name)
+
+
+def check_replaced_forwards(name, **config):
+    model = family_models.load(name, **config)
     batch = padded_batch(model)
     expected = real_tokens(model, batch, expected_logits(model, batch))
     found = real_tokens(model, batch, replaced_logits(model, batch))
@@ -82,4 +90,4 @@ def test_computation_of_the_module_that_the_family_does_not_name_is_missed(monke
     incomplete = replace(FAMILIES["albert"], attention_fields={"residual_norm": None})
     monkeypatch.setitem(FAMILIES, "albert", incomplete)
     with pytest.raises(AssertionError):
-        test_replaced_forwards_compute_the_logits_of_the_model("albert")
+        check_replaced_forwards("albert")

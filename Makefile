@@ -11,6 +11,8 @@
 #                   results are in build/matrix/pairs.jsonl
 # make docs         generate the settings tables in docs/
 # make messages     generate the lists of messages with their codes
+# make layouts      generate the layouts of the model families from tiny models; NAME=albert: of one family
+# make family NAME=albert   check one family: its layout, its description, its graphs against transformers
 # make golden       generate the expected outputs of the stages; fails if no version was increased
 # make clean        remove build results
 #
@@ -32,7 +34,7 @@ DEV_READY := $(VENV)/.smelt-dev
 # installed modules is ever imported, and Python compiles those at their first import.
 PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: help environment quickstart test peers lint types bench matrix golden docs messages clean
+.PHONY: help environment quickstart test peers lint types bench matrix family layouts golden docs messages clean
 .DEFAULT_GOAL := help
 
 help:
@@ -69,6 +71,19 @@ bench: $(DEV_READY)
 
 matrix: $(DEV_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/pairs $(BIN)/python tests/support/pairs/run_all_pairs.py $(ARGS)
+
+layouts: $(DEV_READY)
+	$(BIN)/python -m tools.family_layouts $(NAME)
+
+# The tests of graphs are named one by one: a family that they leave out is an error, not a pass.
+FAMILY_TESTS := tests/models/families tests/models/test_hidden_axes.py
+GRAPH_TESTS = tests/export/graphs/test_replaced_forwards.py::test_replaced_forwards_compute_the_logits_of_the_model[$(NAME)] \
+  tests/export/graphs/test_every_family.py::test_runners_say_what_transformers_says[$(NAME)]
+
+family: layouts
+	@test -n '$(NAME)' || { echo 'Name the family: make family NAME=albert' >&2; exit 2; }
+	$(MAKE) test ARGS='$(FAMILY_TESTS) -k $(NAME)'
+	SMELT_MATRIX=all $(MAKE) test ARGS='$(foreach test,$(GRAPH_TESTS),"$(test)")'
 
 docs: $(DEV_READY)
 	$(BIN)/python tools/settings_tables.py

@@ -273,8 +273,8 @@ def _block_positions(
         raise NotComparableError("it is a model of another kind")
     found: dict[str, Sequence[int]] = {}
     for name, stack in stacks.items():
-        count = len(baseline.get_submodule(stack.module_path))
-        present = len(model.get_submodule(own[name].module_path))
+        count = len(stack.modules(baseline))
+        present = len(own[name].modules(model))
         found[name] = kept.get(name, range(count))
         if len(found[name]) != present or not all(0 <= at < count for at in found[name]):
             raise NotComparableError("it has another number of blocks, and which ones were kept is not known")
@@ -330,7 +330,7 @@ def observe_blocks(model: Any, on_start: BlockStart, on_end: BlockEnd) -> Iterat
 
     with ExitStack() as hooks:
         for block in blocks_of(model):
-            name, length = block.stack.name, len(model.get_submodule(block.stack.module_path))
+            name, length = block.stack.name, len(block.stack.modules(model))
             handles = [
                 block.module.register_forward_pre_hook(start(name)),
                 block.module.register_forward_hook(end(name, length)),

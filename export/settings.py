@@ -291,10 +291,7 @@ def unsupported_model(config: Mapping[str, Any]) -> str | None:
     family = find_family(config)
     for stack in family.stacks(config) if family is not None and family.architecture == "decoder" else ():
         for attention in stack.attentions:
-            heads, whole = (
-                config.get(attention.heads_key),
-                config.get(str(family.hidden_size_key) if family else ""),
-            )
+            heads, whole = config.get(attention.heads_key), family.hidden_size(config) if family else None
             width = config.get(attention.head_dim_key) if attention.head_dim_key else None
             if attention.head_dim_key and width is None and isinstance(heads, int) and isinstance(whole, int):
                 width = whole // heads

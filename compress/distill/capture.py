@@ -92,7 +92,7 @@ def capture_tensors(model: Any, request: CaptureRequest, captured: CapturedTenso
 
 def block_positions(block: Block) -> list[int]:
     """Return the positions of a block in its stack, counted from 1, in call order."""
-    return [block.index + 1, *(int(alias.rpartition(".")[2]) + 1 for alias in block.aliases)]
+    return [index + 1 for index in block.call_indices]
 
 
 def _count_calls(block: Block, read: CapturedTensors, undo: contextlib.ExitStack) -> None:

@@ -320,8 +320,7 @@ def cosine_width_error(student: int, teacher: int) -> str:
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
     """Return the width of a model's hidden states, None if its config has none."""
     family = find_family(config)
-    width = config.get(family.hidden_size_key) if family else None
-    return width if isinstance(width, int) else None
+    return family.hidden_size(config) if family else None
 
 
 def no_attention_scores_error(family_name: str) -> str:

@@ -177,7 +177,7 @@ def stack_pairs(student: Any, teacher: Any, layer_map: LayerMap) -> list[StackPa
 
 
 def _block_counts(model: Any) -> dict[str, int]:
-    return {b.stack.name: len(model.get_submodule(b.stack.module_path)) for b in blocks_of(model)}
+    return {b.stack.name: len(b.stack.modules(model)) for b in blocks_of(model)}
 
 
 class InnerLosses:

@@ -85,7 +85,7 @@ def keep_layers(
     found = _find_stack(model, stack, stage, setting)
     place = found.module_path
     owner, _, name = place.rpartition(".")
-    layers = list(model.get_submodule(place))
+    layers = found.modules(model)
     if isinstance(choice, int) and not 1 <= choice <= len(layers):
         raise InputError(
             f"{stage}: {setting}: cannot keep {choice} of the model's {len(layers)} layers. Choose a number"
@@ -109,7 +109,8 @@ def keep_layers(
             setting=setting,
         )
     _require_parts(found, [layers[i] for i in kept], f"{stage}: {setting}: {choice}")
-    setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
+    if not found.repeats_block:
+        setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
     if family and family.relative_bias:
         attending = [i for i, layer in enumerate(layers) if 0 not in skipped_parts(layer)]
         first = next(i for i in attending if i in kept)
@@ -124,7 +125,7 @@ def keep_layers(
         values = getattr(model.config, word, None)
         if isinstance(values, list):
             setattr(model.config, word, [values[i] for i in kept])
-    return _renumber_edits(edits, place, kept), kept
+    return (edits if found.repeats_block else _renumber_edits(edits, place, kept)), kept
 
 
 def _find_stack(model: Any, name: str, stage: str, setting: str) -> Stack:

@@ -81,10 +81,7 @@ def block_influence(
         for _ in model_outputs(model, batches):
             pass
     return {
-        stack.name: [
-            found.influence((stack.name, number))
-            for number in range(len(model.get_submodule(stack.module_path)))
-        ]
+        stack.name: [found.influence((stack.name, number)) for number in range(len(stack.modules(model)))]
         for stack in stacks
     }
 
@@ -220,7 +217,7 @@ def _modules_with_ids(model: Any, stacks: Sequence[Stack]) -> Iterator[tuple[nn.
     """Yield the modules of the stacks, each once, with all its positions."""
     for stack in stacks:
         places: dict[nn.Module, list[UnitId]] = {}
-        for number, module in enumerate(model.get_submodule(stack.module_path)):
+        for number, module in enumerate(stack.modules(model)):
             places.setdefault(module, []).append((stack.name, number))
         yield from places.items()
 
@@ -386,7 +383,7 @@ def select_by_loss(
             code=found[0].code,
             setting="importance",
         )
-    counts = {stack.name: len(model.get_submodule(stack.module_path)) for stack in stacks}
+    counts = {stack.name: len(stack.modules(model)) for stack in stacks}
     plain: set[torch.nn.Module] = set()
     removed: set[UnitId] = {(n, at) for n, stay in kept.items() for at in range(counts[n]) if at not in stay}
     batches = load_calibration_samples(
@@ -421,8 +418,7 @@ def _last_part_test(
     """
     present = {
         stack.name: [
-            set(range(len(stack.attentions) + 1)) - skipped_parts(layer)
-            for layer in model.get_submodule(stack.module_path)
+            set(range(len(stack.attentions) + 1)) - skipped_parts(layer) for layer in stack.modules(model)
         ]
         for stack in stacks
     }

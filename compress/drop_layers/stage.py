@@ -197,7 +197,7 @@ def _select_layers(
     """Return the indices of the layers to keep by stack; report the importance in the details."""
     from smelt.compress.drop_layers.select_layers import select_by_influence, select_by_loss
 
-    counts = {stack.name: len(model.get_submodule(stack.module_path)) for stack in stacks}
+    counts = {stack.name: len(stack.modules(model)) for stack in stacks}
     wanted = kept_layers(settings, counts)
     ctx.warnings.extend(_nothing_removed_warnings(wanted, counts, settings))
     kept = {name: choice for name, choice in wanted.items() if isinstance(choice, list)}

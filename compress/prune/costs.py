@@ -100,7 +100,7 @@ def blocks_using_groups(model: Any, groups: Sequence[UnitGroup]) -> dict[str, li
         for part in block.parts:
             name = owners.get(model.get_submodule(part.linear_layers[-1]))
             if name is not None:
-                found[name][block] += 1 + len(block.aliases)
+                found[name][block] += len(block.call_indices)
     return {name: list(uses.items()) for name, uses in found.items()}
 
 

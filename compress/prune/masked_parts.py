@@ -355,7 +355,9 @@ class HiddenWidthMask:
         names = [p.linear_layers[-1] for block in blocks_of(self.model) for p in block.parts]
         sines = set(self._sinusoidal_tables())
         for stack in self._stacks():
-            names += [table.rpartition(".")[0] for table in stack.stream.embeddings]
+            projection = stack.stream.embedding_projection
+            tables = [table.rpartition(".")[0] for table in stack.stream.embeddings]
+            names += [projection] if projection else tables
             if stack.stream.other_tensors:
                 names.append(_owner_module([name for name, _ in stack.stream.other_tensors]))
         modules = dict.fromkeys(self.model.get_submodule(name) for name in names)

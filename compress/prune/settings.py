@@ -293,10 +293,10 @@ def count_kept_channels(count: int, settings: PruneSettings) -> int:
 def narrowed_config(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the model after its hidden width is pruned, for the checks of later steps."""
     family = find_family(config)
-    width = config.get(family.hidden_size_key) if family is not None and "width" in settings.targets else None
-    if family is None or not isinstance(width, int):
+    width = family.hidden_size(config) if family is not None and "width" in settings.targets else None
+    if family is None or width is None:
         return config
-    return {**config, family.hidden_size_key: count_kept_channels(width, settings)}
+    return family.with_hidden_size(config, count_kept_channels(width, settings))
 
 
 def fixed_width_error(config: Mapping[str, Any], task: Task) -> Message | None:

@@ -200,7 +200,7 @@ def _apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
 def _refit_points(block: Block) -> list[RefitPoint]:
     """Return the norms and linear layers to fit in a block, in the order of computation."""
     stack, found = block.stack, list[RefitPoint]()
-    if block.index == 0 and stack.stream.embedding_norm:
+    if block.index == 0 and stack.stream.embedding_norm and not stack.stream.embedding_projection:
         found.append(RefitNorm(stack.stream.embedding_norm))
     parts: list[Attention | FeedForward] = [*stack.attentions, stack.feed_forward]
     for number, kind in enumerate(parts):

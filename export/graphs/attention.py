@@ -365,12 +365,23 @@ def exportable_attention(modules: Sequence[AttentionModule], scope: AttentionSco
     """Replace the forward of these attention modules for the export, within the block."""
     pack_projections(modules)
     for attention in modules:
-        attention.module.forward = partial(_FORWARDS[attention.parts.relative_bias], attention, scope)
+        attention.module.forward = partial(_replaced_forward, attention, scope)
     try:
         yield
     finally:
         for attention in modules:
             del attention.module.forward
+
+
+def _replaced_forward(
+    attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor | None, ...]:
+    """Compute an attention module, with its `residual_norm`, in its own form of arguments and results."""
+    forward = _FORWARDS[attention.parts.relative_bias]
+    output, *others = forward(attention, scope, hidden_states, *args, **kwargs)
+    if attention.parts.residual_norm is not None:
+        output = attention.projection(attention.parts.residual_norm)(hidden_states + output)
+    return output, *others
 
 
 def _attend(

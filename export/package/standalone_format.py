@@ -303,7 +303,7 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
         from smelt.models.families.registry import find_family
 
         family = find_family(config)
-        settings["width"] = int(config[family.hidden_size_key]) if family else 0
+        settings["width"] = (family.hidden_size(config) or 0) if family else 0
     else:
         settings["generation"], notes = _generation_settings(artifact, config, generation)
         if not config.get("is_encoder_decoder"):  # the requested number of new tokens limits a prompt

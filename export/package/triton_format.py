@@ -249,7 +249,7 @@ def _output_tensor(artifact: Artifact, config: dict[str, Any]) -> TritonTensor:
         return TritonTensor("sequences", "TYPE_INT64", (-1,))
     family = find_family(config)
     if task == SENTENCE_SIMILARITY and family is not None:
-        return TritonTensor("sentence_embedding", "TYPE_FP32", (int(config[family.hidden_size_key]),))
+        return TritonTensor("sentence_embedding", "TYPE_FP32", (int(family.hidden_size(config) or -1),))
     return TritonTensor("logits", "TYPE_FP32", (len(config.get("id2label") or (0, 1)),))
 
 

@@ -410,7 +410,7 @@ class Model:
     def _embedding_size(self) -> int:
         """Size of an embedding."""
         family = find_family(self._runner.config)
-        return int(self._runner.config[family.hidden_size_key]) if family else 0
+        return (family.hidden_size(self._runner.config) or 0) if family else 0
 
     def _require_method(self, method: str) -> None:
         """Require that `method` is the one for the model's task.

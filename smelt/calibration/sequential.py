@@ -198,7 +198,7 @@ class SequentialRunner:
             self._done = end
 
     def _stack_modules(self, stack: Stack) -> list[nn.Module]:
-        return list(self.model.get_submodule(stack.module_path))
+        return stack.modules(self.model)
 
     def _run(self, number: int, last: int, see: StatesCallback | None = None) -> BlockOutput:
         """Return the output of position `last` for a batch, from the stored states."""
@@ -427,7 +427,7 @@ class PrefixCachedModel:
 
     @property
     def _shares_blocks(self) -> bool:
-        places = [list(self.model.get_submodule(stack.module_path)) for stack in self._stacks]
+        places = [stack.modules(self.model) for stack in self._stacks]
         return any(len(set(modules)) < len(modules) for modules in places)
 
     def outputs(self) -> Iterator[Tensor]:

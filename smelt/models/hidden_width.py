@@ -24,8 +24,8 @@ from smelt.models.families.registry import (
     FAMILIES,
     blocks_of,
     family_of,
+    hidden_norm_names,
     is_token_embedding,
-    norm_consumers,
     output_modules,
 )
 from smelt.models.layers import LowRankConv, LowRankEmbedding, LowRankLinear
@@ -90,21 +90,24 @@ def _iter_axes(model: Any) -> Iterator[tuple[str, int, HiddenStream, bool]]:
     family: Any = family_of(model)
     config = model.config.to_dict()
     for stack in family.stacks(config):
+        if stack.stream.embedding_projection:
+            yield from _output_axes(model, stack.stream.embedding_projection, "hidden")
+            continue
         for table in stack.stream.embeddings:
             yield from _table_axes(model, table)
         for name, dim in stack.stream.other_tensors:
             yield _last_conv_step(model, name), dim, "hidden", False
     # where BART's sides have embeddings of their own, a third one remains, which gets the same width
+    projected = any(stack.stream.embedding_projection for stack in family.stacks(config))
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if is_token_embedding(family, config, name):
+        if not projected and is_token_embedding(family, config, name):
             yield name, 1, "hidden", False
     for block in blocks_of(model):
         for part in block.parts:
             for name in part.linear_layers[:-1]:
                 yield from _input_axes(model, name, "hidden")
             yield from _output_axes(model, part.linear_layers[-1], "hidden")
-    of_heads = {norm for block in blocks_of(model) for a in block.attentions for norm in a.qk_norms or ()}
-    norms = [feed.norm for feed in norm_consumers(model) if feed.norm not in of_heads]
+    norms = hidden_norm_names(model)
     for norm in norms:
         yield from _norm_axes(model, norm, "head" if norm in family.head_modules else "hidden")
     head = [name for name in output_modules(model) if name not in norms]
@@ -235,7 +238,7 @@ def write_width_to_config(
     family: Any = family_of(model)
     config = model.config.to_dict()
     attentions = [a for stack in family.stacks(config) for a in stack.attentions]
-    after = config | {family.hidden_size_key: hidden_width(model)}
+    after = family.with_hidden_size(config, hidden_width(model))
     scales = (family.embedding_scale, family.output_scale)
     alone = (
         not before and not family.position_encoding.is_sinusoidal and all(a.head_dim_key for a in attentions)
@@ -248,7 +251,9 @@ def write_width_to_config(
     for attention in model_attentions(model):
         width = int(getattr(model.get_submodule(attention.name), attention.head_dim_attribute))
         setattr(model.config, str(attention.head_dim_key), width)
-    setattr(model.config, family.hidden_size_key, after[family.hidden_size_key])
+    for key in (family.hidden_size_key, family.embedding_size_key):
+        if key:
+            setattr(model.config, key, after[key])
     return []
 
 

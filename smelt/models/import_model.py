@@ -354,7 +354,7 @@ def _has_older_names(src: Path, kind: str) -> bool:
 def configure_embedder(folder: Path, rules: SentenceRules) -> None:
     """Store in `folder` the `rules` by which all readers make vectors of texts, and their maximum length."""
     config = read_json_object(folder / "config.json")
-    write_sentence_rules(folder, rules, int(config[FAMILIES[str(config["model_type"])].hidden_size_key]))
+    write_sentence_rules(folder, rules, FAMILIES[str(config["model_type"])].hidden_size(config) or 0)
     if rules.max_length is not None:  # sentence-transformers writes it there too
         path = folder / "tokenizer_config.json"
         write_json(path, read_json_object(path) | {"model_max_length": rules.max_length})

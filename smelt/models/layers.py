@@ -319,7 +319,7 @@ def skip_sublayer(model: Any, place: str, part: int) -> dict[str, Any]:
     gone = skipped_parts(block)
     if type(part) is not int or not 0 <= part <= len(stack.attentions) or part in gone:
         raise ValueError(f"the block {place} has no part {part!r} to remove")
-    blocks = list(dict.fromkeys(model.get_submodule(stack.module_path)))
+    blocks = list(dict.fromkeys(stack.modules(model)))
     if not any(part not in skipped_parts(other) for other in blocks if other is not block):
         raise InputError(
             f"{place}: {with_article(sublayer_name(stack, part))} of the {stack.name} must be kept,"
@@ -343,7 +343,7 @@ def sublayer_name(stack: Stack, part: int) -> str:
 
 def renumber_caches(model: Any, stack: Stack) -> None:
     """Renumber the remaining attentions of each kind in `stack` from 0: their index in the cache."""
-    blocks = list(dict.fromkeys(model.get_submodule(stack.module_path)))
+    blocks = list(dict.fromkeys(stack.modules(model)))
     if not any(skipped_parts(block) for block in blocks):
         return
     for part, attention in enumerate(stack.attentions):

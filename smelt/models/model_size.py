@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 FLOAT_BYTES = 4  # of a weight in memory, whatever its file holds
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_TABLE_WIDTH_KEYS = ("embedding_size", "word_embed_proj_dim")  # ELECTRA, OPT: projected to the model's width
 # The side of a patch of an image model without that config key.
 _PATCH = 16
 
@@ -79,7 +78,7 @@ class ModelSize:
     head_weights: of an output layer that is not tied. other_weights: norms, biases, positions, classifiers.
     output_width: outputs per token or sample. bytes_per_weight: stored, of the linear layers in blocks;
     table_bytes_per_weight: of all others. kept_ratio: part of the linear layers' weights that earlier steps
-    left, where the config does not show it.
+    left, where the config does not show it; 1 / layers if one block is called for every layer.
     """
 
     family: str
@@ -169,8 +168,8 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     Classifiers and poolers of encoders are not included.
     """
     family = find_family(config)
-    width = config.get(family.hidden_size_key) if family is not None else None
-    if family is None or not isinstance(width, int):
+    width = family.hidden_size(config) if family is not None else None
+    if family is None or width is None:
         return None
     stacks = [
         found for stack in family.stacks(config) if (found := _stack_size(family, stack, config, width))
@@ -179,10 +178,11 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
         return None
     images = family.input_kind == "images"
     vocabulary = 0 if images else _number(config.get("vocab_size")) or 0
-    table_width = next((n for key in _TABLE_WIDTH_KEYS if (n := _number(config.get(key)))), width)
+    table_width = family.embedding_size(config) or width
     generates = family.architecture != "encoder"
     tied = bool(config.get("tie_word_embeddings", True))
     separate = config.get("share_encoder_decoder_embeddings") is False  # Marian's option
+    repeated = any(stack.repeats_block for stack in family.stacks(config))
     return ModelSize(
         family=family.name,
         width=width,
@@ -193,6 +193,7 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
         output_width=vocabulary if generates else 0,
         generates=generates,
         image_tokens=_image_tokens(config) if images else 0,
+        kept_ratio=1 / stacks[0].layers if repeated else 1.0,
     )
 
 

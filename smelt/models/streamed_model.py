@@ -176,7 +176,9 @@ def open_streamed(src: Path, out: Path, dtype: StoredDtype = "keep") -> Streamed
         return None
     places = {name: path for path, name, _ in weight_tensors(src)}
     blocks = blocks_of(model)
-    if any(block.aliases for block in blocks) or not _load_outside_blocks(model, blocks, places):
+    if any(len(block.call_indices) > 1 for block in blocks) or not _load_outside_blocks(
+        model, blocks, places
+    ):
         return None
     model.eval()
     return StreamedModel(model, edits, places, src, out, dtype)

@@ -266,7 +266,7 @@ def _named_by_config(folder: Path) -> str | None:
     )
 
 
-_POOLER = r"(\w+\.)?pooler\.dense\.(weight|bias)"
+_POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
 
 
 def is_unused_tensor(family: str, name: str, new_head: bool = False, embeds: bool = False) -> bool:

@@ -235,9 +235,9 @@ def default_learning_rate(config: Mapping[str, Any], trained: TrainedPart = "wei
         rate, published, width = (
             family.learning_rate.peak,
             family.learning_rate.hidden_size,
-            config.get(family.hidden_size_key),
+            family.hidden_size(config),
         )
-        if published is not None and isinstance(width, int) and width > 0:
+        if published and width:
             rate *= published / width
     if trained == "fewer layers" and (family is None or family.architecture == "encoder"):
         trained = "weights"

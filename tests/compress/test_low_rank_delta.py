@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from every_family import DISTINCT_FAMILIES
+from every_family import SEPARATE_BLOCKS
 from expected_errors import raises_code, raises_setting_codes
 from safetensors.torch import load_file
 from weight_sharing import linear_names_by_block, three_layer_model
@@ -79,7 +79,7 @@ def test_rounds_lose_less_and_less_and_share_the_mean_of_what_differences_leave(
     assert not torch.allclose(found, before)
 
 
-@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
 def test_at_full_rank_the_model_is_what_it_was_and_what_is_shared_is_stored_once(family, tmp_path):
     ctx = shared(family, tmp_path / "out", rank=999)
     model, plain = harness.load_output_model(ctx), load_model(three_layer_model(family))[0]

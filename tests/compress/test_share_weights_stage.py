@@ -4,7 +4,7 @@ import every_family
 import harness
 import pytest
 import torch
-from every_family import DISTINCT_FAMILIES
+from every_family import SEPARATE_BLOCKS
 from expected_errors import raises_code, raises_setting_codes
 from safetensors.torch import load_file
 from weight_sharing import assert_first_two_shared, linear_names_by_block, share_weights, three_layer_model
@@ -20,7 +20,7 @@ from smelt.models.families.registry import blocks_of
 from smelt.models.layers import skip_sublayer
 
 
-@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
 def test_shared_model_equals_one_with_copied_weights_and_is_smaller_by_them(family, tmp_path):
     source = three_layer_model(family)
     plain, _ = load_model(source)

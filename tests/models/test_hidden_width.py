@@ -47,9 +47,13 @@ def silenced(model, keep):
         norm.forward = alone
     gone = [channel for channel in range(hidden_width(model)) if channel not in keep]
     for stack in FAMILIES[model.config.model_type].stacks(model.config.to_dict()):
-        for table in stack.stream.embeddings:
-            owner, _, last = table.rpartition(".")
-            with torch.no_grad():
+        with torch.no_grad():
+            if stack.stream.embedding_projection:
+                projection = model.get_submodule(stack.stream.embedding_projection)
+                projection.weight[gone], projection.bias[gone] = 0, 0
+                continue
+            for table in stack.stream.embeddings:
+                owner, _, last = table.rpartition(".")
                 getattr(model.get_submodule(owner), last)[:, gone] = 0
 
 

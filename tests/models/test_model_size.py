@@ -17,7 +17,7 @@ from smelt.models.model_size import count_parameters, read_model_size, size_from
 
 
 @pytest.mark.parametrize(
-    "family", ["marian", "t5", "bert", "modernbert", "gpt2", "opt", "qwen3", "phi3", "vit"]
+    "family", ["marian", "t5", "bert", "albert", "modernbert", "gpt2", "opt", "qwen3", "phi3", "vit"]
 )
 def test_weights_of_blocks_and_of_the_whole_model(family):
     folder = every_family.model_with_layers(family, 3)

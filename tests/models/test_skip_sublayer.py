@@ -9,7 +9,7 @@ import onnx
 import pytest
 import tiny
 import torch
-from every_family import DISTINCT_FAMILIES
+from every_family import SEPARATE_BLOCKS
 from expected_errors import raises_code
 
 from smelt.compress.distill.inner_losses import InnerLosses
@@ -42,7 +42,7 @@ def without(family, out, which=((0, 0), (1, -1), (2, 1))):
     return out, model
 
 
-@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
 def test_the_rest_computes_as_if_the_part_gave_zeros(family, tmp_path):
     folder, model = without(family, tmp_path / "out")
     whole, _ = load_model(every_family.model_with_layers(family, 3))

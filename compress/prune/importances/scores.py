@@ -18,7 +18,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.data.splits import SENTENCE_SIMILARITY, missing_scores_errors
-from smelt.models.families.registry import family_of, model_attentions, norm_consumers
+from smelt.models.families.registry import family_of, hidden_norm_names
 from smelt.runtimes.device import torch_device
 from smelt.training.samples import EncodedSample, collate, encode_split, group_by_length, load_processor
 
@@ -73,9 +73,7 @@ class ScoredModel:
 def hidden_norms(model: Any) -> list[nn.Module]:
     """Return the norms of the hidden states of `model`, each once, in the order of computation."""
     family: Any = family_of(model)
-    of_heads = {norm for attention in model_attentions(model) for norm in attention.qk_norms or ()}
-    names = [feed.norm for feed in norm_consumers(model) if feed.norm not in of_heads]
-    return [model.get_submodule(name) for name in names if name not in family.head_modules]
+    return [model.get_submodule(name) for name in hidden_norm_names(model) if name not in family.head_modules]
 
 
 def score_on_labelled_samples(

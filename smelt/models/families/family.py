@@ -1,8 +1,9 @@
 """The description of a model family: its blocks, hidden states, positions, tokenizer and learning rate.
 
 One file of this folder is one family; registry.py lists them. Everything here is known without torch, from a
-model's config alone. Names of modules are dotted; those in an `Attention` and a `FeedForward` are relative to
-their block, those of a `Stack` to the model.
+model's config alone. The names of modules and config keys, a `Layout`, are derived from a tiny model by
+tools/family_layouts.py and stored in layouts/; a family's file holds the rest. Names of modules are dotted;
+those in an `Attention` and a `FeedForward` are relative to their block, those of a `Stack` to the model.
 
 `Attention` and `FeedForward` describe the linear layers of a block. A `ResidualStream` describes the hidden
 states of a stack, from the embeddings to the output layer: every block adds to the same states, so that one
@@ -12,8 +13,11 @@ position bias; a family with one provides an implementation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from smelt.data.splits import Task
@@ -56,7 +60,7 @@ class ResidualStream:
 
     embeddings: tuple[str, ...]
     """Names of the embeddings whose sum is the input of the stack, token embedding first; each [rows,
-    width]."""
+    width], or narrower with `embedding_projection`."""
     part_norms: tuple[str, ...]
     """Norms of the parts of a block, attentions in order and then the feed-forward part, relative to the
     block."""
@@ -65,6 +69,8 @@ class ResidualStream:
     the sum of the part's input and output, which is the input of the next part (post-norm)."""
     embedding_norm: str | None = None
     """The norm of the sum of the embeddings, if there is one."""
+    embedding_projection: str | None = None
+    """The linear layer from the embeddings, after their norm, to the hidden states, if there is one."""
     final_norm: str | None = None
     """The norm after the last block, if there is one."""
     other_tensors: tuple[tuple[str, int], ...] = ()
@@ -82,7 +88,9 @@ class Attention:
     """One attention of a block: its linear layers and the attributes with its numbers of heads."""
 
     name: str
-    """The module that computes it; "" if it is the block itself."""
+    """The module that computes it. The export replaces its whole forward: it computes the projections inside
+    of the module, the scores, `out` if that is inside, and `residual_norm`. Any other computation there would
+    be missing from the graph."""
     query: str
     """The linear layer of the queries; the same name as `key` and `value` if one layer computes all
     (`packed`)."""
@@ -122,6 +130,8 @@ class Attention:
     """Whether queries and keys are rotated by their positions."""
     qk_norms: tuple[str, str] | None = None
     """The norms of each head's queries and keys, if any (Qwen3)."""
+    residual_norm: str | None = None
+    """The norm of the sum of its input and its output, if the module itself computes the sum (ALBERT)."""
     uses_attention_interface: bool = True
     """Whether it calls the function in transformers' AttentionInterface with queries, keys, values, mask and
     scale, so that a registered function gets the scores before the softmax. Otherwise they are computed
@@ -147,6 +157,7 @@ class Attention:
             value=_join_path(block, self.value),
             out=_join_path(block, self.out),
             qk_norms=norms,
+            residual_norm=self.residual_norm and _join_path(block, self.residual_norm),
         )
 
 
@@ -210,6 +221,8 @@ class Stack:
     """Config keys whose value, if set, is a list with an entry for each block; others apply to all blocks."""
     num_layers_fallback_key: str | None = None
     """Another config key for the number of blocks."""
+    repeats_block: bool = False
+    """Whether the list has one module, which is called once for each block (ALBERT)."""
 
     def num_layers(self, config: Config) -> int | None:
         """Return the number of blocks in `config`, None if it has none."""
@@ -217,6 +230,91 @@ class Stack:
             self.num_layers_fallback_key or self.num_layers_key
         )
         return number if isinstance(number, int) else None
+
+    def modules(self, model: Any) -> list[Any]:
+        """Return the blocks of `model` in the order of their calls; a repeated one has several entries."""
+        modules = list(model.get_submodule(self.module_path))
+        return modules * int(getattr(model.config, self.num_layers_key)) if self.repeats_block else modules
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a tiny model shows of a family: the names of its modules, and the config keys of its sizes."""
+
+    stacks: tuple[Stack, ...]
+    """Empty if it has convolutions instead of attention and feed-forward parts."""
+    hidden_size_key: str
+    """The config key for the width of the hidden states; "" without blocks, where a model has several."""
+    head_modules: tuple[str, ...]
+    """The modules between the last hidden states and the outputs, in order, by their names in the model; each
+    gets the output of the one before."""
+    embedding_size_key: str | None = None
+    """The config key for the width of the token embedding, if it may differ."""
+    default_embedding_size: int | None = None
+    """The width that a config without this key means; None: that of the hidden states."""
+    logits_bias: str | None = None
+    """A buffer that is added to the outputs."""
+    transposed_suffixes: tuple[str, ...] = ()
+    """Suffixes of linear layers whose weights are stored transposed (GPT-2)."""
+
+
+LAYOUT_FOLDER = Path(__file__).parent / "layouts"
+
+
+def read_layout(name: str) -> Layout:
+    """Return the stored layout `name`."""
+    data: dict[str, Any] = _lists_to_tuples(json.loads((LAYOUT_FOLDER / f"{name}.json").read_text()))
+    stacks = tuple(
+        Stack(
+            **stack
+            | {
+                "attentions": tuple(Attention(**attention) for attention in stack["attentions"]),
+                "feed_forward": FeedForward(**stack["feed_forward"]),
+                "stream": ResidualStream(**stack["stream"]),
+            }
+        )
+        for stack in data["stacks"]
+    )
+    return Layout(**data | {"stacks": stacks})
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """Return `layout` as stored, without fields that have their default."""
+    return {
+        **_without_defaults(layout),
+        "stacks": [
+            _without_defaults(stack)
+            | {
+                "attentions": [_without_defaults(attention) for attention in stack.attentions],
+                "feed_forward": _without_defaults(stack.feed_forward),
+                "stream": _without_defaults(stack.stream),
+            }
+            for stack in layout.stacks
+        ],
+    }
+
+
+def _without_defaults(part: Any) -> dict[str, Any]:
+    return {f.name: value for f in fields(part) if (value := getattr(part, f.name)) != f.default}
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_lists_to_tuples, value))
+    if isinstance(value, dict):
+        return {key: _lists_to_tuples(item) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class LayoutVariant:
+    """Another layout of a family, which its config selects."""
+
+    name: str
+    applies: Callable[[Config], bool]
+    """Whether a config selects it."""
+    example: Config
+    """Config keys of a tiny model that has it."""
 
 
 @dataclass(frozen=True)
@@ -286,24 +384,19 @@ class PublishedLearningRate:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. One without `stacks` has convolutions instead of attention and feed-forward parts."""
+    """A model family: what a tiny model does not show. One without stacks has convolutions."""
 
     name: str
     """The config's model_type."""
-    architecture: Architecture
     tasks: tuple[Task, ...]
     """Supported tasks, the most usual first."""
-    stacks: Callable[[Config], tuple[Stack, ...]]
-    """Returns the stacks of a config."""
-    embedding_suffixes: tuple[str, ...]
-    """Possible suffixes of the token embedding, [vocabulary, width]."""
-    hidden_size_key: str
-    """The config key for the width of the token embedding."""
     learning_rate: PublishedLearningRate
     """The default learning rate is derived from it."""
-    head_modules: tuple[str, ...]
-    """The modules between the last hidden states and the outputs, in order, by their names in the model; each
-    gets the output of the one before."""
+    layout_variants: tuple[LayoutVariant, ...] = ()
+    attention_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its attentions that the layout cannot show."""
+    num_layers_fallback_key: str | None = None
+    """The config key for the number of blocks of a stack whose own key has no value."""
     input_kind: Literal["texts", "images"] = "texts"
     """Token ids of texts, or pixels of images."""
     renamed_tensors: tuple[tuple[str, str], ...] = ()
@@ -315,8 +408,6 @@ class Family:
     output is added to the input."""
     conv_shortcut: str = ""
     """The module next to a chain that computes the other summand, by such a pair or unchanged."""
-    logits_bias: str | None = None
-    """A buffer that is added to the outputs."""
     embedding_scale: Callable[[Config], float] = lambda config: 1.0
     """From a config, the factor of the token embedding; it may depend on the width."""
     output_scale: Callable[[Config], float] = lambda config: 1.0
@@ -346,8 +437,6 @@ class Family:
     language."""
     example_languages: tuple[str, str] = ("en_XX", "de_DE")
     """A source and a target in the notation of such a tokenizer."""
-    transposed_suffixes: tuple[str, ...] = ()
-    """Suffixes of linear layers whose weights are stored transposed (GPT-2)."""
     relative_bias: Callable[[], RelativeBias] | None = None
     """Returns the implementation of `relative_bias` of its attentions (imports torch)."""
     rms_norm: RmsNormForm = RmsNormForm()
@@ -361,6 +450,88 @@ class Family:
     """Why a student needs the first block, as text for users; None if it does not."""
     unsupported_config: Callable[[Config], list[str]] = lambda config: []
     """From a config, the settings that smelt does not support."""
+
+    @cached_property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Its layouts by the name of the variant, "" for the usual one."""
+        layouts = {}
+        for variant in ("", *(variant.name for variant in self.layout_variants)):
+            layout = read_layout(f"{self.name}-{variant}" if variant else self.name)
+            stacks = tuple(
+                replace(
+                    stack,
+                    attentions=tuple(replace(a, **self.attention_fields) for a in stack.attentions),
+                    num_layers_fallback_key=self.num_layers_fallback_key,
+                )
+                for stack in layout.stacks
+            )
+            layouts[variant] = replace(layout, stacks=stacks)
+        return layouts
+
+    def stacks(self, config: Config) -> tuple[Stack, ...]:
+        """Return the stacks of a model of this config."""
+        variant = next((variant.name for variant in self.layout_variants if variant.applies(config)), "")
+        return self.layouts[variant].stacks
+
+    @property
+    def architecture(self) -> Architecture:
+        """What its blocks form, by its tasks."""
+        if self.tasks[0] in SEQ2SEQ_TASKS:
+            return "seq2seq"
+        return "decoder" if self.tasks[0] in DECODER_TASKS else "encoder"
+
+    @property
+    def embedding_suffixes(self) -> tuple[str, ...]:
+        """Possible suffixes of the token embedding, [vocabulary, width]."""
+        if self.architecture == "seq2seq":
+            return ("shared.weight", "encoder.embed_tokens.weight")
+        tables = [stack.stream.embeddings[0] for stack in self.layouts[""].stacks if stack.stream.embeddings]
+        return tuple(".".join(table.split(".")[-2:]) for table in tables)
+
+    @property
+    def hidden_size_key(self) -> str:
+        """See `Layout`."""
+        return self.layouts[""].hidden_size_key
+
+    @property
+    def embedding_size_key(self) -> str | None:
+        """See `Layout`."""
+        return self.layouts[""].embedding_size_key
+
+    @property
+    def head_modules(self) -> tuple[str, ...]:
+        """See `Layout`."""
+        return self.layouts[""].head_modules
+
+    @property
+    def logits_bias(self) -> str | None:
+        """See `Layout`."""
+        return self.layouts[""].logits_bias
+
+    @property
+    def transposed_suffixes(self) -> tuple[str, ...]:
+        """See `Layout`."""
+        return self.layouts[""].transposed_suffixes
+
+    def hidden_size(self, config: Config) -> int | None:
+        """Return the width of the hidden states, None without a single one in `config`."""
+        size = config.get(self.hidden_size_key)
+        return size if isinstance(size, int) else None
+
+    def embedding_size(self, config: Config) -> int | None:
+        """Return the width of the token embedding, None without one in `config`."""
+        size = config.get(self.embedding_size_key) if self.embedding_size_key else None
+        return (
+            size
+            if isinstance(size, int) and size > 0
+            else self.layouts[""].default_embedding_size or self.hidden_size(config)
+        )
+
+    def with_hidden_size(self, config: Config, size: int) -> dict[str, Any]:
+        """Return `config` with another width of the hidden states, and of the embeddings if it is theirs."""
+        projected = any(stack.stream.embedding_projection for stack in self.stacks(config))
+        keys = {self.hidden_size_key, self.hidden_size_key if projected else self.embedding_size_key}
+        return {**config, **{key: size for key in keys if key}}
 
     def stack(self, config: Config, name: str) -> Stack | None:
         """Return the stack with this `name` in settings, None if there is none."""

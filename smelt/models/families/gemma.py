@@ -15,7 +15,7 @@ from smelt.models.families.family import (
     TokenizerFiles,
     TokenizerSpec,
 )
-from smelt.models.families.llama import LM_HEAD, stacks, unsupported_config
+from smelt.models.families.llama import unsupported_config
 
 
 def _unsupported_config(config: Config) -> list[str]:
@@ -27,13 +27,8 @@ def _unsupported_config(config: Config) -> list[str]:
 
 FAMILY = Family(
     name="gemma",
-    architecture="decoder",
     tasks=DECODER_TASKS,
-    stacks=stacks,
-    embedding_suffixes=("embed_tokens.weight",),
-    hidden_size_key="hidden_size",
     learning_rate=PublishedLearningRate(2e-5, 4096),  # as Llama's
-    head_modules=LM_HEAD,
     embedding_scale=lambda config: float(config["hidden_size"]) ** 0.5,
     tokenizer_files=TokenizerFiles(("tokenizer.model",)),
     tokenizer_spec=TokenizerSpec(

@@ -6,7 +6,7 @@ pad_token_id + 1 on.
 
 from __future__ import annotations
 
-from smelt.models.families.bart import LM_HEAD, BartLayout, embedding_scale
+from smelt.models.families.bart import embedding_scale
 from smelt.models.families.family import (
     SEQ2SEQ_TASKS,
     Family,
@@ -17,15 +17,8 @@ from smelt.models.families.family import (
 
 FAMILY = Family(
     name="m2m_100",
-    architecture="seq2seq",
     tasks=SEQ2SEQ_TASKS,
-    stacks=BartLayout(
-        pre_norm=True, has_embedding_norm=False, has_final_norm=True, position_table="embed_positions.weights"
-    ).stacks,
-    embedding_suffixes=("shared.weight", "encoder.embed_tokens.weight"),
-    hidden_size_key="d_model",
     learning_rate=PublishedLearningRate(3e-5, 1024),  # as mBART's, whose shape it has
-    head_modules=LM_HEAD,
     embedding_scale=embedding_scale,
     # NLLB's; M2M100's own tokenizer also has a vocab.json
     position_encoding=PositionEncoding(is_sinusoidal=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.models.families.bart import LM_HEAD, LOGITS_BIAS, BartLayout, embedding_scale
+from smelt.models.families.bart import embedding_scale
 from smelt.models.families.family import (
     SEQ2SEQ_TASKS,
     Family,
@@ -14,14 +14,8 @@ from smelt.models.families.family import (
 
 FAMILY = Family(
     name="marian",
-    architecture="seq2seq",
     tasks=SEQ2SEQ_TASKS,
-    stacks=BartLayout(pre_norm=False, has_embedding_norm=False, has_final_norm=False).stacks,
-    embedding_suffixes=("shared.weight", "encoder.embed_tokens.weight"),
-    hidden_size_key="d_model",
     learning_rate=PublishedLearningRate(2e-5, 512),  # the translation chapter of Hugging Face's course
-    head_modules=LM_HEAD,
-    logits_bias=LOGITS_BIAS,
     embedding_scale=embedding_scale,
     position_encoding=PositionEncoding(is_sinusoidal=True),
     tokenizer_files=TokenizerFiles(("source.spm", "target.spm", "vocab.json"), accepts_fast=False),

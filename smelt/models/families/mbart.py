@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from smelt.models.families.bart import (
     FAIRSEQ_VERSION_TENSORS,
-    LM_HEAD,
-    LOGITS_BIAS,
-    BartLayout,
     embedding_scale,
 )
 from smelt.models.families.family import SEQ2SEQ_TASKS, Family, PublishedLearningRate, TokenizerFiles
 
 FAMILY = Family(
     name="mbart",
-    architecture="seq2seq",
     tasks=SEQ2SEQ_TASKS,
-    stacks=BartLayout(pre_norm=True, has_embedding_norm=True, has_final_norm=True).stacks,
-    embedding_suffixes=("shared.weight", "encoder.embed_tokens.weight"),
-    hidden_size_key="d_model",
     learning_rate=PublishedLearningRate(3e-5, 1024),  # Liu et al. 2020, mBART, section 3
-    head_modules=LM_HEAD,
-    logits_bias=LOGITS_BIAS,
     embedding_scale=embedding_scale,
     tokenizer_files=TokenizerFiles(("sentencepiece.bpe.model",)),
     unused_tensors=(FAIRSEQ_VERSION_TENSORS,),

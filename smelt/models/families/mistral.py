@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smelt.models.families.family import DECODER_TASKS, Config, Family, PublishedLearningRate, TokenizerFiles
 from smelt.models.families.llama import FAMILY as LLAMA
-from smelt.models.families.llama import LM_HEAD, stacks, unsupported_config
+from smelt.models.families.llama import unsupported_config
 
 
 def attention_window(config: Config, layer_index: int) -> int | None:
@@ -15,13 +15,8 @@ def attention_window(config: Config, layer_index: int) -> int | None:
 
 FAMILY = Family(
     name="mistral",
-    architecture="decoder",
     tasks=DECODER_TASKS,
-    stacks=stacks,
-    embedding_suffixes=("embed_tokens.weight",),
-    hidden_size_key="hidden_size",
     learning_rate=PublishedLearningRate(2e-5, 4096),  # as Llama's
-    head_modules=LM_HEAD,
     tokenizer_files=TokenizerFiles(("tokenizer.model",)),
     tokenizer_spec=LLAMA.tokenizer_spec,
     unused_tensors=LLAMA.unused_tensors,

@@ -9,56 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smelt.models.families.bert import BERT_TOKENIZER
-from smelt.models.families.family import (
-    Attention,
-    Config,
-    Family,
-    FeedForward,
-    PublishedLearningRate,
-    ResidualStream,
-    Stack,
-)
+from smelt.models.families.family import Config, Family, PublishedLearningRate
 
 # Rotations are traced with fixed angles; `dynamic_rope_update` changes angles by text length.
 _LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
-
-
-def stacks(config: Config) -> tuple[Stack, ...]:
-    """Return the encoder's blocks."""
-    attention = Attention(
-        "attn",
-        query="attn.Wqkv",
-        key="attn.Wqkv",
-        value="attn.Wqkv",
-        out="attn.Wo",
-        heads_attribute=None,
-        head_dim_attribute="head_dim",
-        heads_key="num_attention_heads",
-        packed="equal",
-        scale_attribute="width",
-        rotary=True,
-    )
-    block = FeedForward(
-        "mlp",
-        "mlp.Wi",
-        "mlp.Wo",
-        "intermediate_size",
-        "hidden_activation",
-        gate="mlp.Wi",
-        gate_first=False,
-        activated_layer="up",
-    )
-    stream = ResidualStream(
-        ("model.embeddings.tok_embeddings.weight",),
-        part_norms=("attn_norm", "mlp_norm"),  # the first block's attn_norm does nothing
-        pre_norm=True,
-        embedding_norm="model.embeddings.norm",
-        final_norm="model.final_norm",
-    )
-    place, by_layer = "model.layers", ("layer_types",)
-    return (
-        Stack("layers", "num_hidden_layers", place, (attention,), block, stream, per_layer_keys=by_layer),
-    )
 
 
 def attention_window(config: Config, layer_index: int) -> int | None:
@@ -85,13 +39,8 @@ def unsupported_config(config: Config) -> list[str]:
 
 FAMILY = Family(
     name="modernbert",
-    architecture="encoder",
     tasks=("text-classification", "sentence-similarity"),
-    stacks=stacks,
-    embedding_suffixes=("tok_embeddings.weight",),
-    hidden_size_key="hidden_size",
     learning_rate=PublishedLearningRate(5e-5, 768),  # Warner et al. 2024, appendix: 1e-5 to 8e-5
-    head_modules=("head.dense", "head.norm", "classifier"),
     tokenizer_spec=replace(BERT_TOKENIZER, uses_token_types=False),
     other_head_tensors=(r"(head|decoder)\..+",),
     window=attention_window,

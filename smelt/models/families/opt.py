@@ -7,38 +7,18 @@ the table, which has two more rows than the config's value.
 
 from __future__ import annotations
 
-from smelt.models.families.bart import FAIRSEQ_VERSION_TENSORS, LM_HEAD, bart_attention
+from smelt.models.families.bart import FAIRSEQ_VERSION_TENSORS
 from smelt.models.families.family import (
     DECODER_TASKS,
     Config,
     Family,
-    FeedForward,
+    LayoutVariant,
     PublishedLearningRate,
-    ResidualStream,
-    Stack,
     TokenizerFiles,
     TokenizerSpec,
 )
 
-_DECODER_PATH = "model.decoder"
 _EOS_TOKEN = "</s>"
-
-
-def stacks(config: Config) -> tuple[Stack, ...]:
-    """Return the blocks."""
-    stream = ResidualStream(
-        (f"{_DECODER_PATH}.embed_tokens.weight", f"{_DECODER_PATH}.embed_positions.weight"),
-        part_norms=("self_attn_layer_norm", "final_layer_norm"),
-        pre_norm=True,
-        final_norm=None if config.get("_remove_final_layer_norm") else f"{_DECODER_PATH}.final_layer_norm",
-    )
-    block = FeedForward("", "fc1", "fc2", "ffn_dim", "activation_function")
-    of_heads = bart_attention("self_attn", "num_attention_heads")
-    return (
-        Stack(
-            "layers", "num_hidden_layers", f"{_DECODER_PATH}.layers", (of_heads,), block, stream, causal=True
-        ),
-    )
 
 
 def unsupported_config(config: Config) -> list[str]:
@@ -63,19 +43,21 @@ def unsupported_config(config: Config) -> list[str]:
 
 FAMILY = Family(
     name="opt",
-    architecture="decoder",
     tasks=DECODER_TASKS,
-    stacks=stacks,
-    embedding_suffixes=("embed_tokens.weight",),
-    hidden_size_key="hidden_size",
     learning_rate=PublishedLearningRate(2e-5, 4096),  # Stanford Alpaca's command for OPT-6.7B
-    head_modules=LM_HEAD,
     tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
     tokenizer_spec=TokenizerSpec(
         ("<s>", "<pad>", _EOS_TOKEN, "<unk>"),
         {"bos": _EOS_TOKEN, "eos": _EOS_TOKEN, "unk": _EOS_TOKEN, "pad": "<pad>"},
         f"{_EOS_TOKEN} $A",
         f"{_EOS_TOKEN} $A {_EOS_TOKEN} $B",
+    ),
+    layout_variants=(
+        LayoutVariant(
+            "no-final-norm",
+            applies=lambda config: bool(config.get("_remove_final_layer_norm")),
+            example={"_remove_final_layer_norm": True},
+        ),
     ),
     separates_packed_sequences=False,  # its mask is made without position_ids
     unused_tensors=(FAIRSEQ_VERSION_TENSORS,),

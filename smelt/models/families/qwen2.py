@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.models.families.family import (
-    DECODER_TASKS,
-    Config,
-    Family,
-    PublishedLearningRate,
-    Stack,
-    TokenizerFiles,
-)
+from smelt.models.families.family import DECODER_TASKS, Config, Family, PublishedLearningRate, TokenizerFiles
 from smelt.models.families.gpt2 import GPT2_TOKENIZER
-from smelt.models.families.llama import INV_FREQ_TENSORS, LM_HEAD, unsupported_config
-from smelt.models.families.llama import stacks as llama_stacks
-
-
-def stacks(config: Config) -> tuple[Stack, ...]:
-    """Return the blocks."""
-    (stack,) = llama_stacks(config)
-    return (replace(stack, per_layer_keys=("layer_types",)),)
+from smelt.models.families.llama import INV_FREQ_TENSORS, unsupported_config
 
 
 def attention_window(config: Config, layer_index: int) -> int | None:
@@ -32,13 +18,8 @@ def attention_window(config: Config, layer_index: int) -> int | None:
 
 FAMILY = Family(
     name="qwen2",
-    architecture="decoder",
     tasks=DECODER_TASKS,
-    stacks=stacks,
-    embedding_suffixes=("embed_tokens.weight",),
-    hidden_size_key="hidden_size",
     learning_rate=PublishedLearningRate(2e-5, 4096),  # as Llama's
-    head_modules=LM_HEAD,
     tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
     # transformers loads every tokenizer of the family as byte-level
     tokenizer_spec=replace(

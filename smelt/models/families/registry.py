@@ -21,6 +21,7 @@ from typing import Any
 from smelt.core.messages import with_article
 from smelt.data.splits import TASKS, Task
 from smelt.models.families import (
+    albert,
     bart,
     bert,
     distilbert,
@@ -43,11 +44,12 @@ from smelt.models.families import (
     roberta,
     t5,
     vit,
+    xlm_roberta,
 )
 from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
 
 _SEQ2SEQ_MODULES = (marian, t5, bart, mbart, pegasus, m2m_100)
-_ENCODER_MODULES = (bert, distilbert, roberta, mpnet, modernbert, electra)
+_ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert)
 _IMAGE_MODULES = (vit, resnet)
 _DECODER_MODULES = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3)
 FAMILIES: dict[str, Family] = {
@@ -108,7 +110,7 @@ class Block:
     """One block of a model.
 
     index: its position in the stack. module_path: its dotted name. window: its attention window (see
-    `Family.window`), None for all. aliases: the names of later blocks that are the same module.
+    `Family.window`), None for all. call_indices: all positions at which the stack calls the module.
     """
 
     stack: Stack
@@ -116,7 +118,7 @@ class Block:
     module_path: str
     module: Any
     window: int | None = None
-    aliases: tuple[str, ...] = ()
+    call_indices: tuple[int, ...] = ()
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
@@ -220,26 +222,21 @@ def hidden_state_locations(model: Any) -> list[HiddenStateLocation]:
     for block in blocks_of(model):
         if block.index == 0:
             found.append(HiddenStateLocation(block.stack.name, 0, block.module_path))
-        numbers = [block.index, *(int(alias.rpartition(".")[2]) for alias in block.aliases)]
-        found += [HiddenStateLocation(block.stack.name, number + 1, block.module_path) for number in numbers]
+        found += [
+            HiddenStateLocation(block.stack.name, number + 1, block.module_path)
+            for number in block.call_indices
+        ]
     order = {stack: place for place, stack in enumerate(dict.fromkeys(state.stack for state in found))}
     return sorted(found, key=lambda state: (order[state.stack], state.index))
 
 
 def _stack_blocks(model: Any, family: Family, stack: Stack, config: Config) -> Iterator[Block]:
-    modules = list(model.get_submodule(stack.module_path))
-    for number, module in enumerate(modules):
-        if any(earlier is module for earlier in modules[:number]):
-            continue
-        later = [at for at in range(number + 1, len(modules)) if modules[at] is module]
-        yield Block(
-            stack,
-            number,
-            f"{stack.module_path}.{number}",
-            module,
-            family.window(config, number),
-            tuple(f"{stack.module_path}.{at}" for at in later),
-        )
+    indices: dict[Any, list[int]] = {}
+    for index, module in enumerate(stack.modules(model)):
+        indices.setdefault(module, []).append(index)
+    for module, calls in indices.items():
+        path, window = f"{stack.module_path}.{calls[0]}", family.window(config, calls[0])
+        yield Block(stack, calls[0], path, module, window, tuple(calls))
 
 
 @dataclass(frozen=True)
@@ -288,10 +285,25 @@ def norm_consumers(model: Any) -> list[NormConsumers]:
     return found.results()
 
 
+def hidden_norm_names(model: Any) -> list[str]:
+    """Return the norms as wide as the hidden states of `model`, those of its head included, in order.
+
+    Norms of a head's queries and keys, and of embeddings before their projection, are not.
+    """
+    family = family_of(model)
+    stacks = family.stacks(model.config.to_dict()) if family else ()
+    others = {norm for attention in model_attentions(model) for norm in attention.qk_norms or ()}
+    others |= {str(s.stream.embedding_norm) for s in stacks if s.stream.embedding_projection}
+    return [feed.norm for feed in norm_consumers(model) if feed.norm not in others]
+
+
 def _collect_stack(found: _NormCollector, stack: Stack, end: list[str]) -> None:
     """Follow the hidden states of one stack; `end` uses its output, empty if that is unknown."""
     stream, source = stack.stream, stack.stream.embedding_norm
-    if source:
+    if source and stream.embedding_projection:
+        found.add(source, [stream.embedding_projection], only=True)
+        source = None
+    elif source:
         found.add(source, [], only=False)
     for block in _block_paths(found.model, stack):
         reads = [*map(_state_layers, stack.attentions), stack.feed_forward.input_layers]
@@ -361,7 +373,9 @@ def _state_layers(attention: Attention) -> tuple[str, ...]:
 
 
 def _block_paths(model: Any, stack: Stack) -> Iterator[str]:
-    return (f"{stack.module_path}.{number}" for number in range(len(model.get_submodule(stack.module_path))))
+    """Yield the name of the block of each call."""
+    for number in range(len(stack.modules(model))):
+        yield f"{stack.module_path}.{0 if stack.repeats_block else number}"
 
 
 def _join_paths(block: str, names: tuple[str, ...]) -> list[str]:

@@ -17,13 +17,8 @@ def unsupported_config(config: Config) -> list[str]:
 
 FAMILY = Family(
     name="resnet",
-    architecture="encoder",
     tasks=("image-classification",),
-    stacks=lambda config: (),
-    embedding_suffixes=(),
-    hidden_size_key="hidden_sizes",
     learning_rate=PublishedLearningRate(5e-4, None),  # as benchmarks/recipes/resnet-cifar10.yaml
-    head_modules=("classifier.1",),
     input_kind="images",
     conv_and_norm=("convolution", "normalization"),
     conv_chain="layer",  # of a basic or a bottleneck block

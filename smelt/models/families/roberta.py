@@ -6,13 +6,11 @@ for 512 tokens. Its table of token types has one row, which is added to all toke
 
 from __future__ import annotations
 
-from smelt.models.families.bert import POSITION_IDS_TENSORS, encoder_stack
+from smelt.models.families.bert import POSITION_IDS_TENSORS
 from smelt.models.families.family import (
-    Config,
     Family,
     PositionEncoding,
     PublishedLearningRate,
-    Stack,
     TokenizerFiles,
     TokenizerSpec,
 )
@@ -33,20 +31,10 @@ ROBERTA_TOKENIZER = TokenizerSpec(
 )
 
 
-def stacks(config: Config) -> tuple[Stack, ...]:
-    """Return the encoder's blocks."""
-    return encoder_stack("roberta")
-
-
 FAMILY = Family(
     name="roberta",
-    architecture="encoder",
     tasks=("text-classification", "sentence-similarity"),
-    stacks=stacks,
-    embedding_suffixes=("word_embeddings.weight",),
-    hidden_size_key="hidden_size",
     learning_rate=PublishedLearningRate(2e-5, 768),  # Liu et al. 2019, appendix: 1e-5 to 3e-5
-    head_modules=("classifier.dense", "classifier.out_proj"),
     position_encoding=PositionEncoding(offset_by_pad_id=True),
     tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),
     tokenizer_spec=ROBERTA_TOKENIZER,

@@ -381,9 +381,9 @@ def _embedding_parameters(model_info: ModelInfo) -> int:
     writes = model_info.task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS
     words, width = (
         model_info.config.get("vocab_size"),
-        model_info.config.get(FAMILIES[model_info.family].hidden_size_key),
+        FAMILIES[model_info.family].embedding_size(model_info.config),
     )
-    if writes or not isinstance(words, int) or not isinstance(width, int):
+    if writes or not isinstance(words, int) or width is None:
         return 0
     return min(words * width, model_info.parameters or 0)
 

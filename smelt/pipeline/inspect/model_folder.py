@@ -127,8 +127,9 @@ def _check_embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list
     family = find_family(config)
     if family is None:
         return []
-    declared = _pruned_width(folder) or config.get(family.hidden_size_key)
-    width = declared if isinstance(declared, int) else None
+    width = family.embedding_size(config)
+    if not any(stack.stream.embedding_projection for stack in family.stacks(config)):
+        width = _pruned_width(folder) or width
     for path, name, entry in weight_tensors(folder):
         shape = entry["shape"]
         if not is_token_embedding(family, config, name) or len(shape) != 2:

@@ -24,7 +24,7 @@ def batch(model):
 
 
 def everything(model):
-    places = {(block.stack.name, block.index + 1) for block in blocks_of(model)}
+    places = {(block.stack.name, index + 1) for block in blocks_of(model) for index in block.call_indices}
     states = places | {(stack, 0) for stack, _ in places}
     return CaptureRequest(frozenset(states), frozenset(places), frozenset(places))
 
@@ -91,7 +91,7 @@ def test_products_are_what_the_layers_of_query_key_and_value_give(family):
     given = {}
     attention = next(a for a in model_attentions(model) if not a.cross)
     hook = model.get_submodule(attention.query).register_forward_hook(
-        lambda m, args, result: given.update({"input": args[0]})
+        lambda m, args, result: given.setdefault("input", args[0])
     )
     with torch.no_grad(), capture_tensors(model, CaptureRequest(projections=wanted.projections), read):
         model(**batch(model))

@@ -4,7 +4,7 @@ import every_family
 import harness
 import pytest
 import torch
-from every_family import DISTINCT_FAMILIES
+from every_family import SEPARATE_BLOCKS
 from torch.nn.functional import normalize
 
 from smelt.compress.drop_layers.drop_parts import layer_parts, part_influence, without_parts
@@ -59,7 +59,7 @@ def _between(model, parts):
     return found
 
 
-@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
 def test_influence_is_that_of_the_states_before_and_behind_a_part(family):
     model = _loaded(family)
     parts = layer_parts(model)

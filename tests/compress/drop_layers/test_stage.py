@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from every_family import DISTINCT_FAMILIES
+from every_family import DISTINCT_FAMILIES, SEPARATE_BLOCKS
 from expected_errors import raises_code
 
 from smelt.compress.drop_layers.settings import DropLayersSettings
@@ -47,7 +47,7 @@ def test_an_embedder_without_scores_takes_block_influence():
     assert not DropLayers.check_rows(settings, "sentence-similarity", {"train": split})
 
 
-@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
 def test_layer_that_does_nothing_goes_first(family, tmp_path):
     idle = _with_idle_layer(family, tmp_path / "idle")
     ctx = every_family.run_stage(

@@ -14,7 +14,7 @@ import tiny
 import torch
 import transformers
 import usability_checks
-from every_family import DISTINCT_FAMILIES
+from every_family import SEPARATE_BLOCKS
 from expected_errors import raises_code
 
 from smelt.compress.distill.stage import Distill, DistillSettings
@@ -63,7 +63,7 @@ def agrees(masks, model, edits, source, out, outputs):
     return ctx
 
 
-@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
 def test_the_cut_computes_what_the_masks_did(family, tmp_path):
     masks, model, edits = learned_mask_models.masks_of_family(family, parts=("attention", "ffn"))
     values = masks.hidden.final_mask()

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 import usability_checks
-from every_family import DISTINCT_FAMILIES
+from every_family import SEPARATE_BLOCKS
 from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.finetune import Finetune, FinetuneSettings, check_training, provided_by_training
@@ -71,7 +71,7 @@ def test_of_a_kind_as_many_stay_as_are_expected_to():
     assert gone == {"0 attention", "1 ffn"}
 
 
-@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
 def test_the_cut_computes_what_the_masks_did(family, tmp_path):
     masks, model, edits = masks_of(family)
     assert not all(masks.kept_parts())

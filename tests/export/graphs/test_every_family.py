@@ -21,16 +21,18 @@ from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
 
 # of each kind one; the others go through all stages and the parity check in the matrix
-SOME = ["gemma", "m2m_100", "modernbert", "opt", "phi3"]
+SOME = ["albert", "gemma", "m2m_100", "modernbert", "opt", "phi3"]
 TEXTS = tiny.SENTENCES[:5]
 
 
-@pytest.fixture(scope="module", params=sorted(every_family.CONFIGS) if matrix.is_full_matrix() else SOME)
+@pytest.fixture(
+    scope="module", params=sorted(every_family.TEXT_FAMILIES) if matrix.is_full_matrix() else SOME
+)
 def family(request, tmp_path_factory):
     """A tiny model and its graphs as artifacts, and the family."""
     home = tmp_path_factory.mktemp(request.param)
     task = FAMILIES[request.param].tasks[0]
-    source = tiny.as_artifact(every_family.write_model(home / "model", request.param), task)
+    source = tiny.as_artifact(every_family.make_model(home / "model", request.param), task)
     ctx = graph_exports.make_context(home / "onnx", task)
     Onnx()(source, OnnxSettings(), ctx)
     manifest = source.manifest.model_copy(update={"format": "onnx", "details": ctx.details})

@@ -89,13 +89,18 @@ def test_windows_are_those_of_the_config(name, windows):
 
 def read_states(model, batch):
     """The states of each stack, read by hooks, and what transformers gives."""
-    found, handles = {}, []
+    found, handles, locations = {}, [], {}
     for state in hidden_state_locations(model):
+        # a repeated block computes one of its states in each call
+        locations.setdefault((state.module_path, state.index == 0), []).append(state)
+    for (path, _), states in locations.items():
 
-        def hook(module, given, result, state=state):
-            found[(state.stack, state.index)] = state.extract(given, result)
+        def hook(module, given, result, states=states):
+            if states:
+                state = states.pop(0)
+                found[(state.stack, state.index)] = state.extract(given, result)
 
-        handles.append(model.get_submodule(state.module_path).register_forward_hook(hook))
+        handles.append(model.get_submodule(path).register_forward_hook(hook))
     with torch.no_grad():
         result = family_models.run_model(model, batch, output_hidden_states=True)
     for handle in handles:

@@ -40,7 +40,7 @@ def test_the_stacks_are_where_they_are_said_to_be_and_as_many(made):
     config = model.config.to_dict()
     for stack in family.stacks(config):
         assert (
-            len(model.get_submodule(stack.module_path))
+            len(stack.modules(model))
             == stack.num_layers(config)
             == getattr(model.config, stack.num_layers_key)
         )
@@ -92,18 +92,21 @@ def test_the_word_embedding_has_the_name_and_the_width_that_are_said(made):
     family, model, folder = made
     shapes = [e["shape"] for _, name, e in weight_tensors(folder) if name.endswith(family.embedding_suffixes)]
     assert shapes
-    assert all(
-        shape == [model.config.vocab_size, getattr(model.config, family.hidden_size_key)] for shape in shapes
-    )
+    width = family.embedding_size(model.config.to_dict())
+    assert all(shape == [model.config.vocab_size, width] for shape in shapes)
 
 
 def test_a_block_that_stands_in_two_places_is_there_once(made):
     _, model, _ = made
     stack = blocks_of(model)[0].stack
+    if stack.repeats_block:
+        (block,) = blocks_of(model)
+        assert block.call_indices == tuple(range(stack.num_layers(model.config.to_dict())))
+        return
     layers = model.get_submodule(stack.module_path)
     layers[1] = layers[0]
     first, *others = (block for block in blocks_of(model) if block.stack == stack)
-    assert first.aliases == (f"{stack.module_path}.1",)
+    assert first.call_indices == (0, 1)
     assert [block.index for block in others] == list(range(2, len(layers)))
 
 
@@ -124,7 +127,8 @@ REFUSED = {
         {"rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS}},
     ),
     "words of another width": ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512}),
-    "embeddings of another width": ("electra", {"hidden_size": 256, "embedding_size": 128}),
+    "several groups of blocks": ("albert", {"num_hidden_groups": 2}),
+    "several blocks in a group": ("albert", {"inner_group_num": 2}),
     "norms behind their parts": ("opt", {"do_layer_norm_before": False}),
     "norms without weights": ("opt", {"layer_norm_elementwise_affine": False}),
     "what comes after": ("gemma", {"use_bidirectional_attention": True}),

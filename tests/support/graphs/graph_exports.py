@@ -45,7 +45,8 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     **{f: (partial(every_family.write_model, family=f, **layers), t) for f, t, layers in (
         ("m2m_100", "translation", ONE_LAYER_PER_STACK), ("pegasus", "summarization", ONE_LAYER_PER_STACK),
         ("mpnet", "text-classification", ONE_LAYER), ("modernbert", "text-classification", {}),
-        ("electra", "text-classification", ONE_LAYER),
+        ("electra", "text-classification", ONE_LAYER), ("xlm-roberta", "text-classification", ONE_LAYER),
+        ("albert", "text-classification", {}),
         ("mistral", "language-modeling", ONE_LAYER), ("gemma", "language-modeling", ONE_LAYER),
         ("qwen3", "language-modeling", ONE_LAYER), ("phi3", "language-modeling", ONE_LAYER),
         ("opt", "language-modeling", {}),

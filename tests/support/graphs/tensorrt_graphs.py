@@ -23,10 +23,11 @@ GRAPH_COUNTS = {
     "marian": 2, "t5": 2, "roberta": 1, "embedder": 1, "gpt2": 1, "llama": 1,
     "bart": 2, "bert": 1, "distilbert": 1, "qwen2": 1,
     "mbart": 2, "m2m_100": 2, "pegasus": 2, "mpnet": 1, "modernbert": 1, "electra": 1,
+    "albert": 1, "xlm-roberta": 1,
     "mistral": 1, "qwen3": 1, "gemma": 1, "phi3": 1, "opt": 1,
     "vit": 1, "resnet": 1,
     "embedder-distilbert": 1, "embedder-roberta": 1, "embedder-mpnet": 1, "embedder-modernbert": 1,
-    "embedder-electra": 1,
+    "embedder-electra": 1, "embedder-albert": 1, "embedder-xlm-roberta": 1,
 }  # fmt: skip
 """Families, and how many graphs each leaves as."""
 COMMON_FAMILIES = ("marian", "t5", "roberta", "embedder", "gpt2", "llama")

@@ -89,6 +89,8 @@ MODELS: dict[str, TinyFamily] = {
         STACK, config=ENCODER_CONFIG | {"global_attn_every_n_layers": 2, "local_attention": 6}
     ),
     "mpnet": TinyFamily(STACK, config=ENCODER_CONFIG | {"relative_attention_num_buckets": 32}),
+    "xlm-roberta": TinyFamily(STACK, config=ENCODER_CONFIG | {"type_vocab_size": 1}, like="bert"),
+    "albert": TinyFamily(STACK, config=ENCODER_CONFIG | {"embedding_size": 16}),
     "electra": TinyFamily(STACK, config=ENCODER_CONFIG | {"embedding_size": 32}, like="bert"),
     "gpt2": TinyFamily(("n_layer",), partial(causal.write_model, family="gpt2", n_embd=64)),
     "opt": TinyFamily(STACK, config=OPT_CONFIG),
@@ -109,6 +111,12 @@ MODELS: dict[str, TinyFamily] = {
 CONFIGS = {name: model.config for name, model in MODELS.items() if model.config}
 DISTINCT_FAMILIES = [name for name in TEXT_FAMILIES if is_full_matrix() or not MODELS[name].like]
 """One family for each way of computing, for tests of stages; all of them with SMELT_MATRIX=all."""
+SEPARATE_BLOCKS = [
+    name
+    for name in DISTINCT_FAMILIES
+    if not any(stack.repeats_block for stack in FAMILIES[name].stacks(CONFIGS.get(name, {})))
+]
+"""Those whose layers are blocks of their own, which can lose parts one by one."""
 
 
 def make_model(folder: Path, family: str, **config: Any) -> Path:

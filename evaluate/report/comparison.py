@@ -348,13 +348,13 @@ def _cut(text: str, room: int) -> str:
 
 def comparison_markdown(comparison: Mapping[str, Any]) -> str:
     """Return the comparison in GitHub's Markdown, with every metric."""
-    from smelt.evaluate.report.render import escaped, markdown_table
+    from smelt.evaluate.report.markdown import Markdown, markdown_table
 
     head, rows = comparison_rows(comparison)
-    table = markdown_table(head, [[escaped(cell) for cell in row] for row in rows], left=2)
-    notes = "\n".join(f"- {escaped(note)}" for note in comparison_notes(comparison))
-    names = " and ".join(escaped(run["name"]) for run in comparison["runs"])
-    return f"# {names}\n\n{table}\n\n{notes}\n"
+    table = markdown_table(head, rows, left=2)
+    notes = Markdown("\n").join(Markdown("- ") + note for note in comparison_notes(comparison))
+    names = " and ".join(run["name"] for run in comparison["runs"])
+    return str(Markdown("# {}\n\n{}\n\n{}\n").format(names, table, notes))
 
 
 def comparison_chart(comparison: Mapping[str, Any]) -> Chart | None:
@@ -458,12 +458,12 @@ def comparison_html(comparison: Mapping[str, Any]) -> str:
     head, rows = comparison_rows(comparison)
     text: str = environment.from_string(source).render(
         head=head,
-        rows=[[escape_controls(cell) for cell in row] for row in rows],
+        rows=rows,
         runs=len(comparison["runs"]),
-        title=" and ".join(escape_controls(run["name"]) for run in comparison["runs"]),
-        notes=[escape_controls(note) for note in comparison_notes(comparison)],
+        title=" and ".join(run["name"] for run in comparison["runs"]),
+        notes=comparison_notes(comparison),
         colors=partial(css_colors, palettes=RUN_PALETTES),
         drawings=[page_svg(page_figure(chart, size, label)) for size in (WIDE, NARROW)] if chart else [],
-        keys=[(escape_controls(name), color) for name, _, color in chart.legend] if chart else [],
+        keys=[(name, color) for name, _, color in chart.legend] if chart else [],
     )
-    return text
+    return escape_controls(text)

@@ -28,7 +28,8 @@ from smelt.data.splits import (
     Task,
 )
 from smelt.evaluate.report.chart import chart_files
-from smelt.evaluate.report.render import render_html, render_markdown
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
 from smelt.export.package.write_package import atomic_folder, require_empty_destination
 from smelt.pipeline.execute.run import RunOptions, run_plan

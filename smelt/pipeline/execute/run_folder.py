@@ -39,6 +39,7 @@ from smelt.core.files import (
     write_hashed_json,
 )
 from smelt.core.locks import file_lock, heartbeat, is_active
+from smelt.core.messages import escape_controls
 from smelt.core.remote_store import is_store_url, open_remote_store
 from smelt.core.store import Store
 from smelt.core.termination import interrupted_exit_code
@@ -162,10 +163,21 @@ def report_csv(report: Mapping[str, Any]) -> str:
     rows = [step_row(step) for step in report["steps"]]
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_csv_cell, names))
+    writer.writerows([_csv_cell(row.get(name)) for name in names] for row in rows)
     return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    """Return a text without control characters, and with an apostrophe before what starts a formula.
+
+    Source: CSV injection, OWASP. Spreadsheets compute cells that begin with one of these characters.
+    """
+    if not isinstance(value, str):
+        return value
+    text = escape_controls(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t")) else text
 
 
 @dataclass
@@ -215,7 +227,8 @@ def write_report(
 
     with_charts: with charts, also as files.
     """
-    from smelt.evaluate.report.render import render_html, render_markdown
+    from smelt.evaluate.report.markdown import render_markdown
+    from smelt.evaluate.report.render import render_html
     from smelt.evaluate.report.schema import validate_report
 
     write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")

@@ -23,7 +23,7 @@ from smelt.core.messages import escape_controls, messages_to_json
 from smelt.core.termination import interrupted_exit_code
 from smelt.evaluate.report import view
 from smelt.evaluate.report.drawing import PageFigure, css_colors, new_figure, page_svg, shorten, style_axes
-from smelt.evaluate.report.render import escaped, markdown_table
+from smelt.evaluate.report.markdown import Markdown, markdown_table
 from smelt.evaluate.report.schema import ScoreDifference
 from smelt.pipeline.search.analysis import hypervolumes, importances
 from smelt.pipeline.search.space import SearchSpace
@@ -356,18 +356,14 @@ def _parameter_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[st
 
 def search_markdown(report: Mapping[str, Any]) -> str:
     """Return the report in GitHub's Markdown."""
-    parts = [f"# Search of {escaped(Path(report['recipe']).name)}", escaped(" ".join(_sentences(report)))]
+    parts = [Markdown("# Search of ") + Path(report["recipe"]).name, " ".join(_sentences(report))]
     if report["front"]:
-        parts.append("## Front\n\n" + _table(*_front_table(report)))
+        parts += [Markdown("## Front"), markdown_table(*_front_table(report))]
         if any(point["recipe"] for point in report["front"]):
-            parts.append(_RUN_TEXT)
-    parts.append("## Parameters\n\n" + _table(*_parameter_table(report)))
-    parts.append("## Trials\n\n" + _table(*_trials_table(report)))
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return markdown_table(list(head), [[escaped(cell) for cell in row] for row in rows], left=1)
+            parts.append(Markdown(_RUN_TEXT))
+    parts += [Markdown("## Parameters"), markdown_table(*_parameter_table(report))]
+    parts += [Markdown("## Trials"), markdown_table(*_trials_table(report))]
+    return str(Markdown("\n\n").join(parts)) + "\n"
 
 
 def search_html(report: Mapping[str, Any]) -> str:
@@ -393,17 +389,14 @@ def search_html(report: Mapping[str, Any]) -> str:
     tables.append(("Parameters", _parameter_table(report)))
     tables.append(("Trials", _trials_table(report)))
     page: str = environment.from_string(source).render(
-        title=escape_controls(Path(report["recipe"]).name),
-        sentences=[escape_controls(text) for text in _sentences(report)],
-        tables=[
-            (name, head, [[escape_controls(cell) for cell in row] for row in rows])
-            for name, (head, rows) in tables
-        ],
+        title=Path(report["recipe"]).name,
+        sentences=_sentences(report),
+        tables=[(name, head, rows) for name, (head, rows) in tables],
         figures=figures,
         how_to_run=_RUN_TEXT if any(point["recipe"] for point in report["front"]) else "",
         colors=css_colors,
     )
-    return page
+    return escape_controls(page)
 
 
 def _trials_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -15,7 +15,8 @@ from smelt.data.splits import Example, Split
 from smelt.evaluate.quality import score_labels, score_texts
 from smelt.evaluate.report import examples
 from smelt.evaluate.report.examples import MAX_CHARACTERS, compare_examples, mark_differences
-from smelt.evaluate.report.render import render_html, render_markdown, render_table
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import validate_report
 
 pytestmark = pytest.mark.quick

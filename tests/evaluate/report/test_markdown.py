@@ -5,7 +5,8 @@ import re
 import pytest
 from sample_report import HtmlOutline, ten_step_report
 
-from smelt.evaluate.report.render import render_html, render_markdown
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html
 
 pytestmark = pytest.mark.quick
 

@@ -10,7 +10,8 @@ from sample_report import HtmlOutline, ten_step_report
 from smelt.core.errors import RunError
 from smelt.evaluate import layer_sqnr
 from smelt.evaluate.report import sensitivity
-from smelt.evaluate.report.render import render_html, render_markdown
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute.run_folder import step_row
 

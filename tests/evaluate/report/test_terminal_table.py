@@ -3,7 +3,8 @@
 import pytest
 from sample_report import make_message, ten_step_report
 
-from smelt.evaluate.report.render import render_markdown, render_table
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_table
 
 pytestmark = pytest.mark.quick
 

@@ -5,7 +5,8 @@ import re
 import pytest
 from sample_report import HtmlOutline, ten_step_report
 
-from smelt.evaluate.report.render import render_html, render_markdown, render_table
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import ScoreDifference, validate_report
 from smelt.evaluate.report.view import (
     difference_interval_text,

@@ -15,7 +15,8 @@ from parsed_recipes import parse_recipe
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import Example, Split, split_from_arrays
-from smelt.evaluate.report.render import render_html, render_markdown, render_table
+from smelt.evaluate.report.markdown import render_markdown
+from smelt.evaluate.report.render import render_html, render_table
 from smelt.pipeline.plan.warnings import (
     data_warnings,
     decoding_warnings,

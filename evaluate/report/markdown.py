@@ -1,0 +1,336 @@
+"""Render report.md from report.json: Markdown in which every text of the report is escaped.
+
+Texts of a report may come from an untrusted recipe, model or data. `Markdown` escapes whatever is put into it
+and is not `Markdown` itself, so that no section can forget it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from markupsafe import Markup
+
+from smelt.core.messages import escape_controls
+from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
+from smelt.evaluate.report import chart, examples, sensitivity, view
+from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport, validate_report
+from smelt.evaluate.report.verdict import verdict_lines
+
+_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
+_NUM_CONFUSIONS = 3
+
+
+class Markdown(Markup):
+    """A text in GitHub's Markdown: `+`, `join` and `format` escape other texts, on one line."""
+
+    __slots__ = ()
+
+    @classmethod
+    def escape(cls, s: Any, /) -> Self:
+        """Return `s` without what Markdown or HTML would take as markup; Markdown is returned unchanged."""
+        return s if isinstance(s, cls) else cls(" ".join(escape_controls(str(s)).split()).translate(_ESCAPES))
+
+
+def render_markdown(report: Mapping[str, Any]) -> str:
+    """Return the text of report.md (GitHub's Markdown).
+
+    Raises:
+        InputError: not a report of schema 3.
+    """
+    checked = validate_report(report)
+    parts = [_header_section(checked), _heading("Steps"), _steps_section(checked)]
+    if len(view.metric_names(checked)) > 1:
+        parts += [_heading("Quality"), _quality_section(checked)]
+    if any(step.test for step in checked.steps):
+        parts += [_heading("On test"), _test_section(checked)]
+    if folds := view.fold_table(checked):
+        parts += [_heading("Cross-validation"), markdown_table(*folds), Markdown(view.FOLDS_LEGEND)]
+    if len(view.batch_sizes(checked)) > 0:
+        parts += [_heading("Latency"), _latency_section(checked)]
+    if losses := chart.find_waterfall(checked):
+        parts += [_heading("Changes by stage"), _waterfall_section(losses)]
+    if layers := sensitivity.find_layer_table(checked):
+        table = markdown_table(*sensitivity.summary_rows(layers), left=3)
+        parts += [_heading("Sensitivity by layer"), table, Markdown(sensitivity.LEGEND)]
+    if any(step.gates for step in checked.steps):
+        parts += [_heading("Gates"), _gates_section(checked)]
+    if examples.agreement_columns(checked):
+        title = f"Agreement with the outputs of {checked.baseline}"
+        parts += [_heading(title), _agreement_section(checked)]
+    if shown := examples.steps_with_examples(checked):
+        parts += [_heading("Examples"), *(_step_examples(step, str(checked.baseline)) for step in shown)]
+    if notes := view.report_notes(checked):
+        lines = [Markdown("- **{}** {}: {}").format(*note) for note in notes]
+        parts += [_heading("Notes"), _join_lines(lines)]
+    parts += [_heading("How it was measured"), _footer_section(checked)]
+    return str(_join_paragraphs(parts)) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Markdown:
+    """Return a table of GitHub's Markdown; the first `left` columns are aligned left. Cells are escaped."""
+    marks = [":--" if i < left else "--:" for i in range(len(head))]
+    return _join_lines(
+        Markdown("| {} |").format(Markdown(" | ").join(cells)) for cells in [head, marks, *rows]
+    )
+
+
+def _join_lines(lines: Iterable[str]) -> Markdown:
+    return Markdown("\n").join(lines)
+
+
+def _join_paragraphs(parts: Iterable[str]) -> Markdown:
+    return Markdown("\n\n").join(parts)
+
+
+def _heading(text: str) -> Markdown:
+    return Markdown("## ") + text
+
+
+def _code(text: str) -> Markdown:
+    """Return `text` as code, where markup has no meaning; as escaped text where a backtick would end it."""
+    if "`" in text:
+        return Markdown.escape(text)
+    return Markdown(f"`{' '.join(escape_controls(text).split())}`")
+
+
+def _header_section(report: ReportData) -> Markdown:
+    command = report.verdict.command if report.verdict else None
+    task, n = report.recipe.get("task") or view.MISSING_TEXT, view.sample_text(report) or "nothing scored"
+    lines = [
+        Markdown("# {}: {}").format(view.report_title(report), report.status),
+        *(Markdown("**{}**").format(line) for line in verdict_lines(report)),
+        *([Markdown("In the folder of the run: ") + _code(command)] if command else []),
+        Markdown("Task {}, {}, {}.").format(task, n, view.hardware(report)),
+    ]
+    if report.frontier:
+        names = Markdown(", ").join(report.frontier)
+        lines.append(Markdown("Pareto-optimal in quality and speed: {}.").format(names))
+    return _join_paragraphs(lines)
+
+
+def _step_name_cell(row: view.TreeRow) -> Markdown:
+    # Markdown drops spaces at the start of a cell
+    return Markdown(row.branch.replace(" ", "&nbsp;")) + row.step.name
+
+
+def _steps_section(report: ReportData) -> Markdown:
+    metric = next(iter(view.metric_names(report)), None)
+    sizes = view.batch_sizes(report)
+    timed = [cell for size in sizes for cell in (f"p50 ms, batch {size}", "speed-up")]
+    quality = [f"{view.metric_label(metric)} (95 % interval)", "difference"] if metric else []
+    bits = ["bits per weight"] if view.has_quantized_weights(report) else []
+    head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters", *bits]
+    rows = [
+        [
+            _step_name_cell(row),
+            row.step.stage,
+            view.runtime_label(row.step),
+            row.step.status,
+            *([_score_cell(row.step, metric), _difference_cell(row.step, metric)] if metric else []),
+            *(cell for size in sizes for cell in _latency_cells(row.step, size)),
+            _size_cell(row.step, report.baseline_step),
+            view.millions(row.step.parameters),
+            *([view.bits_per_weight_text(row.step, report)] if bits else []),
+        ]
+        for row in view.tree_rows(report)
+    ]
+    return _join_paragraphs([markdown_table(head, rows, left=4), _steps_legend(report, bool(sizes))])
+
+
+def _steps_legend(report: ReportData, timed: bool) -> str:
+    """Return what the table of steps compares with, and what its marks mean."""
+    against = report.baseline or view.MISSING_TEXT
+    legend = (
+        "Each step continues from the one above it; branches are drawn. Differences"
+        f"{' and speed-ups' * timed} are relative to {against}; * p < 0.05, corrected (Holm)."
+    )
+    if report.judged_on != "test":
+        legend += f" Scores are of {report.judged_on} samples."
+    if any(entry.stable is False for step in report.steps for entry in step.latency):
+        legend += f" {view.DISTURBED_MARK} after a speed-up: it is unreliable (see the notes)."
+    return legend
+
+
+def _score_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
+    score = step.quality.get(metric)
+    if score is None:
+        return view.MISSING_TEXT
+    shown = view.metric_digits(metric)
+    return f"{view.number_text(score.value, shown)} {view.interval_text(score.ci95, shown)}".rstrip()
+
+
+def _difference_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
+    found = step.against_baseline.get(metric)
+    return view.difference_text(found, metric) + ("*" if found and view.is_significant(found) else "")
+
+
+def _latency_cells(step: StepReport, size: int) -> tuple[str, str]:
+    entry = step.latency_at(size)
+    if entry is None:
+        return view.MISSING_TEXT, view.MISSING_TEXT
+    if entry.speedup is None:
+        return view.significant_digits(entry.p50_ms), view.MISSING_TEXT
+    speedup = f"{view.speedup_text(entry)} {view.interval_text(entry.speedup_ci95)}".rstrip()
+    return view.significant_digits(entry.p50_ms), speedup
+
+
+def _size_cell(step: StepReport, base: StepReport | None) -> str:
+    ratio = view.size_ratio_text(step, base)
+    return view.megabytes(step.size_bytes) + (f" ({ratio})" if ratio else "")
+
+
+def _quality_section(report: ReportData) -> Markdown:
+    metrics = view.metric_names(report)
+    head = ["step", *(view.metric_label(metric) for metric in metrics)]
+    rows = []
+    for row in view.tree_rows(report):
+        if row.step.quality:
+            cells = [(_score_cell(row.step, m), _difference_cell(row.step, m)) for m in metrics]
+            rows.append(
+                [_step_name_cell(row), *(s if d == view.MISSING_TEXT else f"{s}, {d}" for s, d in cells)]
+            )
+    return markdown_table(head, rows)
+
+
+def _test_section(report: ReportData) -> Markdown:
+    """Return the test scores of the steps that were chosen on validation."""
+    metrics = view.metric_names(report)
+    rows = [
+        [_step_name_cell(row), *(f"{_score_cell(tested, m)}, {_difference_cell(tested, m)}" for m in metrics)]
+        for row in view.tree_rows(report)
+        if (tested := row.step.test)
+    ]
+    intro = "Steps were chosen on validation and are scored here on test: the expected quality on new data."
+    head = ["step", *(view.metric_label(metric) for metric in metrics)]
+    return _join_paragraphs([intro, markdown_table(head, rows)])
+
+
+def _latency_section(report: ReportData) -> Markdown:
+    head = ["step", "batch", "device", "threads", "p50 ms", "p90 ms", "p99 ms", "baseline p50 ms"]
+    head += ["CPU ms", "speed-up by CPU time", "throughput", "tokens in", "tokens out"]
+    rows = [
+        [
+            _step_name_cell(row),
+            str(entry.batch_size),
+            row.step.device or view.MISSING_TEXT,
+            view.MISSING_TEXT if entry.threads is None else str(entry.threads),
+            *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms, entry.baseline_p50_ms)),
+            view.significant_digits(entry.cpu_ms),
+            view.cpu_speedup_text(entry),
+            f"{view.significant_digits(entry.throughput)} {entry.unit or ''}".rstrip(),
+            view.number_text(entry.input_tokens, 1),
+            view.number_text(entry.output_tokens, 1),
+        ]
+        for row in view.tree_rows(report)
+        for entry in row.step.latency
+    ]
+    inside: dict[str, str] = {
+        IMAGE_CLASSIFICATION: "reading, decoding and resizing files are",
+        CUSTOM_TASK: "nothing else is",
+    }
+    what = inside.get(str(report.recipe.get("task")), "tokenizing and detokenizing are")
+    intro = (
+        f"From {view.latency_scope(report)}: {what} part of it; a call is one batch. The baseline's p50 is"
+        " from the same rounds. The speed-up by CPU time is also reliable on a busy machine."
+    )
+    return _join_paragraphs([intro, markdown_table(head, rows), *_timings_table(report)])
+
+
+def _timings_table(report: ReportData) -> list[Markdown]:
+    """Return the table of the parts of the median call; empty where no runner measures them."""
+    found = [
+        (row, entry.batch_size, view.timing_parts(report, entry.parts))
+        for row in view.tree_rows(report)
+        for entry in row.step.latency
+        if entry.parts
+    ]
+    if not found:
+        return []
+    head = ["step", "batch", *(f"{name} ms" for name, _ in found[0][2])]
+    rows = [
+        [_step_name_cell(row), str(size), *(view.significant_digits(ms) for _, ms in parts)]
+        for row, size, parts in found
+    ]
+    return [Markdown("Parts of the median call:"), markdown_table(head, rows)]
+
+
+def _waterfall_section(losses: chart.Waterfall) -> Markdown:
+    """Return how each stage of one chain changed quality, latency and size."""
+    found = [(row, [row.changes[at] for at in losses.panels]) for row in losses.rows]
+    rows = [
+        [row.step.name, row.step.stage, *(c.text if c else view.MISSING_TEXT for c in changes)]
+        for row, changes in found
+    ]
+    return markdown_table(["step", "stage", *(losses.titles[at] for at in losses.panels)], rows, left=2)
+
+
+def _gates_section(report: ReportData) -> Markdown:
+    rows = [
+        [
+            _step_name_cell(row),
+            view.metric_label(gate.metric),
+            gate.kind if gate.confidence is None else f"{gate.kind}, confidence {gate.confidence:g}",
+            word if (word := view.gate_verdict(gate)) == "passed" else Markdown("**{}**").format(word),
+            view.gate_value_text(gate),
+            view.gate_quantity_text(gate.metric, gate.limit),
+        ]
+        for row in view.tree_rows(report)
+        for gate in row.step.gates
+    ]
+    return markdown_table(["step", "metric", "kind", "result", "value", "limit"], rows, left=4)
+
+
+def _agreement_section(report: ReportData) -> Markdown:
+    columns = examples.agreement_columns(report)
+    rows = [
+        [_step_name_cell(row), *(examples.agreement_text(row.step, name) for name, _ in columns)]
+        for row in view.tree_rows(report)
+        if row.step.agreement
+    ]
+    table = markdown_table(["step", *(title for _, title in columns)], rows)
+    return _join_paragraphs([table, *examples.agreement_notes(report)])
+
+
+def _step_examples(step: StepReport, baseline: str) -> Markdown:
+    """Return the largest confusions of a step and its most changed examples; the HTML page has more."""
+    counts = examples.counts_text(step)
+    lines = [
+        Markdown("**{}**: {}").format(step.name, counts) if counts else Markdown("**{}**").format(step.name)
+    ]
+    confused = ", ".join(
+        f"{label} → {predicted} {count:,}"
+        for label, predicted, count in examples.largest_confusions(step, _NUM_CONFUSIONS)
+    )
+    lines += [Markdown("- most confused (label → prediction): {}").format(confused)] if confused else []
+    found = step.examples
+    for example in (*found.worse[:1], *found.better[:1]) if found else ():
+        pair = examples.mark_differences(example.baseline_output, example.output)
+        texts = [("source", example.source), ("second text", example.text_pair)]
+        texts += [("reference", text) for text in example.references]
+        change = examples.change_text(found.metric, example) if found else ""
+        lines.append(Markdown("- row {:,}, {}").format(example.row, change))
+        lines += [Markdown("  - {}: {}").format(name, text) for name, text in texts if text]
+        lines += [
+            Markdown("  - {}: {}").format(name, _marked(parts))
+            for name, parts in zip((baseline, step.name), pair, strict=True)
+        ]
+    return _join_lines(lines)
+
+
+def _marked(parts: examples.Marked) -> Markdown:
+    """Return a text with its differences in bold; as HTML, which needs no spaces around them."""
+    safe = [
+        (differs, Markdown(re.sub(r"\s+", " ", escape_controls(text)).translate(_ESCAPES)))
+        for differs, text in parts
+    ]
+    return Markdown("").join(
+        Markdown("<b>{}</b>").format(text) if differs else text for differs, text in safe
+    )
+
+
+def _footer_section(report: ReportData) -> Markdown:
+    pairs = [(view.metric_label(metric), signature) for metric, signature in view.signatures(report)]
+    lines = [Markdown("- {}: {}").format(*pair) for pair in pairs + view.flatten(report.environment)]
+    return _join_lines(lines) or Markdown(view.MISSING_TEXT)

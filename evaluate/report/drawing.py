@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
+from types import ModuleType
 from typing import Any
 
 from smelt.core.messages import escape_controls
@@ -118,9 +122,7 @@ def _recolor(svg: str, colors: Mapping[str, str]) -> str:
 
 def figure_bytes(draw: Draw, colors: Mapping[str, str], kind: str, salt: str = "file") -> bytes:
     """Return a figure as a file of format `kind`, svg or png; equal figures give equal files."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports that it caches fonts
-    import matplotlib
-
+    matplotlib = _import_matplotlib()
     out = io.BytesIO()
     settings: dict[Any, Any] = {
         "svg.fonttype": "none",
@@ -137,6 +139,26 @@ def figure_bytes(draw: Draw, colors: Mapping[str, str], kind: str, salt: str = "
         metadata = unsigned if kind == "svg" else {"Software": None}
         figure.savefig(out, format=kind, dpi=72 if kind == "svg" else FILE_DPI, metadata=metadata)
     return out.getvalue()
+
+
+def _import_matplotlib() -> ModuleType:
+    """Return matplotlib, imported even if `MPLBACKEND` names a backend that is not installed.
+
+    Jupyter sets the variable for all processes, but the backend may exist in its environment only. Figures
+    are saved to files here, which needs no backend; a program that draws windows keeps its valid one.
+    """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports that it caches fonts
+    is_first_import = "matplotlib" not in sys.modules
+    backend = os.environ.pop("MPLBACKEND", None) if is_first_import else None
+    try:
+        import matplotlib
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    if backend:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
+    return matplotlib
 
 
 def new_figure(width: int, height: int, colors: Mapping[str, str]) -> Any:

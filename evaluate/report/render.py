@@ -118,7 +118,6 @@ def _size_bars(report: ReportData) -> list[tuple[StepReport, float]]:
     return [(step, round(100 * (step.size_bytes or 0) / most, 2)) for step in sized]
 
 
-_ASCII_REPLACEMENTS = str.maketrans("├└│─–−…×·", "|`|---~x,")
 _MIN_NAME_WIDTH = 10
 # warnings about steps that a terminal shows; the report contains all
 _MAX_WARNINGS = 3
@@ -126,7 +125,7 @@ _MAX_WARNINGS = 3
 
 # not rich's tables: they have no cell across columns, which the reason of a failed step needs, and for this
 # and the tables of `smelt bench` and `smelt store` they take as many lines of code
-def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
+def render_table(report: Mapping[str, Any], width: int = 80) -> str:
     """Return the verdict, and the steps as a tree with metric, difference, p50, speed-up and size.
 
     Where no times were measured, without those; if no name is truncated for it, also with the percentage of
@@ -135,7 +134,6 @@ def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = 
     Args:
         report: a report.json.
         width: columns of the terminal; at least 60 are used.
-        ascii_only: use ASCII characters only, for terminals that cannot show others.
 
     Raises:
         InputError: not a report of schema 3.
@@ -167,8 +165,7 @@ def render_table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = 
             _table_line(name, room, cells, widths) if cells else _unmeasured_line(name, row.step, room, width)
         )
     text += ["", *_legend_lines(checked, metric, sizes, head, width)]
-    joined = "\n".join(line.rstrip() for line in text)
-    return joined.translate(_ASCII_REPLACEMENTS).encode("ascii", "replace").decode() if ascii_only else joined
+    return "\n".join(line.rstrip() for line in text)
 
 
 def _column_widths(head: list[str], lines: list[tuple[view.TreeRow, list[str]]]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import click
 
+from smelt.cli.output import print_result, print_summary, print_untrusted, reader_has_ended
 from smelt.core.errors import InputError
 
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
@@ -43,13 +44,6 @@ def store_option(command: Any) -> Any:
         help="Stored artifacts: a folder (default: .store next to the run), or a bucket such as"
         " s3://bucket/prefix.",
     )(command)
-
-
-def print_untrusted(text: str, err: bool = False) -> None:
-    """Print untrusted text, from data, model folders or recipes, with control characters escaped."""
-    from smelt.core.messages import escape_controls
-
-    click.echo(escape_controls(text), err=err)
 
 
 def generation_options(command: Any) -> Any:
@@ -173,7 +167,7 @@ def bench(
         )
     finally:
         display.close()
-    click.echo(json.dumps(result, indent=1) if as_json else timing_table(result))
+    print_result(json.dumps(result, indent=1) if as_json else timing_table(result))
     sys.exit(1 if any(a["error"] for a in result["artifacts"].values()) else 0)
 
 
@@ -210,12 +204,12 @@ def init(
     options = InitOptions(task, named, (source_language, target_language), fast)
     text, path = init_recipe(model, data, out, task, force, options)
     if path is None:
-        click.echo(text, nl=False)
+        print_result(text.removesuffix("\n"))
         return
-    click.echo(f"Wrote {path}.")
+    print_summary(f"Wrote {path}.")
     if not data:
-        click.echo("Set your files under data in the recipe.")
-    click.echo(f"Next: smelt plan {path}")
+        print_summary("Set your files under data in the recipe.")
+    print_summary(f"Next: smelt plan {path}")
 
 
 @click.command(short_help="Make a model smaller or faster, within a loss.")
@@ -281,13 +275,13 @@ def shrink(
         minutes=minutes_of(budget, "--budget"), task=task, columns=named, languages=languages, **given
     )
 
-    explain = None if quiet else print_untrusted
+    explain = None if quiet else print_summary
     if only_plan:
         print_untrusted(str(plan_shrink(model, data, options, explain)).partition(": ")[2])
         return
     report, folder = run_shrink(model, data, options, explain)
     for line in [*summary_text(report, folder), target_text(report, options.targets)]:
-        print_untrusted(line)
+        print_summary(line)
     sys.exit(exit_code(report))
 
 
@@ -358,7 +352,7 @@ def package(artifact: Path, format_: str, out: str | None) -> None:
     from smelt.api.package import package_artifact, package_lines
 
     for line in package_lines(package_artifact(artifact, format_, out)):
-        print_untrusted(line)
+        print_summary(line)
 
 
 @click.command("tensorrt-check", short_help="Check an ONNX file for problems with TensorRT.")
@@ -378,7 +372,7 @@ def tensorrt_check(path: Path, as_json: bool) -> None:
     if as_json:
         import json
 
-        click.echo(json.dumps(listed(checks), indent=1))
+        print_result(json.dumps(listed(checks), indent=1))
     else:
         print_untrusted(describe_checks(checks))
     if any(checked.rejected for checked in checks):
@@ -485,11 +479,9 @@ def predict(
     else:
         examples = read_examples(data, predictor.task, columns)
     for answer in predictor.run(examples):
-        line = answer.json_line if as_json else answer.line
-        if sys.stdout.isatty():
-            print_untrusted(line)  # a model may generate control characters
-        else:
-            click.echo(line)
+        print_result(answer.json_line if as_json else answer.line)
+        if reader_has_ended():
+            break
     for warning in predictor.warnings:
         print_untrusted(f"warning: {warning}", err=True)
 
@@ -508,7 +500,7 @@ def _predict_arrays(
     from smelt.api.array_models import predict_to_file, prediction_lines
 
     if out is None:
-        click.echo("\n".join(prediction_lines(artifact, data, as_json, threads, device, batch_size, texts)))
+        print_result("\n".join(prediction_lines(artifact, data, as_json, threads, device, batch_size, texts)))
         return
     if data is None or as_json:
         raise click.UsageError("--out needs --data FILE.npz and cannot be combined with --json.")
@@ -516,12 +508,14 @@ def _predict_arrays(
     print_untrusted(f"Wrote the outputs of {count:,} samples to {out}.", err=True)
 
 
-def _stdin_lines(stream: TextIO) -> list[str]:
-    """Return the lines of `stream`; on a terminal, print a prompt first.
+def _stdin_lines(stream: TextIO | None) -> list[str]:
+    """Return the lines of `stream`, standard input; on a terminal, print a prompt first.
 
     Raises:
-        InputError: the input is not valid text in the system's encoding.
+        InputError: it is closed, or is not valid text in the system's encoding.
     """
+    if stream is None:
+        raise InputError("standard input is closed. Pass texts, or use --data FILE.", code="closed-input")
     if stream.isatty():
         print_untrusted("Reading texts, one per line. End with Ctrl-D (on Windows: Ctrl-Z, Enter).", err=True)
     from smelt.api.predict import strip_lines
@@ -558,7 +552,7 @@ def list_(folder: Path, as_json: bool) -> None:
     from smelt.cli.store import find_store, store_list_json, store_list_text
 
     root = find_store(folder)
-    click.echo(store_list_json(root) if as_json else store_list_text(root))
+    print_result(store_list_json(root) if as_json else store_list_text(root))
 
 
 @store.command()
@@ -573,7 +567,7 @@ def clean(folder: Path, yes: bool) -> None:
     from smelt.cli.store import find_store, find_unused, remove_unused, store_clean_text
 
     root = find_store(folder)
-    click.echo(store_clean_text(remove_unused(root) if yes else find_unused(root), removed=yes))
+    print_untrusted(store_clean_text(remove_unused(root) if yes else find_unused(root), removed=yes))
 
 
 @store.command()
@@ -584,5 +578,5 @@ def check(folder: Path) -> None:
 
     root = find_store(folder)
     found = find_damaged_files(root)
-    click.echo(store_check_text(root, found))
+    print_untrusted(store_check_text(root, found))
     sys.exit(1 if found else 0)

@@ -25,11 +25,18 @@ from smelt.cli.commands import (
     minutes_of,
     package,
     predict,
-    print_untrusted,
     shrink,
     store,
     store_option,
     tensorrt_check,
+)
+from smelt.cli.output import (
+    OutputError,
+    open_standard_streams,
+    print_bytes,
+    print_result,
+    print_summary,
+    print_untrusted,
 )
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.system import SAFE_PATH_VARIABLE
@@ -209,11 +216,8 @@ class _CommandGroup(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise  # handled by click
         except KeyboardInterrupt:
-            click.echo("Interrupted.", err=True)
+            print_untrusted("Interrupted.", err=True)
             ctx.exit(interrupted_exit_code())
-        except BrokenPipeError:  # the reader closed the pipe: `smelt stages | head`
-            sys.stdout = None
-            ctx.exit(0)
         except Exception as error:
             from smelt.pipeline.execute.display import explain_command
 
@@ -237,7 +241,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, is_given: bool) -> No
     import smelt
 
     commit = _checkout_commit(Path(smelt.__file__).resolve().parents[1])
-    click.echo(f"smelt, version {smelt.__version__}{f' (commit {commit})' if commit else ''}")
+    print_untrusted(f"smelt, version {smelt.__version__}{f' (commit {commit})' if commit else ''}")
     ctx.exit()
 
 
@@ -271,7 +275,12 @@ def main() -> None:
 def program() -> None:
     """Run the program `smelt`; child processes, also those of libraries, get a safe import path."""
     os.environ[SAFE_PATH_VARIABLE] = "1"
-    main()
+    open_standard_streams()
+    try:
+        main()
+    except OutputError as error:  # from --help, which is printed before a command is invoked
+        print_untrusted(f"error[{error.code}]: {error}", err=True)
+        sys.exit(error.exit_code)
 
 
 def _override_options(command: Any) -> Any:
@@ -359,7 +368,7 @@ def run(
     )
     result = run_plan(plan, options)
     for line in summary_lines(result):
-        print_untrusted(line)
+        print_summary(line)
     sys.exit(result.exit_code)
 
 
@@ -392,7 +401,7 @@ def plan(
     loaded = load_plan(recipe, _with_processes(overrides, num_processes), until)
     costs = plan_costs(loaded, **places)
     if as_json:
-        click.echo(json.dumps(plan_json(loaded, costs), indent=1))
+        print_result(json.dumps(plan_json(loaded, costs), indent=1))
     else:
         print_untrusted("\n".join([str(loaded), "", *cost_lines(costs)]))
     require_gpus(loaded.recipe.launch, loaded.recipe.device)
@@ -438,10 +447,10 @@ def search(
     if only_plan:
         print_untrusted(str(job.space))
         return
-    ended = job.run(None if quiet else print_untrusted)
+    ended = job.run(None if quiet else print_summary)
     report = finish_search(job, ended)
     for line in summary_text(report, job.folder):
-        print_untrusted(line)
+        print_summary(line)
     sys.exit(exit_code(report))
 
 
@@ -449,7 +458,7 @@ def search(
 @click.argument("name", required=False)
 def stages(name: str | None) -> None:
     """List the stages, or describe one with its settings."""
-    click.echo(list_stages() if name is None else describe_stage(name))
+    print_untrusted(list_stages() if name is None else describe_stage(name))
 
 
 @main.command("eval", short_help="Score an artifact on your data.")
@@ -498,9 +507,9 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 
     scores = evaluate_artifact(artifact, **options, report=lambda text: print_untrusted(text, err=True))
     if as_json:
-        click.echo(json.dumps(scores, indent=1))
+        print_result(json.dumps(scores, indent=1))
     else:
-        click.echo("\n".join(quality_lines(scores)))
+        print_untrusted("\n".join(quality_lines(scores)))
 
 
 @main.command(short_help="Show a run's table and write its report again.")
@@ -515,19 +524,16 @@ def report(run_folder: Path, as_format: str | None) -> None:
     """Show the table of a finished RUN and write its pages, report.csv and charts again."""
     from smelt.api.recipes import redraw_report, report_chart, report_text
 
-    if as_format in ("svg", "png"):
-        _print_file(report_chart(run_folder, as_format), as_format)
-    elif as_format is not None:
-        print_untrusted(report_text(run_folder, as_format))
-    else:
-        print_untrusted(redraw_report(run_folder))
-
-
-def _print_file(content: bytes, kind: str) -> None:
-    """Print a file; a PNG is refused on a terminal, which cannot show it."""
-    if kind == "png" and sys.stdout.isatty():
+    if as_format == "png" and sys.stdout.isatty():
         raise click.UsageError("A terminal cannot show a PNG. Redirect it: --format png > report.png")
-    sys.stdout.buffer.write(content)
+    if as_format in ("svg", "png"):
+        print_bytes(report_chart(run_folder, as_format))
+    elif as_format is None:
+        print_untrusted(redraw_report(run_folder))
+    elif sys.stdout.isatty():
+        print_untrusted(report_text(run_folder, as_format))
+    else:  # the same file as in the folder, whatever the terminal's encoding is
+        print_bytes(f"{report_text(run_folder, as_format)}\n".encode())
 
 
 @main.command(short_help="Compare several runs of one task.")
@@ -569,7 +575,7 @@ def compare(
     if plot is not None:
         write_atomically(plot, comparing.comparison_plot(found, plot))
     if as_json:
-        click.echo(json.dumps(found | {"regressions": [vars(each) for each in broken]}, indent=1))
+        print_result(json.dumps(found | {"regressions": [vars(each) for each in broken]}, indent=1))
     elif markdown:
         print_untrusted(comparing.comparison_markdown(found))
     else:
@@ -584,7 +590,7 @@ def doctor() -> None:
     """Check which packages, runtimes and devices work, and how to install missing ones."""
     from smelt.cli.doctor import format_check_results, run_checks
 
-    click.echo(format_check_results(run_checks()))
+    print_untrusted(format_check_results(run_checks()))
 
 
 main.add_command(bench)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from expected_errors import command_error
 
 import smelt
 from smelt.cli.main import _checkout_commit, main
+from smelt.cli.output import open_standard_streams
 
 RECIPE = """
 model: m
@@ -70,6 +72,22 @@ def test_a_repeated_run_takes_the_times_from_the_store_too(classifier):
     )
     after = json.loads((classifier / "run2" / "report.json").read_text())
     assert [s["latency"] for s in after["steps"]] == [s["latency"] for s in before["steps"]]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a device that is always full")
+def test_run_goes_on_without_its_terminal_and_only_a_report_needs_it(classifier, monkeypatch):
+    run = str(classifier / "run3")
+    for arguments, code in (
+        (["run", str(classifier / "recipe.yaml"), "--out", run], 0),
+        (["report", run], 1),
+    ):
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"))
+        open_standard_streams()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == code
+        assert json.loads((classifier / "run3" / "report.json").read_text())["status"] == "passed"
 
 
 def test_predict_prints_a_label_with_its_probability(classifier):

@@ -9,10 +9,12 @@ import exported_artifacts
 import harness
 import pytest
 import tiny
+from expected_errors import raises_code
 
 import smelt
 from smelt.cli.commands import _stdin_lines
 from smelt.cli.main import main
+from smelt.core.errors import InputError
 
 LONG = " ".join(tiny.SENTENCES * 4)
 
@@ -113,6 +115,11 @@ def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, er
     output = capsys.readouterr().err
     assert (done.value.code, output.startswith("error[not-utf8]: standard input")) == (2, True)
     assert [value for value in named if value not in output] == []
+
+
+def test_closed_standard_input_is_refused():
+    with raises_code("closed-input", InputError):
+        _stdin_lines(None)
 
 
 def test_a_text_that_begins_with_a_dash_is_told_where_to_stand(artifact):

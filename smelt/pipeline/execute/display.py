@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import shutil
@@ -51,14 +52,15 @@ class Display:
 
         Args:
             log: the run's log.txt.
-            stream: where lines are printed (default: standard error).
+            stream: where lines are printed (default: standard error). What cannot be printed is dropped: a
+                run goes on without its terminal.
             quiet: write to the log only.
             label: of a run that is part of a search: it precedes what is printed, which is progress and the
                 lines that `print_line` has as `brief`.
         """
-        self._stream = stream or sys.stderr
+        self._stream = stream or sys.stderr or io.StringIO()  # a process without standard error has None
         plain = os.environ.get("CI") or os.environ.get("TERM") == "dumb"
-        self._moving = self._stream.isatty() and not plain
+        self._moving = not plain and not self._stream.closed and self._stream.isatty()
         self._quiet, self._label = quiet, f"{label}: " if label else ""
         self._log = log.open("a", encoding="utf-8") if log else None
         self.log_path = log or Path("log.txt")
@@ -79,25 +81,32 @@ class Display:
             return
         self._last = now
         if self._moving:
-            bar, task = self._bar = self._bar or _start_bar(self._stream, escape_controls(self._what), total)
-            bar.update(task, completed=done, total=total, note=escape_controls(note), refresh=True)
+            with suppress(OSError):
+                bar, task = self._bar = self._bar or _start_bar(
+                    self._stream, escape_controls(self._what), total
+                )
+                bar.update(task, completed=done, total=total, note=escape_controls(note), refresh=True)
             return
         left = "" if seconds is None else f", {duration(seconds)} left"
-        self._stream.write(escape_controls(f"  {self._what}: {done}/{total} {note}{left}") + "\n")
-        self._stream.flush()
+        self._print(f"  {self._what}: {done}/{total} {note}{left}")
 
     def print_line(self, text: str, brief: bool = False) -> None:
         """Print a permanent line, and write it to the log. brief: print it with a label as well."""
         self._clear()
         text = escape_controls(text)
         if not self._quiet and (brief or not self._label):
-            self._stream.write(f"{escape_controls(self._label)}{text}\n")
-            self._stream.flush()
+            self._print(f"{self._label}{text}")
         self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def log_line(self, text: str) -> None:
         """Write `text` to the log only."""
         self._write(f"    {escape_controls(text)}\n")
+
+    def _print(self, text: str) -> None:
+        """Print a line, if the terminal can be written."""
+        with suppress(OSError, ValueError):  # ValueError: a program has closed its standard error
+            self._stream.write(f"{escape_controls(text)}\n")
+            self._stream.flush()
 
     def _write(self, text: str) -> None:
         """Write to the log; if that fails, stop logging and continue."""
@@ -108,7 +117,7 @@ class Display:
             self._log.flush()
         except OSError as error:
             log, self._log = self._log, None
-            self._stream.write(f"warning: {self.log_path}: logging stopped: {error.strerror}.\n")
+            self._print(f"warning: {self.log_path}: logging stopped: {error.strerror}.")
             with suppress(OSError):  # closing flushes the buffer again
                 log.close()
 
@@ -122,7 +131,8 @@ class Display:
 
     def _clear(self) -> None:
         if self._bar:
-            self._bar[0].stop()
+            with suppress(OSError):
+                self._bar[0].stop()
             self._bar = None
 
 

@@ -1,7 +1,10 @@
 """The chart of quality over speed."""
 
 import io
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -172,3 +175,24 @@ def test_without_a_speed_up_only_the_changes_of_quality_and_size_are_drawn(repor
     assert {re.split("[-.]", name)[0] for name in chart_files(validate_report(report))} == {"waterfall"}
     report["steps"] = report["steps"][:1]
     assert chart_files(validate_report(report)) == {}
+
+
+@pytest.mark.parametrize(("backend", "kept"), [("no-such-backend", False), ("pdf", True)])
+def test_figures_are_drawn_whatever_backend_the_environment_names(backend, kept):
+    """Jupyter sets `MPLBACKEND` for all processes to a backend that exists only in its own environment."""
+    code = (
+        "import os; from smelt.evaluate.report.drawing import figure_bytes, new_figure, PALETTES\n"
+        "drawn = figure_bytes(lambda colors: new_figure(72, 72, colors), PALETTES['light'], 'svg')\n"
+        "import matplotlib\n"
+        "print(b'<svg' in drawn, os.environ['MPLBACKEND'], matplotlib.rcParams['backend'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MPLBACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    is_drawn, variable, used = done.stdout.split()
+    assert (is_drawn, variable, used == backend) == ("True", backend, kept)

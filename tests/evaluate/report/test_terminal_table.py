@@ -59,10 +59,6 @@ def test_bits_of_codes_are_shown_where_no_name_is_cut_for_them(report):
     assert next(one for one in narrow if one.startswith("step")).split()[-2:] == ["speed-up", "MB"]
 
 
-def test_table_can_be_plain_ascii(report):
-    assert render_table(report, ascii_only=True).isascii()
-
-
 def test_the_first_warnings_about_steps_are_said_and_whom_the_others_are_about(report):
     for step in report["steps"]:
         step["warnings"] = []

@@ -1,4 +1,4 @@
-"""Every text of a report may come from a stranger: none is markup, a formula or a control in any rendering."""
+"""Texts of a report may come from a stranger: none is markup, a formula or a control in a rendering."""
 
 import csv
 import io

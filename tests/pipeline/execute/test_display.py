@@ -1,8 +1,10 @@
 """What a person sees: escaped where strangers wrote it, and a log that may end before the run does."""
 
+import contextlib
 import io
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,38 @@ def test_time_left_counts_from_the_first_finished_unit(monkeypatch):
         display.progress(*update)
     found = [re.findall(r", (.*) left", line) for line in stream.getvalue().splitlines()]
     assert found == [[], [], ["32 min 20 s"], ["31 min 40 s"], [], ["2 min 0 s"]]
+
+
+def _closed_stream():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize(
+    "make_stream",
+    [
+        lambda: None,  # sys.stderr of a process that was started without one
+        _closed_stream,
+        pytest.param(
+            lambda: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"),
+            marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full"),
+        ),
+    ],
+    ids=["none", "closed", "full"],
+)
+def test_lines_that_cannot_be_printed_are_logged(make_stream, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_PLAIN_LINE_SECONDS", 0.0)
+    stream = make_stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    display = Display(tmp_path / "log.txt")
+    display.start_work("prune")
+    display.progress(1, 4)
+    display.print_line("prune: done")
+    display.close()
+    assert (tmp_path / "log.txt").read_text().endswith("prune: done\n")
+    with contextlib.suppress(OSError, AttributeError):
+        stream.close()
 
 
 class Terminal(io.StringIO):

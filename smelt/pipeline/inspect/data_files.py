@@ -33,7 +33,7 @@ ARRAY_TEST_FRACTION = 0.8
 _SPLIT_WORDS = {
     "train": ("train",),
     "validation": ("validation", "valid", "val", "dev", "eval"),
-    "calibration": ("calibration", "calib"),
+    "calibration": ("calibration", "calib", "unlabelled", "unlabeled"),
     "test": ("test",),
 }
 # Usual names of columns by role; the first one that exists is used.

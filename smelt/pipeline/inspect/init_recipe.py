@@ -269,7 +269,7 @@ def recipe_text(
     wanted = (
         quantized_model_steps(model_info, machine, train)
         if model_info.quantization
-        else propose_steps(model_info, machine, train, fast, rows, judge)
+        else propose_steps(model_info, machine, train, fast, rows, judge, "calibration" in splits)
     )
     proposed = list(wanted)
     comments = [

@@ -25,7 +25,7 @@ from smelt.data.splits import (
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo
 from smelt.pipeline.inspect.model_info import ModelInfo, QuantizedModelInfo
-from smelt.pipeline.recipe.stages import load_stage
+from smelt.pipeline.recipe.stages import MODEL_STEP, load_stage
 from smelt.pipeline.recipe.yaml_file import parse_yaml
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES
 from smelt.training.settings import TrainingSettings
@@ -72,6 +72,7 @@ def propose_steps(
     fast: bool = False,
     rows: int = MIN_SHORTLIST_ROWS,
     selection_metric: str = "",
+    calibration: bool = False,
 ) -> Iterator[ProposedStep]:
     """Yield the proposed steps for the task.
 
@@ -82,15 +83,18 @@ def propose_steps(
         fast: propose stronger compression with longer training instead of a quick first recipe.
         rows: number of training samples, as far as they were counted.
         selection_metric: metric that selects checkpoints; empty without validation data.
+        calibration: whether there are calibration samples; they are used where there are none for training.
     """
     plain = no_blocks_reason(model_info.config) is not None  # convolutions are not quantized
-    trained = (
-        _fast_steps(model_info, rows, selection_metric)
-        if fast and not plain
-        else _training_steps(model_info, rows)
-    )
-    whole = "" if plain else "tuned" if train and model_info.needs_classifier else "model"
-    wanted = [*(trained if train else _training_free_steps(plain)), *_export_steps(machine, plain, whole)]
+    if train:
+        is_fast = fast and not plain
+        trained = (
+            _fast_steps(model_info, rows, selection_metric) if is_fast else _training_steps(model_info, rows)
+        )
+        int8_source = "" if plain else "tuned" if model_info.needs_classifier else MODEL_STEP
+        wanted = itertools.chain(trained, _export_steps(machine, plain, "small", int8_source))
+    else:
+        wanted = _training_free_steps(model_info.task, machine, plain, calibration)
     for step in wanted:
         if model_info.task in load_stage(step.stage).tasks:
             yield step
@@ -196,46 +200,56 @@ def layer_counts(model_info: ModelInfo) -> dict[str, int]:
     )
 
 
-def _training_free_steps(convolutional: bool) -> Iterator[ProposedStep]:
+def _training_free_steps(
+    task: Task, machine: MachineInfo, convolutional: bool, calibration: bool
+) -> Iterator[ProposedStep]:
+    """Yield exports and quantization: nothing restores the quality that pruning or low ranks lose."""
     if convolutional:
         how = "{method: tucker, energy: 0.9}"
         yield ProposedStep("factorize", how, "with training samples, add distill after it", "small")
+        yield from _export_steps(machine, convolutional, "small")
         return
-    yield ProposedStep(
-        "factorize",
-        "{method: svd, energy: 0.98}",
-        "needs no training samples; with some, use prune and distill",
-        "small",
-    )
+    yield from _export_steps(machine, convolutional, MODEL_STEP)
+    if not calibration:
+        how, name = "{scheme: int4}", "int4"
+        why = "int4 weights; a calibration file improves them"
+    elif task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
+        how, name = "{scheme: int4, method: gptq}", "int4"
+        why = "int4 weights, rounded on calibration samples"
+    else:
+        how, name = "{scheme: int8-static}", "int8-static"
+        why = "activation ranges from calibration samples"
+    yield ProposedStep("quantize", how, why, name, MODEL_STEP)
+    yield ProposedStep("onnx", "{target: ort-cpu}", "", f"onnx-{name}")
 
 
-def _export_steps(machine: MachineInfo, convolutional: bool, int8_parent: str) -> Iterator[ProposedStep]:
-    """Yield the exports of `small`, and an int8-only branch from the step `int8_parent`, if given."""
+def _export_steps(
+    machine: MachineInfo, convolutional: bool, source: str, int8_source: str = ""
+) -> Iterator[ProposedStep]:
+    """Yield the exports of the step `source`, which is the one before them, or the model.
+
+    int8_source: the step of a branch that is only quantized, if there is one.
+    """
     why = "for deployment on a CPU" if convolutional else "without quantization, for comparison"
     yield ProposedStep("onnx", "{target: ort-cpu}", why, "onnx-fp32")
     if machine.openvino:
         yield ProposedStep(
-            "onnx", "{target: openvino}", "the same for OpenVINO", "openvino", "small", optional=True
+            "onnx", "{target: openvino}", "the same for OpenVINO", "openvino", source, optional=True
         )
     if not convolutional:
-        yield ProposedStep("quantize", f"{{scheme: {DEFAULT_SCHEME}}}", "int8 weights", "int8", "small")
+        yield ProposedStep("quantize", f"{{scheme: {DEFAULT_SCHEME}}}", "int8 weights", "int8", source)
         yield ProposedStep("onnx", "{target: ort-cpu}", "for deployment on a CPU", "onnx-int8")
-    if int8_parent:  # often the smallest loss of quality
-        yield ProposedStep(
-            "quantize",
-            f"{{scheme: {DEFAULT_SCHEME}}}",
-            "only int8, for comparison",
-            "int8-alone",
-            int8_parent,
-        )
+    if int8_source:  # often the smallest loss of quality
+        how = f"{{scheme: {DEFAULT_SCHEME}}}"
+        yield ProposedStep("quantize", how, "only int8, for comparison", "int8-alone", int8_source)
         yield ProposedStep("onnx", "{target: ort-cpu}", "", "onnx-int8-alone")
     if machine.gpu or machine.tensorrt:
-        yield ProposedStep("onnx", "{target: tensorrt, dtype: fp16}", "for GPUs", "onnx-fp16", "small")
+        yield ProposedStep("onnx", "{target: tensorrt, dtype: fp16}", "for GPUs", "onnx-fp16", source)
         yield ProposedStep("tensorrt", "{}", "skipped if it cannot run", optional=True)
     if machine.ort_tensorrt:
         how = "{target: ort-tensorrt, dtype: fp16}"
         yield ProposedStep(
-            "onnx", how, "TensorRT engines in ONNX Runtime", "ort-tensorrt", "small", optional=True
+            "onnx", how, "TensorRT engines in ONNX Runtime", "ort-tensorrt", source, optional=True
         )
 
 

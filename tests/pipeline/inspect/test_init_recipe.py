@@ -83,12 +83,34 @@ def test_what_init_writes_plans_on_every_machine(tmp_path, models, monkeypatch, 
     assert ("tensorrt" in [step.stage for step in plan.steps]) == machine.gpu
 
 
-@pytest.mark.parametrize(("family", "task"), [("bert", "text-classification"), ("marian", "translation")])
-def test_without_training_rows_nothing_is_trained(tmp_path, models, family, task):
-    file = _data(tmp_path / "rows", task) / "my-test.jsonl"
-    _, path = init_recipe(str(models[family]), [file], str(tmp_path / "r.yaml"))
+@pytest.mark.parametrize(
+    ("family", "task", "calibrated"),
+    [
+        ("bert", "text-classification", "int8-static"),
+        ("marian", "translation", "int4"),
+        ("llama", "language-modeling", "int4"),
+    ],
+)
+@pytest.mark.parametrize("with_calibration", [False, True])
+def test_without_training_samples_the_model_is_only_quantized(
+    tmp_path, models, family, task, calibrated, with_calibration
+):
+    folder = _data(tmp_path / "rows", task)
+    [test] = folder.glob("*test*")
+    files = [test]
+    if with_calibration:
+        files.append(test.with_name(f"unlabelled{test.suffix}"))
+        shutil.copy(test, files[1])
+    _, path = init_recipe(str(models[family]), files, str(tmp_path / "r.yaml"), task)
     assert path is not None
-    assert stages(load_plan(path)) == ["factorize", "onnx", "quantize", "onnx", "quantize", "onnx"]
+    plan = load_plan(path)
+    assert stages(plan) == ["onnx", "quantize", "onnx", "quantize", "onnx"]
+    artifacts = [(step.parent, step.stage, step.settings.model_dump_json()) for step in plan.steps]
+    assert len(set(artifacts)) == len(artifacts)  # none is built and scored twice
+    [few_bits] = [step for step in plan.steps if step.name in ("int4", "int8-static")]
+    reads = "calibration" in few_bits.needs
+    assert (few_bits.name, reads) == (calibrated if with_calibration else "int4", with_calibration)
+    assert {plan.step(name).parent for name in ("onnx-fp32", "int8", few_bits.name)} == {"model"}
 
 
 def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.api.array_models import read_array_rows
+from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.messages import messages_to_json
@@ -45,6 +46,7 @@ from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
+    from smelt.generation.config import GenerationSettings
 
 
 def evaluate_artifact(
@@ -53,7 +55,7 @@ def evaluate_artifact(
     metrics: Sequence[str] = (),
     columns: Sequence[str] = (),
     batch_size: int = 32,
-    num_beams: int = 1,
+    num_beams: int | None = None,
     max_new_tokens: int | None = None,
     threads: int | None = None,
     limit: int | None = None,
@@ -73,8 +75,8 @@ def evaluate_artifact(
         metrics: metrics; default those of the task.
         columns: ROLE=NAME for columns with other names.
         batch_size: samples per batch.
-        num_beams: number of beams.
-        max_new_tokens: maximum output length; default the model's.
+        num_beams: number of beams; default as in the run that made the artifact, else 1.
+        max_new_tokens: maximum output length; default as in that run, else the model's.
         threads: CPU threads.
         limit: use at most this many samples.
         device: auto, cpu or cuda.
@@ -90,8 +92,6 @@ def evaluate_artifact(
             settings that do not fit the task or each other.
     """
     import tempfile
-
-    from smelt.api.load import parse_generation
 
     artifact = _open_artifact(folder)
     require_safe_artifact(artifact, trust_engine)
@@ -152,7 +152,7 @@ def evaluate_artifact(
             _embedder_metrics(metrics, split, baseline)
             if task == SENTENCE_SIMILARITY
             else metrics or DEFAULT_METRICS[task],
-            parse_generation({"num_beams": num_beams, "max_new_tokens": max_new_tokens}),
+            _eval_generation(folder, artifact, num_beams, max_new_tokens, report),
             batch_size,
             threads,
             device=device,
@@ -164,6 +164,24 @@ def evaluate_artifact(
         report(f"{found['severity']}: {found['message']}")
     quality: dict[str, Any] = score["quality"]
     return quality
+
+
+def _eval_generation(
+    folder: Path,
+    artifact: Artifact,
+    num_beams: int | None,
+    max_new_tokens: int | None,
+    report: Callable[[str], None],
+) -> GenerationSettings:
+    """Return the settings of the run that made `artifact`, with those given; report if they are the run's."""
+    from smelt.api.load import parse_generation
+
+    scored = scored_generation(folder, artifact)
+    given = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
+    generation: GenerationSettings = parse_generation(generation_with(scored, given))
+    if scored and num_beams is None:
+        report(f"generation settings of the run: {generation.summary()}")
+    return generation
 
 
 def _with_windows(

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smelt.api.scored_run import REPORT_FILE, find_run
 from smelt.core.artifact import Artifact, read_artifact, read_manifest
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json
@@ -35,30 +36,7 @@ if TYPE_CHECKING:
     from smelt.export.package.write_package import WrittenPackage
 
 
-_REPORT_FILE = "report.json"
 _MODEL_STEP = "model"
-
-
-def find_run(given: Path, artifact: Artifact) -> tuple[Path, str] | None:
-    """Return the folder of the run that made `artifact` and the step's name; None if unknown.
-
-    Args:
-        given: path from the user: a link in a run's `artifacts`, a folder of the store, or a copy.
-        artifact: the artifact at this path.
-    """
-    from smelt.pipeline.execute.run_folder import list_runs
-
-    place = given.absolute()
-    if _step_keys(place.parent.parent).get(place.name) == artifact.key:
-        return place.parent.parent, place.name
-    store = artifact.path.parent.parent
-    if not (store / "artifacts").is_dir() or artifact.path.name != artifact.key:
-        return None
-    for run in list_runs(store):
-        for step, key in _step_keys(run.folder).items():
-            if key == artifact.key:
-                return run.folder, step
-    return None
 
 
 def run_artifacts(run: Path) -> dict[str, Artifact]:
@@ -81,7 +59,7 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
     if run is None:
         return PackageOrigin(licence=_licence(artifact.manifest.details))
     try:
-        report = validate_report(load_json(run / _REPORT_FILE))
+        report = validate_report(load_json(run / REPORT_FILE))
     except (InputError, OSError, ValueError, RecursionError):
         return PackageOrigin(licence=_licence(artifact.manifest.details))
     root = run_artifacts(run).get(_MODEL_STEP)
@@ -117,15 +95,6 @@ def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
             yield warning("gate-not-kept-on-test", text)
     if trial := trial_text(report):
         yield warning("scored-on-few-rows", trial)
-
-
-def _step_keys(run: Path) -> dict[str, str]:
-    """Return the keys of a run's steps from its report."""
-    try:
-        report = load_json(run / _REPORT_FILE)
-        return {str(step["name"]): str(step["key"]) for step in report["steps"] if step["artifact"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
 
 
 def _licence(details: Mapping[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.api.load import CLASSIFICATION_TASK, TruncationCounter, parse_generation
+from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, TruncationWarning, did_you_mean
 from smelt.core.messages import Message, find_lone_surrogate, warning
@@ -82,7 +83,8 @@ class Predictor:
 
     Args:
         folder: an artifact.
-        generation: settings as in `score.generation` of a recipe; None values use the default.
+        generation: settings as in `score.generation` of a recipe; None values use those that the artifact
+            was scored with, else the default.
         threads: CPU threads (default: the artifact's setting, else the runtime's default).
         device: auto, cpu or cuda.
         batch_size: texts per batch.
@@ -104,7 +106,8 @@ class Predictor:
         self._artifact = read_artifact(folder)
         self._artifact.verify()
         require_safe_artifact(self._artifact, trust_engine)
-        self._generation = parse_generation(generation)
+        scored = scored_generation(folder, self._artifact)
+        self._generation = parse_generation(generation_with(scored, generation))
         self._threads, self._device, self._batch_size = threads, device, batch_size
         self._cuts, self._seen = TruncationCounter(), 0
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from smelt.cli.output import print_result, print_summary, print_untrusted, reader_has_ended
+from smelt.cli.output import print_json, print_result, print_summary, print_untrusted, reader_has_ended
 from smelt.core.errors import InputError
+
+if TYPE_CHECKING:
+    from smelt.api.predict import ExampleOutput
 
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
 
@@ -52,14 +56,12 @@ def generation_options(command: Any) -> Any:
         "--max-new-tokens",
         type=click.IntRange(1, 4096),
         metavar="N",
-        help="Maximum output length (default: the model's, else 128).",
+        help="Maximum output length (default: as in the run, else the model's, else 128).",
     )
     beams = click.option(
         "--num-beams",
-        default=1,
-        show_default=True,
         type=click.IntRange(1, 64),
-        help="Number of beams; 1 is greedy search.",
+        help="Number of beams; 1 is greedy search (default: as in the run, else 1).",
     )
     return beams(most(command))
 
@@ -167,7 +169,10 @@ def bench(
         )
     finally:
         display.close()
-    print_result(json.dumps(result, indent=1) if as_json else timing_table(result))
+    if as_json:
+        print_json(json.dumps(result, indent=1))
+    else:
+        print_untrusted(timing_table(result))
     sys.exit(1 if any(a["error"] for a in result["artifacts"].values()) else 0)
 
 
@@ -372,7 +377,7 @@ def tensorrt_check(path: Path, as_json: bool) -> None:
     if as_json:
         import json
 
-        print_result(json.dumps(listed(checks), indent=1))
+        print_json(json.dumps(listed(checks), indent=1))
     else:
         print_untrusted(describe_checks(checks))
     if any(checked.rejected for checked in checks):
@@ -478,12 +483,20 @@ def predict(
         examples = as_examples(texts, predictor.task, name)
     else:
         examples = read_examples(data, predictor.task, columns)
-    for answer in predictor.run(examples):
-        print_result(answer.json_line if as_json else answer.line)
-        if reader_has_ended():
-            break
+    _print_answers(predictor.run(examples), as_json)
     for warning in predictor.warnings:
         print_untrusted(f"warning: {warning}", err=True)
+
+
+def _print_answers(answers: Iterable[ExampleOutput], as_json: bool) -> None:
+    """Print answers as they come, until nobody reads them."""
+    for answer in answers:
+        if as_json:
+            print_json(answer.json_line)
+        else:
+            print_result(answer.line)
+        if reader_has_ended():
+            return
 
 
 def _predict_arrays(
@@ -552,7 +565,10 @@ def list_(folder: Path, as_json: bool) -> None:
     from smelt.cli.store import find_store, store_list_json, store_list_text
 
     root = find_store(folder)
-    print_result(store_list_json(root) if as_json else store_list_text(root))
+    if as_json:
+        print_json(store_list_json(root))
+    else:
+        print_untrusted(store_list_text(root))
 
 
 @store.command()

@@ -34,7 +34,7 @@ from smelt.cli.output import (
     OutputError,
     open_standard_streams,
     print_bytes,
-    print_result,
+    print_json,
     print_summary,
     print_untrusted,
 )
@@ -401,7 +401,7 @@ def plan(
     loaded = load_plan(recipe, _with_processes(overrides, num_processes), until)
     costs = plan_costs(loaded, **places)
     if as_json:
-        print_result(json.dumps(plan_json(loaded, costs), indent=1))
+        print_json(json.dumps(plan_json(loaded, costs), indent=1))
     else:
         print_untrusted("\n".join([str(loaded), "", *cost_lines(costs)]))
     require_gpus(loaded.recipe.launch, loaded.recipe.device)
@@ -507,7 +507,7 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 
     scores = evaluate_artifact(artifact, **options, report=lambda text: print_untrusted(text, err=True))
     if as_json:
-        print_result(json.dumps(scores, indent=1))
+        print_json(json.dumps(scores, indent=1))
     else:
         print_untrusted("\n".join(quality_lines(scores)))
 
@@ -575,7 +575,7 @@ def compare(
     if plot is not None:
         write_atomically(plot, comparing.comparison_plot(found, plot))
     if as_json:
-        print_result(json.dumps(found | {"regressions": [vars(each) for each in broken]}, indent=1))
+        print_json(json.dumps(found | {"regressions": [vars(each) for each in broken]}, indent=1))
     elif markdown:
         print_untrusted(comparing.comparison_markdown(found))
     else:

@@ -158,6 +158,18 @@ def print_result(text: str) -> None:
     print(escape_controls(text) if sys.stdout.isatty() else text, flush=True)
 
 
+def print_json(text: str) -> None:
+    """Print JSON, which is UTF-8 in files and for programs, whatever the terminal's encoding is.
+
+    Raises:
+        OutputError: standard output cannot be written.
+    """
+    if sys.stdout.isatty():
+        print_untrusted(text)
+    else:
+        print_bytes(f"{text}\n".encode())
+
+
 def print_summary(text: str) -> None:
     """Print what is also written to a file; if that fails, warn and go on."""
     try:

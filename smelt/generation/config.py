@@ -36,6 +36,7 @@ from smelt.runtimes.backend import Batch, Tokens
 TokenId = Annotated[int, Field(ge=0)]
 _OF_BEAMS = ("length_penalty", "early_stopping")
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+SEARCH_SETTINGS = ("num_beams", "do_sample", *_OF_BEAMS, *_OF_SAMPLING)
 
 
 class GenerationSettings(Settings):

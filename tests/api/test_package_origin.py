@@ -6,7 +6,8 @@ import shutil
 import exported_artifacts
 import pytest
 
-from smelt.api.package import find_run, package_origin, run_artifacts
+from smelt.api.package import package_origin, run_artifacts
+from smelt.api.scored_run import find_run
 from smelt.core.artifact import read_artifact
 from smelt.core.files import write_hashed_json
 

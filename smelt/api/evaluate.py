@@ -17,6 +17,7 @@ from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.messages import messages_to_json
 from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
+from smelt.data.column_hints import column_options
 from smelt.data.examples import read_split
 from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
@@ -142,7 +143,8 @@ def evaluate_artifact(
         whole = read_array_rows(Path(data), artifact)
     else:
         unlabelled = scores_agreement_alone(metrics)
-        whole = read_split(data, task, parse_columns(columns), Path.cwd(), targets_optional=unlabelled)
+        with column_options():
+            whole = read_split(data, task, parse_columns(columns), Path.cwd(), targets_optional=unlabelled)
     split = limit_split(whole, limit)
     split = _with_windows(split, artifact, window, stride, report)
     with tempfile.TemporaryDirectory() as scratch:
@@ -432,7 +434,8 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
         found = []
         for where, row in read_file_rows(path):
             if task == TEXT_GENERATION and column is None:
-                found.append(parse_prompt(row, where, Columns()).text)
+                with column_options("prompt", is_name_only=True):
+                    found.append(parse_prompt(row, where, Columns()).text)
                 continue
             name = column or guess_column(row, role) or getattr(Columns(), role)
             if not isinstance(row.get(name), str):

@@ -19,6 +19,7 @@ from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, TruncationWarning, did_you_mean
 from smelt.core.messages import Message, find_lone_surrogate, warning
+from smelt.data.column_hints import column_options
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.examples import parse_prompt
 from smelt.data.images import check_image, read_image_rows
@@ -256,18 +257,18 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
         lines = strip_lines(io.StringIO(read_text_file(path), newline=None))
         return _require_rows(as_examples(lines, task), path)
     if task == TEXT_GENERATION and not given:
-        rows = [
-            replace(parse_prompt(row, where, Columns()), line=None) for where, row in read_file_rows(path)
-        ]
+        with column_options("prompt"):
+            rows = [
+                replace(parse_prompt(row, where, Columns()), line=None) for where, row in read_file_rows(path)
+            ]
         return _require_rows(rows, path)
     text, pair = _column_names(given, task)
     # a column for pairs is required only if it was named
     wanted = {text: "text"} | ({pair: "text_pair"} if pair and _has_column_names(given) else {})
     rows = []
     for where, row in read_file_rows(path):
-        for name in wanted:
-            if name not in row:
-                raise _missing_column(row, name, where)
+        if missing := [name for name in wanted if name not in row]:
+            raise _missing_columns(row, missing, where)
         second = row.get(pair) if pair else None
         other = _cell_text(second, where, str(pair)) if second else None
         rows.append(Example(_cell_text(row[text], where, text), text_pair=other))
@@ -294,7 +295,7 @@ def _read_images(path: Path, given: Sequence[str]) -> list[Example]:
     rows = []
     for where, row in read_image_rows(path, columns.image, columns.label):
         if columns.image not in row:
-            raise _missing_column(row, columns.image, where)
+            raise _missing_columns(row, [columns.image], where)
         reference = _cell_text(row[columns.image], where, columns.image)
         check_image(reference, where)
         rows.append(Example(reference))
@@ -339,11 +340,13 @@ def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
     return text, pair
 
 
-def _missing_column(row: Mapping[str, Any], name: str, where: str) -> InputError:
+def _missing_columns(row: Mapping[str, Any], missing: Sequence[str], where: str) -> InputError:
     known = ", ".join(map(str, row)) or "none"
+    names = " and ".join(f"'{name}'" for name in missing)
+    similar = "".join(did_you_mean(name, map(str, row)) for name in missing)
+    how = "--column text=NAME --column text_pair=NAME" if len(missing) > 1 else "--column NAME"
     return InputError(
-        f"{where}: no column '{name}'. Columns: {known}.{did_you_mean(name, map(str, row))}"
-        " Set the right one with --column NAME.",
+        f"{where}: no column {names}. Columns: {known}.{similar} Set the right names with {how}.",
         code="missing-column",
     ).with_location(where)
 

@@ -17,6 +17,7 @@ from typing import Any
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import find_lone_surrogate
+from smelt.data.column_hints import columns_hint
 from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
@@ -229,8 +230,7 @@ def _parse_example(
         if score is not None and pair is None:
             raise InputError(
                 f"{location}: there is a score ('{columns.label}') but no second text in"
-                f" '{columns.text_pair}'. Name its column with data: {{columns: {{text_pair:"
-                " NAME}}.",
+                f" '{columns.text_pair}'. {columns_hint({'text_pair': 'NAME'})}",
                 code="missing-column",
             )
         return Example(
@@ -370,10 +370,9 @@ def _no_prompt(row: Mapping[str, Any], location: str, columns: Columns) -> _Miss
     wanted = ", ".join(f"'{name}'" for _, name in roles)
     usual = next((name for name in _ALIASES["prompt"] if name in row), None)
     answer = next((name for name in _ALIASES["response"] if name in row and name != usual), None)
-    right = f"prompt: {usual or 'NAME'}, response: {answer or 'NAME'}"
+    right = columns_hint({"prompt": usual or "NAME", "response": answer or "NAME"})
     return _MissingColumnError(
-        f"{location}: none of the columns {wanted}; available: {names}. Name the right ones with data:"
-        f" {{columns: {{{right}}}}}.",
+        f"{location}: none of the columns {wanted}; available: {names}. {right}",
         code="missing-column",
     )
 
@@ -499,7 +498,7 @@ def _missing_column(row: Mapping[str, Any], column: str, location: str, setting:
         hint = f" '{usual}' usually holds it."
     return _MissingColumnError(
         f"{location}: no column '{column}'; available: {names}.{hint}"
-        f" Name the right one with data: {{columns: {{{setting}: {usual or 'NAME'}}}}}.",
+        f" {columns_hint({setting: usual or 'NAME'})}",
         code="missing-column",
     )
 
@@ -522,10 +521,8 @@ def _missing_columns(
     names = ", ".join(map(str, row)) or "none"
     wrong = ", ".join(f"'{name}'" for name in lacking.values())
     guessed = {role: next((n for n in _ALIASES.get(role, ()) if n in row), "NAME") for role in lacking}
-    right = ", ".join(f"{role}: {name}" for role, name in guessed.items())
     return _MissingColumnError(
-        f"{location}: no columns {wrong}; available: {names}."
-        f" Name the right ones with data: {{columns: {{{right}}}}}.",
+        f"{location}: no columns {wrong}; available: {names}. {columns_hint(guessed)}",
         code="missing-column",
     )
 

@@ -6,6 +6,7 @@ import forked_workers
 import harness
 import pytest
 import tiny
+from expected_errors import command_error
 
 import smelt
 
@@ -98,3 +99,12 @@ def test_search_options_that_mean_nothing_are_refused_with_exit_code_2(home, wor
     output = _said("predict", home / "run" / "artifacts" / "model", "a man", *words, code=2)
     text = " ".join(output.split()).rpartition("Error: ")[2]
     assert [value for value in named if value not in text] == []
+
+
+def test_missing_columns_are_named_by_the_option(home, tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"english": "a", "german": "b"}')
+    error = command_error(
+        harness.smelt("eval", home / "run/artifacts/model", "--data", tmp_path / "test.jsonl", code=2)
+    )
+    assert error.code == "missing-column"
+    assert "--column source=NAME --column target=NAME" in str(error)

@@ -40,7 +40,7 @@ from smelt.core.files import (
 )
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.messages import escape_controls
-from smelt.core.remote_store import is_store_url, open_remote_store
+from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import Store
 from smelt.core.termination import interrupted_exit_code
 from smelt.core.workspaces import OWNER_SUFFIX
@@ -337,9 +337,27 @@ def open_store(
         return store, moved_run_text(folder, store.root)
     remote = None if place is None else open_remote_store(place)
     local, note = (cache, "") if cache else default_store(folder)
-    store = Store(local, remote)
+    store = _open_default_store(local, remote, folder)
     store.pushes_checkpoints = push_checkpoints
     return store, note if remote is not None else note or moved_run_text(folder, store.root)
+
+
+def _open_default_store(local: Path, remote: RemoteStore | None, folder: Path) -> Store:
+    """Return the store in `local`, which nobody named: an error names `--out` if it is new, next to the run.
+
+    Raises:
+        InputError: it cannot be used.
+    """
+    try:
+        return Store(local, remote)
+    except InputError as error:
+        if local.parent != folder.parent or local.is_dir():
+            raise
+        reason = getattr(error.__cause__, "strerror", None) or error
+        raise InputError(
+            f"{folder.parent}: cannot be used for a run: {reason}. Choose another folder with --out.",
+            code="unusable-folder",
+        ) from error
 
 
 def default_store(folder: Path) -> tuple[Path, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
+from smelt.data.column_hints import column_options, columns_hint
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
@@ -282,6 +283,7 @@ def _guess_columns(
     path: Path, row: Mapping[str, Any], roles: Sequence[str], task: Task, given: Mapping[str, str]
 ) -> dict[str, str]:
     own, found = Columns(), dict(given)
+    missing: list[str] = []
     for role in roles:
         several = {"target": own.references, "response": own.responses}.get(role)
         if role in found or getattr(own, role) in row or several in row:
@@ -290,10 +292,14 @@ def _guess_columns(
         if name is not None:
             found[role] = name
         elif role != "text_pair" and not (role == "label" and task == SENTENCE_SIMILARITY):
-            columns = ", ".join(map(str, row)) or "none"
-            raise InputError(
-                f"{path}: no column found for {role}. Columns: {columns}. Set it with --column {role}=NAME.",
-                code="missing-column",
-                file=str(path),
-            )
+            missing.append(role)
+    if missing:
+        columns = ", ".join(map(str, row)) or "none"
+        with column_options():
+            hint = columns_hint(dict.fromkeys(missing, "NAME"))
+        raise InputError(
+            f"{path}: no column found for {' and '.join(missing)}. Columns: {columns}. {hint}",
+            code="missing-column",
+            file=str(path),
+        )
     return found

@@ -15,6 +15,7 @@ from typing import get_args
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.messages import with_article
+from smelt.data.column_hints import column_options
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import read_image_rows
 from smelt.data.labels import infer_problem_type
@@ -240,7 +241,8 @@ def _require_valid_plan(text: str, path: Path) -> None:
     from smelt.pipeline.plan.load_plan import make_plan
 
     try:
-        make_plan(parse_yaml(text, path.name), path)
+        with column_options():
+            make_plan(parse_yaml(text, path.name), path)
     except InputError as error:
         raise InputError(
             f"No recipe was written, because it would not be valid:\n{error}",

@@ -19,7 +19,7 @@ from smelt.core.store import Store
 from smelt.data.splits import Example, Split
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
-from smelt.pipeline.execute.run_folder import default_store, require_run_folder
+from smelt.pipeline.execute.run_folder import default_store, open_store, require_run_folder
 
 RECIPE = """
 model: m
@@ -304,3 +304,13 @@ def test_run_whose_store_is_removed_says_so(home, monkeypatch):
     _, steps, _ = _run(home, code=1)
     assert steps["prune"]["error"]["code"] == "store-removed"
     assert not (home / "runs" / ".store").exists()
+
+
+def test_unusable_run_folder_is_not_reported_as_the_store(tmp_path):
+    (tmp_path / "file").touch()
+    with raises_code("unusable-folder", InputError) as caught:
+        open_store(None, tmp_path / "file" / "run")
+    assert "--out" in str(caught.value)
+    assert "--store" not in str(caught.value)
+    with raises_code("unusable-store", InputError):
+        open_store(tmp_path / "file" / "store", tmp_path / "run")

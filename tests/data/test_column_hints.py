@@ -1,0 +1,60 @@
+"""Errors about columns speak the syntax of what the user wrote: a recipe, or the options of a command."""
+
+import json
+import shlex
+
+import pytest
+from expected_errors import raises_code
+
+from smelt.api.evaluate import read_texts
+from smelt.api.predict import read_examples
+from smelt.core.errors import InputError
+from smelt.data.column_hints import column_options, columns_hint
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.pipeline.inspect.data_files import inspect_data, parse_columns
+
+pytestmark = pytest.mark.quick
+
+
+def test_hint_is_a_recipe_setting_outside_commands_and_options_inside():
+    names = {"text": "my text", "label": "stars"}
+    assert "data: {columns: {text: my text, label: stars}}" in columns_hint(names)
+    with column_options():
+        options = shlex.split(columns_hint(names).removesuffix("."))
+    values = [options[at + 1] for at, word in enumerate(options) if word == "--column"]
+    assert parse_columns(values) == Columns(text="my text", label="stars")
+    assert "data: {columns:" in columns_hint(names)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"question": "a", "answer": "b"}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (lambda path: read_split(str(path), "text-generation", Columns(), path.parent), "data: {columns: {"),
+        (lambda path: read_examples(path, "text-generation", ()), "--column prompt=question."),
+        (lambda path: read_texts(path, "text-generation"), "--column question."),
+    ],
+    ids=["recipe", "predict", "bench"],
+)
+def test_each_reader_names_its_own_setting(rows, read, expected):
+    with raises_code("missing-column", InputError) as caught:
+        read(rows)
+    assert expected in str(caught.value)
+
+
+def test_all_columns_that_are_missing_are_named_at_once(tmp_path):
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"x": "a", "y": "b"}))
+    with raises_code("missing-column", InputError) as caught:
+        inspect_data([path], "translation")
+    assert "--column source=NAME --column target=NAME" in str(caught.value)
+    with raises_code("missing-column", InputError) as caught:
+        read_examples(path, "text-classification", ("text=first", "text_pair=second"))
+    assert all(name in str(caught.value) for name in ("'first'", "'second'"))

@@ -6,6 +6,8 @@ Source: onnxruntime-genai 0.18, src/config.cpp and models/builders/base.py (`mak
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +19,7 @@ from smelt.export.package.package_format import PackageOrigin, SupportedArtifact
 
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationConfig
+    from smelt.models.prompt_template import PromptTemplate
 
 GENAI_CONFIG_FILE, _GRAPH = "genai_config.json", "model.onnx"
 # any decoder-only model whose inputs and outputs are named in the config
@@ -27,18 +30,17 @@ _GENERATION_GRAPHS = ("generate.onnx", "generate_beams.onnx")
 
 _PROGRAM = """\
 import argparse
-from pathlib import Path
-
+{imports}
 import onnxruntime_genai as og
-
-parser = argparse.ArgumentParser(description="Continue texts with the model.")
+{rendering}
+parser = argparse.ArgumentParser(description="{what} with the model.")
 parser.add_argument("text", nargs="+", type=lambda text: text.encode().decode(), help="a text, in UTF-8")
 texts = parser.parse_args().text
 BEFORE = {before}  # tokens at the start of each text
 model = og.Model(str(Path(__file__).parent))
 tokenizer = og.Tokenizer(model)
 for text in texts:
-    ids = [int(token) for token in tokenizer.encode(text)]
+    ids = [int(token) for token in tokenizer.encode({text})]
     ids = ids if ids[: len(BEFORE)] == BEFORE else BEFORE + ids
     settings = og.GeneratorParams(model)
     settings.set_search_options(max_length=min({longest}, len(ids) + {new}))
@@ -47,8 +49,28 @@ for text in texts:
     while not generator.is_done():
         generator.generate_next_token()
     new = [int(token) for token in generator.get_sequence(0)][len(ids) :]
-    print(text + tokenizer.decode(new))
+    print({output})
 """
+_TEXT_RENDERING = """
+TEMPLATE = {template!r}
+
+
+def render(prompt):
+    return TEMPLATE.replace("{{prompt}}", prompt)
+
+"""
+# A prompt may also be a conversation, a JSON list of messages.
+_CHAT_RENDERING = """from prompt_rendering import compile_template, render_chat
+
+PROMPTS = json.loads((Path(__file__).parent / "{file}").read_text(encoding="utf-8"))
+CHAT = compile_template(PROMPTS["chat_template"])
+
+
+def render(prompt):
+    return render_chat(CHAT, prompt, PROMPTS["special_tokens"])
+
+"""
+_TEMPLATE_FILE, _RENDERING_FILE = "prompt_template.json", "prompt_rendering.py"
 
 
 class GenaiFormat:
@@ -92,6 +114,7 @@ class GenaiFormat:
         """
         from smelt.export.package.hub_files import preprocessing_notes
         from smelt.export.package.text_nodes import special_tokens_around
+        from smelt.models.text_rules import read_prompt_template
         from smelt.models.tokenizer import open_tokenizer
 
         config = read_json_object(artifact.path / "config.json")
@@ -114,17 +137,48 @@ class GenaiFormat:
             tokenizer | {"tokenizer_class": _tokenizer_class(folder)},
         )
         longest = settings["model"]["context_length"]
-        program = _PROGRAM.format(before=list(before), longest=longest, new=decoding.requested_new_tokens(1))
+        template = read_prompt_template(artifact.path)
+        numbers = {"longest": longest, "new": decoding.requested_new_tokens(1)}
+        program = _program(template, list(before), numbers)
         (folder / "answer.py").write_text(program, encoding="utf-8")
+        is_chat = template is not None and template.is_chat
+        if template is not None and is_chat:
+            write_json(folder / _TEMPLATE_FILE, asdict(template))
+            part = Path(__file__).with_name("standalone") / _RENDERING_FILE
+            shutil.copyfile(part, folder / _RENDERING_FILE)
         notes = (
             *preprocessing_notes(artifact.path),
+            *(["`answer.py` applies the prompt template."] if template is not None else ()),
             f"`{GENAI_CONFIG_FILE}` sets greedy search; change it with `set_search_options` (`num_beams`,"
             f" `do_sample`).",
             "Texts are tokenized by onnxruntime-genai's own reader of tokenizer.json, which was not compared"
             " with the model's tokenizer.",
         )
-        install = "pip install 'onnxruntime-genai>=0.18'"
+        install = f"pip install 'onnxruntime-genai>=0.18'{' jinja2' * is_chat}"
         return UsageNotes(install, 'python answer.py "TEXT"', (("python", f"# answer.py\n{program}"),), notes)
+
+
+def _program(template: PromptTemplate | None, before: list[int], numbers: Mapping[str, int]) -> str:
+    """Return answer.py: it continues texts, or with a prompt template answers prompts.
+
+    Args:
+        template: of the model's prompts, if it has one.
+        before: tokens at the start of each text; a rendered chat has them.
+        numbers: `longest` and `new`, numbers of tokens.
+    """
+    if template is None:
+        fields = {"what": "Continue texts", "text": "text", "output": "text + tokenizer.decode(new)"}
+        return _PROGRAM.format(
+            imports="from pathlib import Path\n", rendering="", before=before, **fields, **numbers
+        )
+    if template.is_chat:
+        imports = "import json\nfrom pathlib import Path\n"
+        rendering, before = _CHAT_RENDERING.format(file=_TEMPLATE_FILE), []
+    else:
+        imports = "from pathlib import Path\n"
+        rendering = _TEXT_RENDERING.format(template=template.template)
+    fields = {"what": "Answer prompts", "text": "render(text)", "output": "tokenizer.decode(new)"}
+    return _PROGRAM.format(imports=imports, rendering=rendering, before=before, **fields, **numbers)
 
 
 def genai_config(source: Path, config: dict[str, Any], decoding: GenerationConfig) -> dict[str, Any]:

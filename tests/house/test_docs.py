@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,8 +141,17 @@ def test_recipe_in_a_page_has_no_mistake_in_its_text(page: Path, number: int, tm
 
     recipe = parse_recipe(recipes(page)[number], tmp_path / "recipe.yaml")
     assert len(recipe.stages) > 1
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     for entry in recipe.stages:
-        load_stage(entry.stage).settings_type.model_validate_json(json.dumps(entry.settings), strict=True)
+        settings_type = load_stage(entry.stage).settings_type
+        settings = settings_type.model_validate_json(json.dumps(entry.settings), strict=True)
+        for package in settings.required_packages():
+            [extra] = (
+                name for name, needs in extras.items() if name != "dev" and needs[0].startswith(package)
+            )
+            assert f"smelt[{extra}]" in page.read_text(encoding="utf-8"), f"the page does not name {extra}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

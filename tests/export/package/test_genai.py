@@ -18,8 +18,10 @@ from expected_errors import raises_code
 import smelt
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
+from smelt.core.files import read_json_object
 from smelt.export.package.genai import GenaiFormat
 from smelt.export.package.package_format import PackageOrigin
+from smelt.models.text_rules import read_prompt_template
 
 PROMPTS = ["she sings", "the old house stands"]
 
@@ -71,6 +73,51 @@ def test_rules_that_the_config_has_no_word_for_are_refused(tmp_path: Path) -> No
     artifact = read_artifact(exported_artifacts.exported_artifact("gpt2"))
     with raises_code("unsupported-generation-setting", InputError):
         GenaiFormat().write(artifact, PackageOrigin(generation={"no_repeat_ngram_size": 2}), tmp_path)
+
+
+# stands for onnxruntime-genai: prints the texts that it tokenizes, and generates nothing
+FAKE_GENAI = """
+class Model:
+    def __init__(self, folder): pass
+class Tokenizer:
+    def __init__(self, model): pass
+    def encode(self, text): print(repr(text)); return [5]
+    def decode(self, ids): return f"response of {len(ids)} tokens"
+class GeneratorParams:
+    def __init__(self, model): pass
+    def set_search_options(self, **options): pass
+class Generator:
+    def __init__(self, model, params): pass
+    def append_tokens(self, ids): self.ids = ids
+    def is_done(self): return True
+    def get_sequence(self, at): return [*self.ids, 6, 7]
+"""
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", ["chat", "Q: {prompt}\nA:"])
+def test_answer_program_renders_prompts_as_the_model_does(tmp_path: Path, template: str) -> None:
+    source = read_artifact(exported_artifacts.exported_artifact("gpt2"))
+    shutil.copytree(source.path, tmp_path / "a")
+    rules = read_json_object(tmp_path / "a" / "text.json") | {"prompt_template": template}
+    (tmp_path / "a" / "text.json").write_text(json.dumps(rules))
+    (tmp_path / "a" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    expected = read_prompt_template(tmp_path / "a")
+    assert expected is not None
+    folder = tmp_path / "p"
+    folder.mkdir()
+    usage = GenaiFormat().write(dataclasses.replace(source, path=tmp_path / "a"), PackageOrigin(), folder)
+    assert ("jinja2" in usage.install) == (template == "chat")
+    (folder / "onnxruntime_genai.py").write_text(FAKE_GENAI)
+    prompts = ["Who wrote Faust?", "{prompt} 'it'"]
+    command = [sys.executable, "answer.py", *prompts]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for prompt in prompts for line in (repr(expected.render(prompt)), "response of 2 tokens")]
+    assert done.stdout.splitlines() == lines
 
 
 @pytest.mark.peers

@@ -182,6 +182,7 @@ def shrink(
         InputError: target, model or data are not suitable, or the folder has another search.
         RunError: all of the first trials failed.
     """
+    from smelt.pipeline.execute.display import print_progress
     from smelt.pipeline.execute.run_folder import store_place
     from smelt.pipeline.search.shrink import ShrinkOptions
     from smelt.pipeline.search.shrink import shrink as run_shrink
@@ -195,7 +196,9 @@ def shrink(
         out=None if out is None else Path(out),
         store=None if store is None else store_place(store),
     )
-    report, _ = run_shrink(str(model), [Path(file) for file in files], options, None if quiet else print)
+    report, _ = run_shrink(
+        str(model), [Path(file) for file in files], options, None if quiet else print_progress
+    )
     return report
 
 
@@ -235,6 +238,7 @@ def search(
         InputError: the recipe or the space has mistakes, or the study belongs to another recipe.
         RunError: all of the first trials failed.
     """
+    from smelt.pipeline.execute.display import print_progress
     from smelt.pipeline.execute.run_folder import store_place
     from smelt.pipeline.search.report import finish_search
     from smelt.pipeline.search.space import read_space
@@ -252,7 +256,7 @@ def search(
     )
     job = Search(read_space(recipe, _override_list(overrides)), options)
     job.check()
-    ended = job.run(None if quiet else lambda text: print(text, flush=True))
+    ended = job.run(None if quiet else print_progress)
     return finish_search(job, ended)
 
 

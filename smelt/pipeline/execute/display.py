@@ -179,6 +179,12 @@ def _start_bar(stream: TextIO, what: str, total: int) -> tuple[Progress, TaskID]
     return bar, bar.add_task(what, total=total, note="")
 
 
+def print_progress(text: str) -> None:
+    """Print a line to standard output, if it can be written: work goes on without its terminal."""
+    with suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
 def duration(seconds: float) -> str:
     """Return a duration as text: 0.3 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 10:

@@ -86,6 +86,7 @@ def propose_steps(
         calibration: whether there are calibration samples; they are used where there are none for training.
     """
     plain = no_blocks_reason(model_info.config) is not None  # convolutions are not quantized
+    wanted: Iterator[ProposedStep]
     if train:
         is_fast = fast and not plain
         trained = (

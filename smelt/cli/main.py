@@ -30,14 +30,7 @@ from smelt.cli.commands import (
     store_option,
     tensorrt_check,
 )
-from smelt.cli.output import (
-    OutputError,
-    open_standard_streams,
-    print_bytes,
-    print_json,
-    print_summary,
-    print_untrusted,
-)
+from smelt.cli.output import print_bytes, print_json, print_summary, print_untrusted, run_program
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.system import SAFE_PATH_VARIABLE
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS
@@ -275,12 +268,7 @@ def main() -> None:
 def program() -> None:
     """Run the program `smelt`; child processes, also those of libraries, get a safe import path."""
     os.environ[SAFE_PATH_VARIABLE] = "1"
-    open_standard_streams()
-    try:
-        main()
-    except OutputError as error:  # from --help, which is printed before a command is invoked
-        print_untrusted(f"error[{error.code}]: {error}", err=True)
-        sys.exit(error.exit_code)
+    run_program(main)
 
 
 def _override_options(command: Any) -> Any:

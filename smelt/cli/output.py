@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from smelt.core.errors import RunError
@@ -97,6 +98,16 @@ def open_standard_streams() -> None:
     codecs.register_error(_ASCII_ERRORS, _replace_by_ascii)
     sys.stdout = _open_stream(sys.stdout, 1, _ResultsFile)
     sys.stderr = _open_stream(sys.stderr, 2, _MessagesFile)
+
+
+def run_program(command: Callable[[], Any]) -> None:
+    """Run `command` with the streams of this module."""
+    open_standard_streams()
+    try:
+        command()
+    except OutputError as error:  # from --help, which is printed before a command is invoked
+        print_untrusted(f"error[{error.code}]: {error}", err=True)
+        sys.exit(error.exit_code)
 
 
 def _open_missing_descriptors() -> None:

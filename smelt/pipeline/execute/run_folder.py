@@ -343,19 +343,15 @@ def open_store(
 
 
 def _open_default_store(local: Path, remote: RemoteStore | None, folder: Path) -> Store:
-    """Return the store in `local`, which nobody named: an error names `--out` if it is new, next to the run.
-
-    Raises:
-        InputError: it cannot be used.
-    """
+    """Return the default store `local`; an error names `--out` if the store is new, next to the run."""
     try:
         return Store(local, remote)
     except InputError as error:
-        if local.parent != folder.parent or local.is_dir():
+        cause = error.__cause__
+        if local.parent != folder.parent or local.is_dir() or not isinstance(cause, OSError):
             raise
-        reason = getattr(error.__cause__, "strerror", None) or error
         raise InputError(
-            f"{folder.parent}: cannot be used for a run: {reason}. Choose another folder with --out.",
+            f"{folder.parent}: cannot be used for a run: {cause.strerror}. Choose another folder with --out.",
             code="unusable-folder",
         ) from error
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -110,7 +110,9 @@ def _attention(trace: Trace, softmax: Any) -> Attention:
     head_dim = _attribute(module, HEAD_DIM, ("head", "proj"))
     if head_dim is None:
         raise CannotDescribeError(f"{name} has no attribute with the width of a head")
-    packed = None if query != value else "equal" if rows == 3 * width else "grouped"
+    packed: Literal["equal", "grouped"] | None = None
+    if query == value:
+        packed = "equal" if rows == 3 * width else "grouped"
     scaling = getattr(module, "scaling", None)
     kv_heads = _attribute(module, KV_HEADS, ("key_value_heads",))
     norms = [n for n in trace.calls if n.startswith(f"{name}.") and is_norm(trace.module(n))]
@@ -462,7 +464,9 @@ def _default_embedding_size(name: str, hidden_key: str, key: str | None) -> int 
 def derive_all(name: str) -> dict[str, Layout]:
     """Return the layouts of a family by the names of their files."""
     family = FAMILIES[name]
-    variants = {"": {}} | {variant.name: variant.example for variant in family.layout_variants}
+    variants: dict[str, Mapping[str, Any]] = {"": {}} | {
+        variant.name: variant.example for variant in family.layout_variants
+    }
     return {
         f"{name}-{variant}".rstrip("-"): derive_layout(family, more) for variant, more in variants.items()
     }

@@ -48,22 +48,26 @@ def stage_version(case: Case) -> str:
 def fingerprint(case: Case) -> dict[str, Any]:
     """Run the case; return what is exact of its result and what is not."""
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        if case.family == THIRD_PARTY_GRAPH:
-            return _graphs_fingerprint(_run_on_graph(case, folder))
-        make, task = MAKERS[case.family]
-        model = make(folder / "model")
-        _set_integer_weights(model, 1)
-        source, teacher = model, tiny.as_artifact(model, task)
-        if case.stage == "distill":  # a student is not its own teacher
-            source = make(folder / "student")
-            _set_integer_weights(source, 2)
-        for number, (word, settings) in enumerate(case.preceding_stages):
-            source = _run_stage(word, settings, source, task, teacher, folder / str(number))
-        out = _run_stage(case.stage, case.settings, source, task, teacher, folder / "out")
-        if case.stage == "onnx":
+        source, out = run_case(case, Path(made))
+        if case.family == THIRD_PARTY_GRAPH or case.stage == "onnx":
             return _graphs_fingerprint(out)
         return _model_fingerprint(out, source if case.settings.get("max_steps") else None)
+
+
+def run_case(case: Case, folder: Path) -> tuple[Path, Path]:
+    """Run the case in an empty folder; return the folders of the stage's source and of its result."""
+    if case.family == THIRD_PARTY_GRAPH:
+        return _run_on_graph(case, folder)
+    make, task = MAKERS[case.family]
+    model = make(folder / "model")
+    _set_integer_weights(model, 1)
+    source, teacher = model, tiny.as_artifact(model, task)
+    if case.stage == "distill":  # a student is not its own teacher
+        source = make(folder / "student")
+        _set_integer_weights(source, 2)
+    for number, (word, settings) in enumerate(case.preceding_stages):
+        source = _run_stage(word, settings, source, task, teacher, folder / str(number))
+    return source, _run_stage(case.stage, case.settings, source, task, teacher, folder / "out")
 
 
 def _set_integer_weights(folder: Path, seed: int) -> None:
@@ -125,8 +129,8 @@ def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, 
     return out
 
 
-def _run_on_graph(case: Case, folder: Path) -> Path:
-    """Run a stage on a graph of somebody else; return its folder."""
+def _run_on_graph(case: Case, folder: Path) -> tuple[Path, Path]:
+    """Run a stage on a graph of somebody else; return the folders of the graph and of the result."""
     import harness
     import third_party_graphs
 
@@ -135,9 +139,8 @@ def _run_on_graph(case: Case, folder: Path) -> Path:
     stage = load_stage(case.stage)
     source = third_party_graphs.make_artifact(folder / "source", third_party_graphs.two_layer_classifier())
     rows = {"calibration": third_party_graphs.make_split()}
-    return harness.run_stage(
-        stage(), stage.settings_type(**case.settings), source, folder / "out", data=rows
-    ).out
+    settings = stage.settings_type(**case.settings)
+    return source.path, harness.run_stage(stage(), settings, source, folder / "out", data=rows).out
 
 
 def _load_arrays(path: Path) -> dict[str, Any]:

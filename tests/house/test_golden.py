@@ -18,9 +18,9 @@ from smelt.pipeline.recipe.stages import STAGE_CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 MEND = (
-    "If it is meant to, raise the stage's version, run `make golden`, and say in CHANGELOG.md what changed. If"
-    " the code is unchanged and another processor makes the golden values, rounding decides a choice: make it"
-    " by smelt/core/near_ties.py."
+    "If it is meant to, raise the stage's version, run `make golden`, and say in CHANGELOG.md what changed."
+    " If the code is unchanged and another processor makes the golden values, rounding decides a choice: make"
+    " it by smelt/core/near_ties.py."
 )
 
 

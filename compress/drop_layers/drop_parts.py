@@ -325,9 +325,10 @@ def _select_parts(
                 found = part_influence(
                     model, asked.parts, batches_on_device_one_by_one(rows.batches, device, ctx)
                 )
-        scores = {name: [found[part] for part in stacks[name]] for name in numbers}
+        scores = {name: [round(found[part], 6) for part in stacks[name]] for name in numbers}
         ctx.details["part_influence"] = {
-            name: {part.name: round(found[part], 6) for part in stacks[name]} for name in numbers
+            name: dict(zip((part.name for part in stacks[name]), scores[name], strict=True))
+            for name in numbers
         }
     gone: list[UnitId] = []
     for name, count in numbers.items():

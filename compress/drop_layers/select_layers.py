@@ -26,6 +26,7 @@ from smelt.calibration.sequential import PrefixCachedModel, forward_restorer, ru
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.near_ties import first_within_tolerance
 from smelt.core.stage import Context
 from smelt.data.splits import missing_scores_errors
 from smelt.models.families.family import Stack
@@ -190,9 +191,9 @@ def drop_units_by_loss(
         ]
         if not open_ones:
             return gone, losses
-        tried = {layer: loss_without(frozenset([*gone, layer]), layer) for layer in open_ones}
-        best = min(tried, key=lambda layer: tried[layer])
-        gone.append(best)
+        tried = [loss_without(frozenset([*gone, layer]), layer) for layer in open_ones]
+        best = first_within_tolerance(tried)
+        gone.append(open_ones[best])
         losses.append(tried[best])
 
 
@@ -346,7 +347,8 @@ def select_by_influence(
         with model_on_device(model, ctx) as device:
             batches = batches_on_device_one_by_one(rows.batches, device, ctx)
             influence = block_influence(model, stacks, batches)
-    ctx.details["block_influence"] = {n: [round(v, 6) for v in values] for n, values in influence.items()}
+    influence = {name: [round(value, 6) for value in values] for name, values in influence.items()}
+    ctx.details["block_influence"] = influence
     first = _keeps_first_layer(model)
     lasts = _last_part_test(model, stacks)
     kept = {}

@@ -64,7 +64,7 @@ class DropLayers:
         " arXiv:2406.15786; uniform, first, last: Shleifer & Rush 2020, arXiv:2010.13002, Sajjad et al."
         " 2020, arXiv:2004.03844"
     )
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[DropLayersSettings]] = DropLayersSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

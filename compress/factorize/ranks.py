@@ -29,6 +29,7 @@ from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.factorize.svd import LayerMetrics, low_rank_layer
 from smelt.core.errors import InputError
+from smelt.core.near_ties import round_significant
 from smelt.core.stage import Context
 from smelt.models.edits import replace_layer
 from smelt.models.families.registry import blocks_of
@@ -132,7 +133,7 @@ def choose_ranks(
         ctx.progress(at, len(layers), f"spectrum of {name}")
     if settings.objective == "sensitivity":
         damage = rank_sensitivities(model, layers, found, metrics, ctx)
-        ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in damage.items()}
+        ctx.details["sensitivity"] = damage
         found = {name: replace(seen, weight=damage[name]) for name, seen in found.items()}
     return allocate_ranks(found, settings.parameter_budget)
 
@@ -220,7 +221,7 @@ def rank_sensitivities(
             )
         finally:
             replace_layer(model, [], name, layer, {})
-        damage[name] = off / values / max(error**2, 1e-12)
+        damage[name] = round_significant(off / values / max(error**2, 1e-12))
         ctx.progress(at, len(layers), "sensitivity of each layer")
     return damage
 

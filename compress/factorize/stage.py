@@ -77,7 +77,7 @@ class Factorize:
         " 2015, arXiv:1412.6553; vbmf: Nakajima et al. 2013, JMLR 14; embeddings: ALBERT, Lan et al. 2020,"
         " arXiv:1909.11942"
     )
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)

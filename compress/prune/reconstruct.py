@@ -38,6 +38,7 @@ from smelt.compress.prune.units import (
     linear_with_inputs,
 )
 from smelt.core.artifact import Artifact
+from smelt.core.near_ties import first_within_tolerance
 from smelt.core.stage import Context
 from smelt.models.edits import Edit, is_masked
 from smelt.models.families.registry import Block, blocks_of
@@ -178,7 +179,8 @@ def refit_layer(
 
     if round_weights is not None:
         seen = _select_inputs(statistics, kept)
-        fitted = min((round_weights(weight, seen).double() for weight in (old[:, kept], fitted)), key=off)
+        rounded = [round_weights(weight, seen).double() for weight in (old[:, kept], fitted)]
+        fitted = rounded[first_within_tolerance([off(weight) for weight in rounded])]
     left = off(fitted)
     layer.weight.copy_(fitted)
     if owner.bias is not None:

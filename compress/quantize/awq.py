@@ -56,6 +56,7 @@ from smelt.compress.quantize.hqq import pool_errors, select_per_group
 from smelt.compress.quantize.plan_layers import PlannedLayer, output_layer, round_to_nearest
 from smelt.compress.quantize.smoothquant import DtypeOf, NormGroup, divide_norm, norm_group
 from smelt.core.errors import InputError
+from smelt.core.near_ties import first_within_tolerance, is_better
 from smelt.core.stage import Context
 from smelt.models.edits import Edit, module_names, replace_layer
 from smelt.models.families.registry import SharedInput, model_attentions, norm_consumers, shared_inputs
@@ -99,18 +100,15 @@ def search_scales(products: Sequence[LayerToScale], magnitudes: Tensor, moment: 
         magnitudes: m, float32 [K]; equal in channels that have to share a scale.
         moment: X X^T, float32 [K, K].
     """
-    best: tuple[float, int, Tensor] | None = None
-    plain = 0.0
+    alphas, scales, errors = [], [], []
     for step in range(ALPHA_STEPS):
-        scales = scales_from_magnitudes(magnitudes, step / ALPHA_STEPS)
-        if not bool(scales.isfinite().all()):
-            continue
-        error = sum(_output_error(product, scales, moment) for product in products)
-        plain = error if step == 0 else plain
-        if best is None or error < best[0]:
-            best = (error, step, scales)
-    assert best is not None  # with alpha 0 all scales are 1
-    return ScaleSearchResult(best[2], best[1] / ALPHA_STEPS, best[0] / plain if plain > 0 else 1.0)
+        candidate = scales_from_magnitudes(magnitudes, step / ALPHA_STEPS)
+        if bool(candidate.isfinite().all()):
+            alphas.append(step / ALPHA_STEPS)
+            scales.append(candidate)
+            errors.append(sum(_output_error(product, candidate, moment) for product in products))
+    best, plain = first_within_tolerance(errors), errors[0]  # with alpha 0 all scales are 1
+    return ScaleSearchResult(scales[best], alphas[best], errors[best] / plain if plain > 0 else 1.0)
 
 
 def _output_error(product: LayerToScale, scales: Tensor, moment: Tensor) -> float:
@@ -146,7 +144,7 @@ def clip_and_quantize(product: LayerToScale, moment: Tensor) -> UnpackedWeights:
         end = ends * (1 - step / ALPHA_STEPS)
         grid = scheme.compute_qparams(groups.clamp(-end, end), width, options)
         errors = _group_errors(groups, grid, own, scheme, options)
-        better = errors < least
+        better = is_better(errors, least)
         least = torch.where(better, errors, least)
         best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
     return UnpackedWeights(scheme.quantize(groups, best, options), best)
@@ -555,7 +553,7 @@ def mse_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions)
     for step in range(1, _SHRINK_STEPS):
         grid = scheme.compute_qparams(groups * (1 - step / _SHRINK_PARTS), width, options)
         errors = _grid_errors(groups, grid, scheme, options)
-        better = errors < least
+        better = is_better(errors, least)
         least = torch.where(better, errors, least)
         best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
     return best

@@ -32,6 +32,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smelt.core.near_ties import is_better
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions
 
 
@@ -80,7 +81,7 @@ def hqq_grid(groups: Tensor, width: int, scheme: Scheme, options: SchemeOptions)
         grid = _fit_grid(target, values, grid, valid, scheme, options)
         grid["scales"] = grid["scales"].to(kind).float()
         errors = _grid_errors(groups, grid, valid, scheme, options)
-        better = errors < least
+        better = is_better(errors, least)
         least = torch.where(better, errors, least)
         best = {name: select_per_group(better, grid[name], kept) for name, kept in best.items()}
         beta *= GROWTH

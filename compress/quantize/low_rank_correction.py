@@ -36,6 +36,7 @@ from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
+from smelt.core.near_ties import is_better
 from smelt.core.stage import Context
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.registry import find_scheme
@@ -94,7 +95,7 @@ def quantize_with_correction(
         up, down = _svd_pair(left, rank, metric)
         error = metric.squared_error(left - up @ down)
         found.append(error / whole if whole else 0.0)
-        if best is None or error < best[0]:
+        if best is None or is_better(error, best[0]):
             best = error, codes, up, down
     assert best is not None
     return CorrectedWeight(best[1], best[2], best[3], tuple(found))

@@ -36,6 +36,7 @@ from smelt.compress.quantize.plan_layers import (
 from smelt.compress.quantize.settings import MaxExcluded, MixedPrecision, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
+from smelt.core.near_ties import round_significant
 from smelt.core.stage import Context, candidate_artifact
 from smelt.models.edits import replace_layer
 from smelt.models.families.registry import blocks_of
@@ -81,7 +82,7 @@ def measure_layer_sensitivities(
             off = off_by()
         finally:
             replace_layer(model, [], layer.name, layer.module, {})
-        found[layer.name] = off / sum(right.numel() for right in whole) / spread
+        found[layer.name] = round_significant(off / sum(right.numel() for right in whole) / spread)
         ctx.progress(done, len(products), "sensitivity of each layer")
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -298,7 +299,7 @@ def measure_matrix_sensitivities(
 ) -> None:
     """Measure the sensitivity of each matrix at each width, one matrix at a time.
 
-    The sensitivity is defined as in `measure_layer_sensitivities`; embeddings are measured too.
+    The sensitivity is defined and rounded as in `measure_layer_sensitivities`; embeddings are measured too.
 
     Args:
         model: not changed.
@@ -324,7 +325,7 @@ def measure_matrix_sensitivities(
             finally:
                 for layer in layers:
                     replace_layer(model, [], layer.name, layer.module, {})
-            unit.sensitivities[bits] = off / spread
+            unit.sensitivities[bits] = round_significant(off / spread)
             done += 1
             ctx.progress(done, total, "sensitivity of each layer")
 
@@ -400,7 +401,7 @@ def choose_bit_widths(
 def _sensitivities(units: Sequence[WeightMatrix]) -> dict[str, dict[str, float]]:
     """Return the sensitivity of each matrix by bits, the most sensitive (at the fewest bits) first."""
     worst = sorted(units, key=lambda unit: -unit.sensitivities[min(unit.sensitivities)])
-    return {u.name: {str(b): float(f"{d:.3g}") for b, d in sorted(u.sensitivities.items())} for u in worst}
+    return {u.name: {str(b): d for b, d in sorted(u.sensitivities.items())} for u in worst}
 
 
 class _ModelScorer:

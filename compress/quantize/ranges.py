@@ -11,7 +11,8 @@ A calibration method returns the magnitude that maps to the largest quantized va
 The first three give the results of the calibrators of onnxruntime.quantization on the same values in one
 batch (`onnxruntime/python/tools/quantization/calibrate.py`: MinMaxCalibrater, HistogramCollector). Here
 values arrive in batches, in two passes: the first finds the extremes, the second fills histogram bins that
-therefore do not depend on the batches.
+therefore do not depend on the batches. Of thresholds that are equally good but for rounding, the smallest is
+chosen.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from smelt.calibration.sequential import ObserveInputs
 from smelt.compress.quantize.plan_layers import PlannedLayer
 from smelt.compress.quantize.settings import CalibrationMethod, QuantizeSettings
 from smelt.core.errors import InputError
+from smelt.core.near_ties import first_within_tolerance
 
 BINS = 2048
 _NUM_LEVELS = 128  # quantized bins of a histogram of both signs
@@ -118,7 +120,7 @@ def mse_range(counts: BinCounts, edges: FloatArray) -> np.floating[Any]:
         step = cut / _MAX_INT8 or 1.0
         left = np.clip(np.rint(centres / step), -_MAX_INT8 - 1, _MAX_INT8) * step
         errors.append(float((counts * (centres - left) ** 2).sum()))
-    best: np.floating[Any] = cuts[int(np.argmin(errors))]
+    best: np.floating[Any] = cuts[first_within_tolerance(errors)]
     return best
 
 
@@ -135,7 +137,7 @@ def entropy_range(counts: BinCounts, edges: FloatArray, codes: int = _NUM_LEVELS
         fine[-1] += sums[-1] - sums[end]
         coarse = _requantize_bins(counts[begin:end], codes, fine != 0)
         found.append(_divergence(_smooth(fine), _smooth(coarse)))
-    return limits[int(np.argmin(found))]
+    return limits[first_within_tolerance(found)]
 
 
 def _requantize_bins(inner: BinCounts, codes: int, nonempty: NDArray[np.bool_]) -> BinCounts:

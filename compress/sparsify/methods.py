@@ -69,7 +69,12 @@ class SparsityMethod(Protocol):
     statistics: ClassVar[RequiredStatistics]
 
     def __call__(
-        self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
+        self,
+        weight: Tensor,
+        found: InputStatistics | None,
+        pattern: SparsityPattern,
+        draw: Generator,
+        zeros: Tensor | None = None,
     ) -> Tensor:
         """Return the new weight, float32 [N, K], with zeros by `pattern`.
 
@@ -78,6 +83,7 @@ class SparsityMethod(Protocol):
             found: statistics of the layer's inputs; None if the method needs none.
             pattern: number and positions of zeros.
             draw: generator of random numbers.
+            zeros: bool [N, K], weights that are zero already and stay zero; they count in `pattern`.
         """
 
 
@@ -89,10 +95,15 @@ class MagnitudeSparsity:
     statistics: ClassVar[RequiredStatistics] = "nothing"
 
     def __call__(
-        self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
+        self,
+        weight: Tensor,
+        found: InputStatistics | None,
+        pattern: SparsityPattern,
+        draw: Generator,
+        zeros: Tensor | None = None,
     ) -> Tensor:
         """Return `weight` with zeros at its smallest magnitudes."""
-        return weight.masked_fill(pattern.zero_mask(weight.abs(), "matrix"), 0.0)
+        return weight.masked_fill(pattern.zero_mask(weight.abs(), "matrix", zeros), 0.0)
 
 
 class RandomSparsity:
@@ -103,10 +114,16 @@ class RandomSparsity:
     statistics: ClassVar[RequiredStatistics] = "nothing"
 
     def __call__(
-        self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
+        self,
+        weight: Tensor,
+        found: InputStatistics | None,
+        pattern: SparsityPattern,
+        draw: Generator,
+        zeros: Tensor | None = None,
     ) -> Tensor:
         """Return `weight` with zeros at random places."""
-        return weight.masked_fill(pattern.zero_mask(torch.rand(weight.shape, generator=draw), "matrix"), 0.0)
+        scores = torch.rand(weight.shape, generator=draw)
+        return weight.masked_fill(pattern.zero_mask(scores, "matrix", zeros), 0.0)
 
 
 _BLOCK_COLUMNS = 128  # per mask
@@ -120,7 +137,7 @@ class SparseGpt:
     factor of its inverse, the importance of a weight is w^2 / U_jj^2. In blocks of 128 columns the least
     important weights are chosen, over all rows (n of m: inside each group, when it is reached); then for each
     column the error of the removed weights, divided by U_jj, is compensated in the columns to its right along
-    U's row.
+    U's row. Zeros of before are removed weights too: what they would get as compensation is passed on.
     """
 
     name: ClassVar[str] = "sparsegpt"
@@ -128,7 +145,12 @@ class SparseGpt:
     statistics: ClassVar[RequiredStatistics] = "moments"
 
     def __call__(
-        self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
+        self,
+        weight: Tensor,
+        found: InputStatistics | None,
+        pattern: SparsityPattern,
+        draw: Generator,
+        zeros: Tensor | None = None,
     ) -> Tensor:
         """Return the weight with zeros and with compensated kept weights."""
         assert found is not None
@@ -140,22 +162,26 @@ class SparseGpt:
         block_size = max(1, _BLOCK_COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
         for start in range(0, new.shape[1], block_size):
             end = min(start + block_size, new.shape[1])
-            errors = _sparsify_columns(new[:, start:end], factor[start:end, start:end], pattern)
+            held = None if zeros is None else zeros[:, start:end]
+            errors = _sparsify_columns(new[:, start:end], factor[start:end, start:end], pattern, held)
             new[:, end:] -= errors @ factor[start:end, end:]
         return new
 
 
-def _sparsify_columns(columns: Tensor, factor: Tensor, pattern: SparsityPattern) -> Tensor:
+def _sparsify_columns(
+    columns: Tensor, factor: Tensor, pattern: SparsityPattern, zeros: Tensor | None
+) -> Tensor:
     """Sparsify some columns, float [N, C], in place; return the errors [N, C] to compensate."""
     weighing = factor.diagonal().square()
     errors = torch.zeros_like(columns)
     gone = torch.zeros_like(columns, dtype=torch.bool)
     if pattern.group is None:
-        gone = pattern.zero_mask(columns.square() / weighing, "matrix")
+        gone = pattern.zero_mask(columns.square() / weighing, "matrix", zeros)
     for at in range(columns.shape[1]):
         if pattern.group is not None and at % pattern.group == 0:
             part = slice(at, at + pattern.group)
-            gone[:, part] = pattern.zero_mask(columns[:, part].square() / weighing[part], "row")
+            held = None if zeros is None else zeros[:, part]
+            gone[:, part] = pattern.zero_mask(columns[:, part].square() / weighing[part], "row", held)
         lost = columns[:, at].where(gone[:, at], torch.zeros(()))
         errors[:, at] = lost / factor[at, at]
         columns[:, at:] -= errors[:, at : at + 1] * factor[at, at:]
@@ -175,12 +201,17 @@ class Wanda:
     statistics: ClassVar[RequiredStatistics] = "norms"
 
     def __call__(
-        self, weight: Tensor, found: InputStatistics | None, pattern: SparsityPattern, draw: Generator
+        self,
+        weight: Tensor,
+        found: InputStatistics | None,
+        pattern: SparsityPattern,
+        draw: Generator,
+        zeros: Tensor | None = None,
     ) -> Tensor:
         """Return `weight` with zeros at the smallest scores."""
         assert found is not None
         scores = weight.abs() * found.l2_norms.to(weight)
-        return weight.masked_fill(pattern.zero_mask(scores, "row"), 0.0)
+        return weight.masked_fill(pattern.zero_mask(scores, "row", zeros), 0.0)
 
 
 def linear_layer_names(block: Block, targets: Collection[str]) -> list[str]:
@@ -236,14 +267,12 @@ class Sparsifier:
             if seen is not None:
                 self._fed.append((seen.tokens, layer.in_features))
             weight = layer.weight.detach().float().cpu()
-            sparse = self._method(weight, seen, self._pattern, self._draw)
-            if is_masked(layer):  # it is already sparse
-                sparse = sparse.masked_fill(weight == 0, 0.0)
-            layer.weight.copy_(sparse)
+            zeros = weight == 0 if is_masked(layer) else None  # it is already sparse
+            layer.weight.copy_(self._method(weight, seen, self._pattern, self._draw, zeros))
             mark_masked(layer)
-            zeros = int((layer.weight == 0).sum())
-            self._counts = [self._counts[0] + zeros, self._counts[1] + weight.numel()]
-            self._zeros[name] = round(zeros / weight.numel(), 4)
+            num_zeros = int((layer.weight == 0).sum())
+            self._counts = [self._counts[0] + num_zeros, self._counts[1] + weight.numel()]
+            self._zeros[name] = round(num_zeros / weight.numel(), 4)
 
     def _collect_statistics(
         self, layers: dict[str, nn.Linear], observe: ObserveInputs | None

@@ -7,6 +7,7 @@ Shapes: N = outputs, K = inputs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -39,13 +40,16 @@ class SparsityPattern:
         """Return whether rows of so many inputs can be divided into groups."""
         return self.group is None or inputs % self.group == 0
 
-    def zero_mask(self, scores: Tensor, within: ComparisonScope) -> Tensor:
+    def zero_mask(self, scores: Tensor, within: ComparisonScope, zeros: Tensor | None = None) -> Tensor:
         """Return the weights to set to zero, bool [N, K]: those with the smallest scores.
 
         Args:
             scores: float [N, K].
             within: weights that are compared if the pattern is a fraction; the count is rounded down.
+            zeros: bool [N, K], weights that are zero already and count first; all of them are in the result.
         """
+        if zeros is not None:
+            return self.zero_mask(scores.masked_fill(zeros, -math.inf), within) | zeros
         if self.group is not None and self.kept is not None:
             parts = scores.reshape(len(scores), -1, self.group)
             return _smallest(parts, self.group - self.kept).view_as(scores)

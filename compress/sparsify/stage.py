@@ -112,7 +112,7 @@ class Sparsify:
         "wanda: Sun et al. 2024, arXiv:2306.11695; sparsegpt: Frantar & Alistarh 2023, arXiv:2301.00774;"
         " magnitude: Han et al. 2015, arXiv:1506.02626"
     )
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[SparsifySettings]] = SparsifySettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

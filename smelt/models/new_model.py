@@ -1,11 +1,13 @@
 """A model with random weights, from its config and a tokenizer, which can be trained for it.
 
-The pieces are learned by the tokenizers library (Marian's by SentencePiece, which its tokenizer
-uses); the special tokens, and their positions around a text, are those of the family's own checkpoints.
+The pieces are learned by the tokenizers library (unigram's and Marian's by SentencePiece); the special
+tokens, and their positions around a text, are those of the family's own checkpoints. The same texts give the
+same files in each process.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -243,33 +245,87 @@ def train_tokenizer(
 
 def _train(lines: list[str], form: TokenizerSpec, kind: TokenizerKind, vocab_size: int) -> Any:
     """Return a trained `tokenizers.Tokenizer` that adds the family's special tokens around texts."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import processors
 
-    common: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "special_tokens": list(form.special_tokens),
-        "show_progress": False,
-    }
+    train = {"bpe": _train_bpe, "unigram": _train_unigram, "wordpiece": _train_wordpiece}[kind]
+    tokenizer = train(lines, form, vocab_size)
+    tokenizer.post_processor = _special_token_processor(form, kind, processors)
+    return tokenizer
+
+
+def _train_bpe(lines: list[str], form: TokenizerSpec, vocab_size: int) -> Any:
+    """Return a byte-level BPE tokenizer; pairs of equal frequency are merged by their ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(form.special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
+
+
+def _train_wordpiece(lines: list[str], form: TokenizerSpec, vocab_size: int) -> Any:
+    """Return a WordPiece tokenizer.
+
+    The trainer numbers `##` characters in the order of a hash table, which differs between processes, and
+    merges pairs of equal frequency by their ids. So a first training only collects the characters, and the
+    second gets them sorted, as if they were special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
     unknown = form.token_roles["unk"]
-    if kind == "bpe":
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer: Any = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
-    elif kind == "unigram":
-        tokenizer = Tokenizer(models.Unigram())
-        tokenizer.normalizer = normalizers.NFKC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        tokenizer.decoder = decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(unk_token=unknown, **common)
-    else:
-        tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
+
+    def wordpiece(vocabulary: dict[str, int]) -> Any:
+        tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(**common)
-    tokenizer.train_from_iterator(lines, trainer)
-    tokenizer.post_processor = _special_token_processor(form, kind, processors)
+        return tokenizer
+
+    def train(size: int, first_tokens: list[str]) -> dict[str, int]:
+        tokenizer = wordpiece({})
+        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=first_tokens, show_progress=False)
+        tokenizer.train_from_iterator(lines, trainer)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        return vocabulary
+
+    special = list(form.special_tokens)
+    characters = sorted(train(0, special).keys() - {*special}, key=lambda token: (len(token), token))
+    tokenizer = wordpiece(train(vocab_size, special + characters))
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _train_unigram(lines: list[str], form: TokenizerSpec, vocab_size: int) -> Any:
+    """Return a unigram tokenizer, its pieces learned by SentencePiece.
+
+    The trainer of `tokenizers` sums in the order of a hash table, which differs between processes.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    normalizer, special = normalizers.NFKC(), list(form.special_tokens)
+    learned = _train_sentencepiece(
+        [normalizer.normalize_str(line) for line in lines],
+        model_type="unigram",
+        vocab_size=vocab_size - len(special) + 1,  # its <unk> is one of the special tokens
+        eos_id=-1,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+    )
+    pieces = [(learned.id_to_piece(i), learned.get_score(i)) for i in range(learned.get_piece_size())]
+    scores = [(token, 0.0) for token in special]
+    scores += [(piece, score) for piece, score in pieces if piece not in ("<unk>", *special)]
+    tokenizer = Tokenizer(models.Unigram(scores, special.index(form.token_roles["unk"])))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(special)
     return tokenizer
 
 
@@ -286,23 +342,25 @@ def _special_token_processor(form: TokenizerSpec, kind: TokenizerKind, processor
     )
 
 
-def _train_marian(
-    lines: list[str], out: Path, kind: TokenizerKind, vocab_size: int, max_length: int | None
-) -> None:
-    """Write one SentencePiece model for both sides, and the vocabulary in Marian's order (pad last)."""
+def _train_sentencepiece(lines: list[str], **options: Any) -> Any:
+    """Return a `sentencepiece.SentencePieceProcessor` that is trained on all of `lines`.
+
+    Raises:
+        InputError: SentencePiece cannot train on these texts.
+    """
     import sentencepiece
 
-    prefix = out / "joint"
+    written = io.BytesIO()  # a file's path would be stored in the model
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
-            model_prefix=str(prefix),
-            model_type=kind,
-            vocab_size=vocab_size - 1,
+            model_writer=written,
+            max_sentence_length=2**30,  # longer ones are ignored
             hard_vocab_limit=False,
             pad_id=-1,
             bos_id=-1,
             minloglevel=2,
+            **options,
         )
     except RuntimeError as error:
         raise InputError(
@@ -310,13 +368,18 @@ def _train_marian(
             code="tokenizer-training-failed",
             setting="model.tokenizer",
         ) from error
-    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+
+
+def _train_marian(
+    lines: list[str], out: Path, kind: TokenizerKind, vocab_size: int, max_length: int | None
+) -> None:
+    """Write one SentencePiece model for both sides, and the vocabulary in Marian's order (pad last)."""
+    pieces = _train_sentencepiece(lines, model_type=kind, vocab_size=vocab_size - 1)
     learned = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
     words = ["</s>", "<unk>", *(w for w in learned if w not in ("</s>", "<unk>")), "<pad>"]
     for name in ("source.spm", "target.spm"):
-        (out / name).write_bytes(Path(f"{prefix}.model").read_bytes())
-    for ending in ("model", "vocab"):
-        Path(f"{prefix}.{ending}").unlink()
+        (out / name).write_bytes(pieces.serialized_model_proto())
     (out / "vocab.json").write_text(
         json.dumps({word: i for i, word in enumerate(words)}, ensure_ascii=False), encoding="utf-8"
     )

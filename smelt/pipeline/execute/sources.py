@@ -336,7 +336,7 @@ def make_untrained_model(
     key = json_hash(
         {
             "stage": "untrained",
-            "version": 1,
+            "version": 2,
             "config": config,
             **({} if pixels is None else {"images": pixels}),
             **({} if tokenizer is None else {"tokenizer": _tokenizer_key(ready, tokenizer, step_runner)}),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.core.near_ties import is_better
 from smelt.quantization import groupwise as parts
 from smelt.quantization.scheme import (
     PackedMatrix,
@@ -163,8 +164,8 @@ def _fit_codebooks(steps: Tensor, counts: Tensor) -> Tensor:
     ]
     best, least = ends[0], errors[0]
     for end, error in zip(ends[1:], errors[1:], strict=True):
-        best = end.where((error < least)[..., None], best)
-        least = error.minimum(least)
+        better = is_better(error, least)
+        best, least = end.where(better[..., None], best), error.where(better, least)
     return (best + _MIDDLE).byte()
 
 

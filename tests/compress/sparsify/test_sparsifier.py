@@ -2,11 +2,19 @@
 
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
-from smelt.compress.sparsify.methods import Sparsifier
+from smelt.compress.sparsify.methods import (
+    MagnitudeSparsity,
+    RandomSparsity,
+    SparseGpt,
+    Sparsifier,
+    Wanda,
+)
 from smelt.compress.sparsify.settings import SparsityPattern
+from smelt.models.edits import mark_masked
 
 
 def test_a_second_moment_goes_when_its_layer_is_done():
@@ -14,7 +22,7 @@ def test_a_second_moment_goes_when_its_layer_is_done():
     nothing while the widest is inverted."""
     alive = []
 
-    def method(weight, found, pattern, draw):
+    def method(weight, found, pattern, draw, zeros):
         assert not any(other() is not None for other in alive)
         alive.append(weakref.ref(found))
         return weight.masked_fill(weight < 0, 0.0)
@@ -38,3 +46,21 @@ class _Method:
 
     def __call__(self, *given):
         return self._method(*given)
+
+
+@pytest.mark.parametrize("method", [MagnitudeSparsity(), RandomSparsity(), SparseGpt(), Wanda()])
+def test_zeros_of_before_count_among_the_zeros_of_a_sparser_pattern(method):
+    """As many as the gradual schedule asks for; others may only be set to zero behind them."""
+    layer, draw = nn.Linear(256, 16), torch.Generator().manual_seed(0)  # two blocks of SparseGPT's columns
+    inputs = torch.randn(400, 256, generator=draw) @ torch.randn(256, 256, generator=draw)
+
+    def sparsify(sparsity):
+        work = Sparsifier(nn.Module(), method, SparsityPattern(sparsity), draw)
+        work.sparsify({"layer": layer}, lambda layers, see: see("layer", inputs))
+        return layer.weight.detach() == 0
+
+    first = sparsify(0.25)
+    mark_masked(layer)
+    second = sparsify(0.5)
+    assert (int(first.sum()), int(second.sum())) == (1024, 2048)
+    assert bool((first <= second).all())

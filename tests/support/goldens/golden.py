@@ -48,22 +48,30 @@ def stage_version(case: Case) -> str:
 def fingerprint(case: Case) -> dict[str, Any]:
     """Run the case; return what is exact of its result and what is not."""
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        if case.family == THIRD_PARTY_GRAPH:
-            return _graphs_fingerprint(_run_on_graph(case, folder))
-        make, task = MAKERS[case.family]
-        model = make(folder / "model")
-        _set_integer_weights(model, 1)
-        source, teacher = model, tiny.as_artifact(model, task)
-        if case.stage == "distill":  # a student is not its own teacher
-            source = make(folder / "student")
-            _set_integer_weights(source, 2)
-        for number, (word, settings) in enumerate(case.preceding_stages):
-            source = _run_stage(word, settings, source, task, teacher, folder / str(number))
-        out = _run_stage(case.stage, case.settings, source, task, teacher, folder / "out")
-        if case.stage == "onnx":
+        source, out = run_case(case, Path(made))
+        if case.family == THIRD_PARTY_GRAPH or case.stage == "onnx":
             return _graphs_fingerprint(out)
-        return _model_fingerprint(out, source if case.settings.get("max_steps") else None)
+        found = _model_fingerprint(out, source if case.settings.get("max_steps") else None)
+        if case.stage == "quantize":
+            outputs = _projections({"outputs": _float_outputs(out)})
+            found["numbers"] = outputs if case.outputs_only else found["numbers"] | outputs
+        return found
+
+
+def run_case(case: Case, folder: Path) -> tuple[Path, Path]:
+    """Run the case in an empty folder; return the folders of the stage's source and of its result."""
+    if case.family == THIRD_PARTY_GRAPH:
+        return _run_on_graph(case, folder)
+    make, task = MAKERS[case.family]
+    model = make(folder / "model")
+    _set_integer_weights(model, 1)
+    source, teacher = model, tiny.as_artifact(model, task)
+    if case.stage == "distill":  # a student is not its own teacher
+        source = make(folder / "student")
+        _set_integer_weights(source, 2)
+    for number, (word, settings) in enumerate(case.preceding_stages):
+        source = _run_stage(word, settings, source, task, teacher, folder / str(number))
+    return source, _run_stage(case.stage, case.settings, source, task, teacher, folder / "out")
 
 
 def _set_integer_weights(folder: Path, seed: int) -> None:
@@ -125,8 +133,8 @@ def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, 
     return out
 
 
-def _run_on_graph(case: Case, folder: Path) -> Path:
-    """Run a stage on a graph of somebody else; return its folder."""
+def _run_on_graph(case: Case, folder: Path) -> tuple[Path, Path]:
+    """Run a stage on a graph of somebody else; return the folders of the graph and of the result."""
     import harness
     import third_party_graphs
 
@@ -135,9 +143,8 @@ def _run_on_graph(case: Case, folder: Path) -> Path:
     stage = load_stage(case.stage)
     source = third_party_graphs.make_artifact(folder / "source", third_party_graphs.two_layer_classifier())
     rows = {"calibration": third_party_graphs.make_split()}
-    return harness.run_stage(
-        stage(), stage.settings_type(**case.settings), source, folder / "out", data=rows
-    ).out
+    settings = stage.settings_type(**case.settings)
+    return source.path, harness.run_stage(stage(), settings, source, folder / "out", data=rows).out
 
 
 def _load_arrays(path: Path) -> dict[str, Any]:
@@ -151,10 +158,13 @@ def _load_arrays(path: Path) -> dict[str, Any]:
 
 def _model_fingerprint(out: Path, trained_from: Path | None) -> dict[str, Any]:
     """Return shapes, edits, and projections of the weights, of their change where they were trained."""
-    tensors = _load_arrays(out / "model.safetensors")
+    stored = _load_arrays(out / "model.safetensors")
     shortlist = out / "shortlist.safetensors"
-    tensors |= _load_arrays(shortlist) if shortlist.is_file() else {}
-    before = _load_arrays(trained_from / "model.safetensors") if trained_from else {}
+    stored |= _load_arrays(shortlist) if shortlist.is_file() else {}
+    tensors = _dequantize_arrays(stored, out)
+    before = {}
+    if trained_from:
+        before = _dequantize_arrays(_load_arrays(trained_from / "model.safetensors"), trained_from)
     structure = out / "structure.json"
     edits = json.loads(structure.read_text()) if structure.is_file() else []
     values: dict[str, Any] = {}
@@ -167,8 +177,63 @@ def _model_fingerprint(out: Path, trained_from: Path | None) -> dict[str, Any]:
         old = before.get(name)
         changed = old is not None and old.shape == tensor.shape and tensor.dtype.kind == "f"
         values[name] = tensor - old if changed and old is not None else tensor
-    shapes = sorted(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
+    shapes = sorted(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in stored.items())
     return {"exact": {"tensors": _digest(shapes), "edits": _digest(edits)}, "numbers": _projections(values)}
+
+
+def _dequantize_arrays(arrays: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return `arrays` of the model in `folder` with values in place of quantized weights.
+
+    Where two grids of a group are nearly as good, processors may choose either: all codes of the group then
+    differ, its values by less than a rounding step.
+    """
+    if not any(name.endswith(".codes") for name in arrays):
+        return arrays
+    from smelt.models.checkpoint import load_model
+    from smelt.quantization.layers import QuantizedMatrix
+
+    values = dict(arrays)
+    for name, matrix in load_model(folder)[0].named_modules():
+        if isinstance(matrix, QuantizedMatrix):
+            of_activations = matrix.scheme.activation_tensors(1.0)
+            for tensor, _ in matrix.named_parameters():
+                if tensor not in of_activations:
+                    values.pop(f"{name}.{tensor}", None)
+            values[f"{name}.values"] = matrix.dequantize().detach().numpy()
+    return values
+
+
+def _float_outputs(folder: Path) -> Any:
+    """Return the logits of a model on fixed inputs, its quantized weights multiplied as floats."""
+    import torch
+    from torch import nn
+
+    from smelt.models.checkpoint import load_model
+    from smelt.quantization.layers import QuantizedLinear
+
+    model, _ = load_model(folder)
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantizedLinear)]
+    for name, layer in layers:
+        owner, _, attribute = name.rpartition(".")
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        plain.weight.data = layer.matrix.dequantize().detach()
+        plain.bias = layer.bias
+        setattr(model.get_submodule(owner), attribute, plain)
+    with torch.no_grad():
+        return model(**_example_inputs(model)).logits.numpy()
+
+
+def _example_inputs(model: Any) -> dict[str, Any]:
+    """Return a batch of 16 samples, of integers and multiples of an eighth."""
+    import torch
+
+    if model.main_input_name == "pixel_values":
+        pixels = (_random_bits(16 * 3 * 32 * 32, 5) % np.uint64(17)).astype(np.float32) / 8 - 1
+        return {"pixel_values": torch.from_numpy(pixels).reshape(16, 3, 32, 32)}
+    tokens = 5 + (_random_bits(16 * 8, 5) % np.uint64(min(model.config.vocab_size, 40) - 9)).astype(np.int64)
+    ids = torch.from_numpy(tokens).reshape(16, 8)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return batch | ({"decoder_input_ids": ids.flip(0)} if model.config.is_encoder_decoder else {})
 
 
 def _graphs_fingerprint(out: Path) -> dict[str, Any]:

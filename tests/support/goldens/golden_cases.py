@@ -37,7 +37,11 @@ MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A stage with settings on a tiny model of a family; `preceding_stages` are stages that go first."""
+    """A stage with settings on a tiny model of a family; `preceding_stages` are stages that go first.
+
+    outputs_only: a search chooses scales that other layers undo, so weights of equally good choices differ;
+        only what the model computes is compared.
+    """
 
     stage: str
     family: str
@@ -46,6 +50,8 @@ class Case:
     allowed_error: float | None = (
         None  # how far projections may be off, where it is not what `differences` says
     )
+
+    outputs_only: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -56,7 +62,7 @@ class Case:
 # Least squares on few tokens of a tiny model multiply what kernels round differently (0.005 was seen), and
 # singular vectors of values that are nearly equal turn (0.08).
 REFIT_TOLERANCE, ROTATION_TOLERANCE = 0.02, 0.2
-# A search over a grid of scales takes the neighbour where two are nearly as good (0.076 was seen).
+# A search over a grid of scales takes the neighbor where two are nearly as good.
 SEARCH_TOLERANCE = 0.1
 HALF_OF_UNITS: dict[str, Any] = {"targets": ["heads", "ffn"], "keep_ratio": 0.5}
 LOGITS_AND_LABELS: dict[str, Any] = {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}
@@ -184,13 +190,14 @@ CASES: dict[str, Case] = {
     "quantize marian, int8-groupwise": Case("quantize", "marian", GROUPWISE),
     "quantize bert, int4": Case("quantize", "bert", INT4),
     "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),
-    # with these no other alpha comes within 5 % of the best, so that all processors take the same ones
-    "quantize bert, int3 by awq": Case(
+    # the errors of a tiny BERT's candidates depend on roundings that processors do differently
+    "quantize gpt2, int3 by awq": Case(
         "quantize",
-        "bert",
+        "gpt2",
         INT4
         | {"scheme": "int3", "group_size": 16, "method": "awq", "clip": "awq", "calibration_samples": 16},
         allowed_error=SEARCH_TOLERANCE,
+        outputs_only=True,
     ),
     "quantize gpt2, int4 by hqq": Case("quantize", "gpt2", INT4 | {"method": "hqq"}),
     "quantize bert, int3": Case("quantize", "bert", INT3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -30,25 +31,24 @@ def write_marian(folder: Path, seed: int = 0, **config: Any) -> Path:
     from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
     folder.mkdir(parents=True, exist_ok=True)
+    written = io.BytesIO()  # a file's path would be stored in the model
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES * 5),
-        model_prefix=str(folder / "joint"),
+        model_writer=written,
         vocab_size=61,
         hard_vocab_limit=False,
         minloglevel=2,
         pad_id=-1,
         bos_id=-1,
     )
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "joint.model"))
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
     words = ["</s>", "<unk>"]
     words += [
         w for i in range(pieces.get_piece_size()) if (w := pieces.id_to_piece(i)) not in ("<unk>", "</s>")
     ]
     words.append("<pad>")
     for name in ("source.spm", "target.spm"):
-        (folder / name).write_bytes((folder / "joint.model").read_bytes())
-    for name in ("joint.model", "joint.vocab"):
-        (folder / name).unlink()
+        (folder / name).write_bytes(written.getvalue())
     (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(

@@ -177,7 +177,7 @@ class PlanWarning(UserWarning):
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name that `word` is a typo of, else "".
 
-    A typo is at least 80 percent similar by `difflib` (75 up to five letters; ignoring case), or is a whole
+    A typo is at least 80 percent similar by `difflib` (less up to five letters; ignoring case), or is a whole
     prefix or suffix between hyphens: `int8` for `int8-dynamic`. Names that differ in digits only, such as
     `rouge3` and `rouge1`, and names that are merely similar, such as `negative` and `positive`, are not
     suggested.
@@ -191,12 +191,12 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
             return f" Did you mean '{names[affixed[0]]}'?"
     pattern = wanted.translate(_DIGITS_TO_ZERO)
     typed = [name for name in names if name == wanted or name.translate(_DIGITS_TO_ZERO) != pattern]
-    cutoff = 0.75 if len(wanted) <= _SHORT_WORD else 0.8  # `negative` and `positive` have 0.75
+    # two swapped letters of `run` or `bleu`, but not `negative` for `positive`, which has 0.75
+    cutoff = {1: 1.0, 2: 1.0, 3: 0.65, 4: 0.75, 5: 0.75}.get(len(wanted), 0.8)
     similar = get_close_matches(wanted, typed, n=1, cutoff=cutoff)
     return f" Did you mean '{names[similar[0]]}'?" if similar else ""
 
 
 _MAX_WORD_LENGTH = 100  # letters that are compared
-_SHORT_WORD = 5  # letters
 _MIN_AFFIX_LENGTH = 3  # letters of an abbreviation
 _DIGITS_TO_ZERO = str.maketrans("123456789", "0" * 9)

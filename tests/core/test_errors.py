@@ -22,6 +22,8 @@ def test_a_message_keeps_both_ends_also_where_it_is_wrapped_again(text):
     [
         ("prnue", ["quantize", "prune"], "prune"),
         ("kep", ["keep"], "keep"),
+        ("rnu", ["plan", "run"], "run"),
+        ("blue", ["chrf", "bleu"], "bleu"),
         ("translate", ["summarization", "translation"], "translation"),
         ("BLEU", ["chrf", "bleu"], "bleu"),
         (" positive", ["negative", "positive"], "positive"),

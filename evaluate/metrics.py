@@ -5,6 +5,7 @@ Without numpy, since the recipe imports it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -82,7 +83,7 @@ class Metric:
         "proportion": a row is a prediction and its gold value, equal or not (Wilson, McNemar); "mean": the
         mean of the first column times `scale`; "sum": a function of sums, to which a row contributes a part;
         "corpus": another function of all rows.
-    limits: the lowest and highest value; None where it has no limit.
+    limits: the lowest and highest value, infinite where it has no limit.
     higher_is_better: its direction; where lower is better a gate's `max_drop` limits the rise.
     digits: decimal places in reports.
     libraries: distributions whose versions the value depends on.
@@ -95,7 +96,7 @@ class Metric:
     optional: tuple[str, ...] = ()
     main: tuple[str, ...] = ()
     kind: MetricKind = "corpus"
-    limits: tuple[float, float] | None = (0.0, 100.0)
+    limits: tuple[float, float] = (0.0, 100.0)
     scale: float = 100.0
     higher_is_better: bool = True
     digits: int = 2
@@ -108,6 +109,7 @@ _SUMMARIZATION: Task = "summarization"
 _LANGUAGE_MODELING: Task = "language-modeling"
 _SINGLE, _MULTI, _REGRESSION = (SINGLE_LABEL,), (MULTI_LABEL,), (REGRESSION,)
 _CORRELATION_LIMITS = (-100.0, 100.0)
+_ERROR_LIMITS, _PERPLEXITY_LIMITS = (0.0, math.inf), (1.0, math.inf)
 _SACREBLEU = ("sacrebleu", "mecab-python3", "mecab-ko")
 
 
@@ -170,7 +172,7 @@ METRICS: dict[str, Metric] = {
         "Cross-entropy",
         optional=_SINGLE + _MULTI,
         kind="mean",
-        limits=None,
+        limits=_ERROR_LIMITS,
         scale=1.0,
         higher_is_better=False,
         digits=4,
@@ -185,7 +187,7 @@ METRICS: dict[str, Metric] = {
         main=(SENTENCE_SIMILARITY,),
         limits=_CORRELATION_LIMITS,
     ),
-    "mse": Metric("MSE", "MSE", _REGRESSION, limits=None, higher_is_better=False),
+    "mse": Metric("MSE", "MSE", _REGRESSION, limits=_ERROR_LIMITS, higher_is_better=False),
     "agreement": Metric(
         "cosine",
         "Agreement",
@@ -196,24 +198,35 @@ METRICS: dict[str, Metric] = {
     ),
     "top1": Metric("%", "Top-1 agreement", (CUSTOM_TASK,), kind="proportion"),
     "relative_error": Metric(
-        "%", "Relative error", (CUSTOM_TASK,), kind="mean", limits=None, higher_is_better=False
+        "%", "Relative error", (CUSTOM_TASK,), kind="mean", limits=_ERROR_LIMITS, higher_is_better=False
     ),
     "perplexity": Metric(
-        "perplexity", "Perplexity", (_LANGUAGE_MODELING,), limits=None, higher_is_better=False
+        "perplexity", "Perplexity", (_LANGUAGE_MODELING,), limits=_PERPLEXITY_LIMITS, higher_is_better=False
     ),
     "acc": Metric("%", "Choice accuracy", optional=(TEXT_GENERATION,), kind="proportion"),
     "acc_norm": Metric("%", "Choice accuracy, by length", optional=(TEXT_GENERATION,), kind="proportion"),
     "response_perplexity": Metric(
-        "perplexity", "Response perplexity", (TEXT_GENERATION,), limits=None, higher_is_better=False
+        "perplexity",
+        "Response perplexity",
+        (TEXT_GENERATION,),
+        limits=_PERPLEXITY_LIMITS,
+        higher_is_better=False,
     ),
     "bits_per_byte": Metric(
-        "bits/byte", "Bits per byte", (_LANGUAGE_MODELING,), limits=None, higher_is_better=False, digits=4
+        "bits/byte",
+        "Bits per byte",
+        (_LANGUAGE_MODELING,),
+        limits=_ERROR_LIMITS,
+        higher_is_better=False,
+        digits=4,
     ),
 }
 
 
 # A user's own function, `package.module:function`: its range is not known.
-_OWN_METRIC = Metric("", "", kind="mean", limits=None, scale=1.0, digits=4, settings=OwnMetricSettings)
+_OWN_METRIC = Metric(
+    "", "", kind="mean", limits=(-math.inf, math.inf), scale=1.0, digits=4, settings=OwnMetricSettings
+)
 
 
 def find_metric(name: str) -> Metric:

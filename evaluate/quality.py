@@ -41,9 +41,9 @@ from smelt.evaluate.significance import (
     BOOTSTRAP_SEED,
     RESAMPLES,
     Statistics,
-    bootstrap_interval,
     metric_interval,
     metric_value,
+    student_interval,
     wilson_interval,
 )
 from smelt.evaluate.text_similarity import bertscore_rows, encoder_hash, meteor_rows
@@ -51,7 +51,7 @@ from smelt.evaluate.text_similarity import bertscore_rows, encoder_hash, meteor_
 _ANSWER_METRICS = ("exact_match", "token_f1")
 CLASS_METRICS = tuple(name for name in METRICS_BY_PROBLEM[SINGLE_LABEL] if name != AGREEMENT_METRIC)
 CROSS_ENTROPY = "cross_entropy"
-BOOTSTRAP_SIGNATURE = f"ci:bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
+BOOTSTRAP_SIGNATURE = f"ci:t, bootstrap|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
 
 
 class MetricScore(BaseModel):
@@ -497,7 +497,7 @@ def score_windows(
             f" {len(tokens)} and {len(sizes)}.",
             code="count-mismatch",
         )
-    signature = f"{windows}|ci:bootstrap over windows|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
+    signature = f"{windows}|ci:t, bootstrap over windows|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
     rows: list[list[int | float]] = [
         [float(loss), int(count), int(size)] for loss, count, size in zip(losses, tokens, sizes, strict=True)
     ]
@@ -514,7 +514,7 @@ def score_windows(
             unit=find_metric(metric).unit,
             higher_is_better=find_metric(metric).higher_is_better,
             n=sum(tokens),
-            ci95=bootstrap_interval(statistics),
+            ci95=student_interval(statistics),
             signature=signature,
             chance=uniform.get(metric),
             statistics=statistics,

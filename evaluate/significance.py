@@ -22,24 +22,35 @@ from statistics import NormalDist
 from typing import Any, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.evaluate.metrics import (
     AGREEMENT_METRIC,
+    RESPONSE_PERPLEXITY,
     WINDOW_METRICS,
     base_metric,
     find_metric,
 )
-from smelt.evaluate.weighted_metrics import Array, corpus_bleu, corpus_chrf, safe_ratio, weighted_values
+from smelt.evaluate.weighted_metrics import (
+    Array,
+    corpus_bleu,
+    corpus_chrf,
+    safe_ratio,
+    single_change,
+    weighted_values,
+)
 
 RESAMPLES = 1000
 BOOTSTRAP_SEED = 12345  # sacrebleu's default, so that both draw the same examples
 _MAX_CELLS = 4_000_000  # weights in memory at a time: 32 MB
 
 Interval = tuple[float, float]
-_POINT_TOLERANCE = 1e-9  # points; a bootstrap interval up to this width is a point
+_POINT_TOLERANCE = 1e-9  # points; smaller differences are rounding errors
+_MAX_EXACT = 12  # differing examples, of which all swaps are tried
+_MIN_TAIL = 10  # swaps; below that a share of them is too coarse
 
 
 class Statistics(BaseModel):
@@ -110,43 +121,51 @@ def example_values(statistics: Statistics) -> Array | None:
 
 
 def metric_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
-    """Return the two-sided interval of a score, in the metric's unit: Wilson's for hits, else a bootstrap."""
+    """Return the two-sided interval of a score, in the metric's unit: Wilson's for hits, else Student's."""
     if find_metric(statistics.metric).kind == "proportion":
         hits = sum(predicted == gold for predicted, gold in statistics.rows)
         return wilson_interval(hits, len(statistics.rows), confidence)
-    return bootstrap_interval(statistics, confidence)
+    return student_interval(statistics, confidence)
 
 
-def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
-    """Return the percentile interval over 1000 resamples of the examples (Efron 1979).
+def student_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
+    """Return Student's interval with the standard error of 1000 resamples of the examples.
 
-    Where fewer examples than `min_examples` differ from the most frequent one, a bootstrap is nearly a point:
-    it is then widened by what an unseen kind of example may change: its share (Wilson's upper end of 0 out
-    of n) times the loss if such examples are worthless, or the gain if they are perfect (for F1 and
-    correlations, which are no sums, the whole range). None for a point where the metric has no range.
-    None for fewer examples than `min_examples`, whose resamples are too similar.
+    The quantiles of a bootstrap are too narrow for few examples: of 6 to 20 they contain the true value in
+    80 to 92 % of samples instead of 95 (Hesterberg 2015, The American Statistician 69(4)). Here its standard
+    error (Efron 1979) is multiplied by sqrt(n / (n - 1)) and the quantile of Student's t with n - 1 degrees
+    of freedom; benchmarks/interval_coverage.py simulates how often that interval contains the true value. It
+    is symmetric on a scale without limits: the logit of a metric with a lowest and a highest value (for
+    correlations that is Fisher's z), the logarithm of one with a lowest value.
+
+    Where nearly all examples are equal (but for fewer than `min_examples` - 1), the standard error is nearly
+    0: the interval is then widened by what an unseen kind of example may change: its share (Wilson's upper
+    end of 0 out of n) times the loss if such examples are worthless, or the gain if they are perfect (for F1
+    and correlations, which are no sums, the whole range). None for a point where the metric has no range.
+    None for fewer examples than `min_examples`.
     """
     n, metric = len(statistics.rows), statistics.metric
     if n < min_examples(metric, confidence):
         return None
-    low, high = _central_interval(_resampled_values(statistics), confidence)
-    point = high - low <= _POINT_TOLERANCE
+    value, limits = metric_value(statistics), _limits(statistics)
+    half = _half_width(_resampled_values(statistics), n, _effective_examples(statistics) - 1, confidence)
+    ends = _unlimited_interval(value, half, limits)
     [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
-    limits = _limits(statistics)
-    if not point and (limits is None or n - equal >= min_examples(metric, confidence)):
-        return low, high
-    if limits is None:
-        return None
-    return _widen_for_unseen((low, high), n, statistics, metric_value(statistics), confidence, limits)
+    varies = half > _POINT_TOLERANCE
+    if varies and (not _is_bounded(limits) or n - equal + 1 >= min_examples(metric, confidence)):
+        return ends
+    return _widen_for_unseen(ends, n, statistics, value, confidence, limits)
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
-    """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap.
+    """Return the two-sided interval of `step` minus `other`: Tango's for hits, else Student's for pairs.
 
-    The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn
-    separately. Where fewer examples differ than `min_examples`, a bootstrap is nearly a point; it is then
-    widened as in `bootstrap_interval`, by the possible loss or gain of the other's score.
-    None for too few examples, as in `bootstrap_interval`, or where so few differ and the metric has no range.
+    Student's has the standard error of the difference on 1000 resamples, which both steps share, and the
+    degrees of freedom of the examples that differ. The same text in other windows (a vocabulary was trimmed)
+    cannot be drawn in pairs: it is drawn separately. Where fewer examples differ than `min_examples`, the
+    standard error is nearly 0; the interval is then widened as in `student_interval`, by the possible loss or
+    gain of the other's score. None for too few examples, as there, or where so few differ and the metric has
+    no range.
     """
     _check_pair(step, other)
     if find_metric(step.metric).kind == "proportion":
@@ -158,17 +177,55 @@ def difference_interval(step: Statistics, other: Statistics, confidence: float =
     )
     if n < least:
         return None
-    ends = _central_interval(_resampled_differences(step, other), confidence)
-    if changed >= least and ends[1] - ends[0] > _POINT_TOLERANCE:
+    middle = metric_value(step) - metric_value(other)
+    half = _half_width(_resampled_differences(step, other), n, max(changed, least) - 1, confidence)
+    ends = (middle - half, middle + half)
+    if changed >= least and half > _POINT_TOLERANCE:
         return ends
     return _widen_for_unseen(ends, n, step, metric_value(other), confidence)
+
+
+def _half_width(resampled: Array, n: int, degrees: float, confidence: float) -> float:
+    """Return half of Student's interval from the values on resamples of n examples, [R]."""
+    from scipy.special import stdtrit
+
+    error = float(resampled.std(ddof=1)) * math.sqrt(n / (n - 1))
+    return error * float(stdtrit(degrees, (1 + confidence) / 2))
+
+
+def _unlimited_interval(value: float, half: float, limits: Interval) -> Interval:
+    """Return the interval that is `value` -+ `half`, to first order, and symmetric on a scale without limits.
+
+    The scale is the logit between two limits, the logarithm above one. Its width is `half` times the
+    derivative at `value`; where that is infinite, at a limit, the interval is `value` -+ `half`, clipped.
+    """
+    low, high = limits
+    if not low < value < high or half == 0 or low == -math.inf:
+        return max(low, value - half), min(high, value + half)
+    below = value - low
+    if high == math.inf:
+        return low + below * math.exp(-half / below), low + below * math.exp(half / below)
+    odds, width = below / (high - value), half * (high - low) / (below * (high - value))
+    least, most = (odds * math.exp(min(700.0, max(-700.0, side * width))) for side in (-1, 1))
+    return low + (high - low) * least / (1 + least), low + (high - low) * most / (1 + most)
+
+
+def _effective_examples(statistics: Statistics) -> float:
+    """Return how many examples of one weight are as good (Kish 1965): (sum of weights)^2 / sum of squares.
+
+    In a loss per token an example weighs as many as it has tokens, elsewhere 1.
+    """
+    if statistics.metric not in (*WINDOW_METRICS, RESPONSE_PERPLEXITY):
+        return len(statistics.rows)
+    tokens = np.asarray(statistics.rows, dtype=np.float64)[:, 1]
+    return max(2.0, float(tokens.sum() ** 2 / np.square(tokens).sum()))
 
 
 def min_examples(metric: str, confidence: float = 0.95) -> int:
     """Return how many examples an interval of `metric` needs.
 
-    For a bootstrap: as many differences of one sign as a randomization test needs for significance,
-    2 / 2^n <= 1 - confidence: 6 at 0.95, 8 at 0.99. The score intervals of shares need one.
+    As many differences of one sign as a randomization test needs for significance, 2 / 2^n <= 1 -
+    confidence: 6 at 0.95, 8 at 0.99. The score intervals of shares need one.
     """
     return 1 if find_metric(metric).kind == "proportion" else 1 + math.ceil(-math.log2(1 - confidence))
 
@@ -189,14 +246,18 @@ def _have_different_windows(step: Statistics, other: Statistics) -> bool:
     return step.metric in WINDOW_METRICS and [r[1:] for r in step.rows] != [r[1:] for r in other.rows]
 
 
-def _limits(statistics: Statistics) -> Interval | None:
-    """Return the lowest and highest value of a metric; None if it has none.
+def _limits(statistics: Statistics) -> Interval:
+    """Return the lowest and highest value of a metric, infinite where it has none.
 
     Agreement of texts and classes is no cosine: it is not below 0.
     """
     if statistics.metric == AGREEMENT_METRIC and "cosine" not in statistics.signature:
         return 0.0, 100.0
     return find_metric(statistics.metric).limits
+
+
+def _is_bounded(limits: Interval) -> bool:
+    return all(map(math.isfinite, limits))
 
 
 def _widen_for_unseen(
@@ -210,21 +271,20 @@ def _widen_for_unseen(
     """Return `ends`, widened by the possible change by unseen examples; None where the range is not known.
 
     In a sum over examples (BLEU approximately: a share of sentences without any match reduces every
-    precision by that share) a changed example loses at most its contribution. value: the score that may
+    precision by that share) a changed example loses at most its contribution. A class with few examples
+    changes more: at least by what one other prediction changes (`single_change`). value: the score that may
     change.
     """
-    known, own = find_metric(statistics.metric), _limits(statistics)
-    if own is None:
+    metric = statistics.metric
+    least, greatest = own = _limits(statistics)
+    if not _is_bounded(own):
         return None
-    least, greatest = own
     share = wilson_interval(0, n, confidence)[1] / 100
-    lost, gained = (greatest - least,) * 2 if known.kind == "corpus" else (value - least, greatest - value)
-    return max(ends[0] - share * lost, limits[0]), min(ends[1] + share * gained, limits[1])
-
-
-def _central_interval(drawn: Array, confidence: float) -> Interval:
-    low, high = np.quantile(drawn, ((1 - confidence) / 2, (1 + confidence) / 2))
-    return float(low), float(high)
+    lost, gained = share * (value - least), share * (greatest - value)
+    if find_metric(metric).kind == "corpus":
+        one = single_change(metric, np.asarray(statistics.rows, dtype=np.float64))
+        lost, gained = (max(share * (greatest - least), change) for change in one)
+    return max(ends[0] - lost, limits[0]), min(ends[1] + gained, limits[1])
 
 
 def wilson_interval(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -278,13 +338,8 @@ def compare_steps(step: Statistics, other: Statistics) -> PairedComparison:
     """Compare two steps on the same examples: `step` minus `other`.
 
     difference and ci95: in the metric's unit; see `difference_interval`.
-    p_value: two-sided. Accuracy, also of whole sets: McNemar's exact test. All others: paired bootstrap
-    resampling (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in
-    which the difference is not positive or not negative, each count raised by one (Davison & Hinkley 1997);
-    below ten such resamples the tail of the normal distribution with their mean and deviation, because 1000
-    resamples cannot show a p-value below 0.002 (a correction for 25 comparisons would leave nothing
-    significant); at least 2 / 2^n, the smallest p-value of Fisher's randomization test with n differing
-    examples, because resamples of few examples are too similar.
+    p_value: two-sided. Accuracy, also of whole sets: McNemar's exact test. All others: Fisher's randomization
+    test, as `randomization_p_value`.
 
     Raises:
         InputError: the two do not have the same examples and the same metric.
@@ -294,9 +349,86 @@ def compare_steps(step: Statistics, other: Statistics) -> PairedComparison:
     if find_metric(step.metric).kind == "proportion":
         p_value = _mcnemar(*_discordant(step, other))
     else:
-        least = min(1.0, 2.0 ** (1 - changed_examples(step, other)))
-        p_value = max(_two_sided_p_value(_resampled_differences(step, other)), least)
+        p_value = randomization_p_value(step, other)
     return {"difference": difference, "ci95": list(interval) if interval else None, "p_value": p_value}
+
+
+def randomization_p_value(step: Statistics, other: Statistics) -> float:
+    """Return the two-sided p-value of Fisher's randomization test, which swaps examples between the steps.
+
+    Without a difference between the steps, each example's two outputs could as well have come from the other
+    step: the p-value is the share of swaps whose difference is at least as large as the observed one (of a
+    mean this is the sign-flip test). It is exact up to 12 differing examples. Of more, 1000 swaps are drawn
+    (approximate randomization: Riezler & Maxwell 2005, https://aclanthology.org/W05-0908, as sacrebleu's
+    `--paired-ar`), and both counts are raised by one (Davison & Hinkley 1997). Below ten such swaps it is the
+    tail of the normal distribution with their deviation, because 1000 swaps cannot show a p-value below 0.001
+    (a correction for 25 comparisons would leave nothing significant).
+
+    The same text in other windows has no pairs: all windows are divided between the two.
+    """
+    rows = np.concatenate([np.asarray(each.rows, dtype=np.float64) for each in (step, other)])
+    unchanged = np.arange(len(rows)) < len(step.rows)
+    observed = abs(float(_swapped_differences(step.metric, rows, unchanged[None])[0]))
+    count, assignments, least = _assignments(step, other, unchanged)
+    drawn = np.abs(np.concatenate([_swapped_differences(step.metric, rows, block) for block in assignments]))
+    # the order of additions changes the last digits
+    tail = int(np.count_nonzero(drawn >= observed * (1 - 1e-9) - _POINT_TOLERANCE))
+    if count is not None:
+        return tail / count
+    share = (tail + 1) / (len(drawn) + 1)
+    deviation = math.sqrt(float(np.square(drawn).mean()))
+    if tail >= _MIN_TAIL or deviation == 0:
+        return share
+    # erfc is accurate in the tail, where 1 - cdf is 0
+    return max(least, min(share, math.erfc(observed / deviation / math.sqrt(2))))
+
+
+def _swapped_differences(metric: str, rows: Array, assignments: NDArray[np.bool_]) -> Array:
+    """Return the difference between the examples that are the first step's and the others, [A].
+
+    rows: [n, K], of both steps. assignments: [A, n], whether an example is the first step's.
+    """
+    first, second = assignments.astype(np.float64), (~assignments).astype(np.float64)
+    return weighted_values(metric, rows, first) - weighted_values(metric, rows, second)
+
+
+def _assignments(
+    step: Statistics, other: Statistics, unchanged: NDArray[np.bool_]
+) -> tuple[int | None, Iterator[NDArray[np.bool_]], float]:
+    """Return how the examples of both steps may be divided between them.
+
+    Returns:
+        How many assignments these are if they are all of them (up to exchanging the steps), else None; blocks
+        of them, bool [some, n]; the least p-value that all of them could show.
+    """
+    n, generator = len(step.rows), np.random.default_rng(BOOTSTRAP_SEED)
+    if _have_different_windows(step, other):
+        total = len(unchanged)
+        blocks = (generator.permuted(block, axis=1) for block in _repeat_blocks(unchanged, RESAMPLES))
+        return None, blocks, min(1.0, 2 / math.comb(total, n))
+    changed = np.flatnonzero([own != theirs for own, theirs in zip(step.rows, other.rows, strict=True)])
+
+    def swap(block: NDArray[np.bool_], swapped: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        block[:, changed], block[:, n + changed] = ~swapped, swapped
+        return block
+
+    if len(changed) <= _MAX_EXACT:
+        # the first differing example is not swapped: the others' swaps give each difference but for its sign
+        count = 2 ** max(0, len(changed) - 1)
+        bits = (np.arange(count)[:, None] >> np.arange(len(changed))) & 1 == 1
+        return count, iter([swap(np.tile(unchanged, (count, 1)), bits)]), 1 / count
+    blocks = (
+        swap(block, generator.random((len(block), len(changed))) < 0.5)
+        for block in _repeat_blocks(unchanged, RESAMPLES)
+    )
+    return None, blocks, 2.0 ** (1 - len(changed))
+
+
+def _repeat_blocks(row: NDArray[np.bool_], count: int) -> Iterator[NDArray[np.bool_]]:
+    """Yield `count` copies of `row`, in blocks that fit into memory."""
+    size = max(1, min(count, _MAX_CELLS // len(row)))
+    for start in range(0, count, size):
+        yield np.tile(row, (min(size, count - start), 1))
 
 
 def _check_pair(step: Statistics, other: Statistics) -> None:
@@ -322,19 +454,6 @@ def _resampled_differences(step: Statistics, other: Statistics) -> Array:
     if _have_different_windows(step, other):
         theirs = np.roll(theirs, 1)  # independent draws
     return own - theirs
-
-
-_MIN_TAIL = 10  # resamples; below that a share of them is too coarse
-
-
-def _two_sided_p_value(drawn: Array) -> float:
-    tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
-    share = min(1.0, 2 * (tail + 1) / (len(drawn) + 1))
-    deviation = float(drawn.std(ddof=1))
-    if tail >= _MIN_TAIL or deviation == 0:
-        return float(share)
-    # erfc is accurate in the tail, where 1 - cdf is 0
-    return float(min(share, math.erfc(abs(float(drawn.mean())) / deviation / math.sqrt(2))))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -82,7 +82,10 @@ def matthews(rows: Array, weights: Array) -> Array:
     return safe_ratio(together, np.sqrt(np.maximum(0, spread)))
 
 
-def _label_sets_metric(over_all: bool, of: Literal["f1", "precision", "recall"]) -> Callable[..., Array]:
+LabelSetStatistic = Literal["f1", "precision", "recall"]
+
+
+def _label_sets_metric(over_all: bool, of: LabelSetStatistic) -> Callable[..., Array]:
     """Return F1, precision or recall of label sets: of all labels together (micro), or their mean (macro).
 
     Rows hold K predictions, then K gold: [n, 2K] -> [R]. 0 for a label without denominator in a resample.
@@ -90,12 +93,71 @@ def _label_sets_metric(over_all: bool, of: Literal["f1", "precision", "recall"])
 
     def value(rows: Array, weights: Array) -> Array:
         predicted, gold = np.split(rows, 2, axis=1)
-        counts = [weights @ (predicted * gold), weights @ predicted, weights @ gold]
-        matched, guessed, present = (each.sum(1, keepdims=True) for each in counts) if over_all else counts
-        below = {"f1": (guessed + present) / 2, "precision": guessed, "recall": present}[of]
-        return np.asarray(safe_ratio(matched, below).mean(axis=1))
+        return _label_sets_value(
+            (weights @ (predicted * gold), weights @ predicted, weights @ gold), over_all, of
+        )
 
     return value
+
+
+def _label_sets_value(counts: ClassCounts, over_all: bool, of: LabelSetStatistic) -> Array:
+    """Return the value of `_label_sets_metric` from counts by label, [R, K] -> [R]."""
+    matched, guessed, present = (each.sum(1, keepdims=True) for each in counts) if over_all else counts
+    below = {"f1": (guessed + present) / 2, "precision": guessed, "recall": present}[of]
+    return np.asarray(safe_ratio(matched, below).mean(axis=1))
+
+
+def single_change(metric: str, rows: Array) -> tuple[float, float]:
+    """Return the largest loss and the largest gain of a metric by one other prediction.
+
+    Of a mean over classes, that is an example of the rarest class. 0 for metrics of numbers, where one
+    prediction may change as much as it likes.
+
+    Args:
+        metric: its name.
+        rows: [n, K], as in `smelt.evaluate.significance.Statistics`.
+    """
+    base, name = float(weighted_values(metric, rows, np.ones((1, len(rows))))[0]), base_metric(metric)
+    average, _, kind = name.partition("_")
+    if kind in ("micro", "macro"):
+        values = _label_sets_value(_changed_label_counts(rows), kind == "micro", average)  # type: ignore[arg-type]
+    elif name in ("f1", "precision", "recall", "matthews"):
+        values = weighted_values(metric, *_changed_classes(rows))
+    else:
+        return 0.0, 0.0
+    return max(0.0, base - float(values.min())), max(0.0, float(values.max()) - base)
+
+
+def _changed_label_counts(rows: Array) -> ClassCounts:
+    """Return the counts by label after one prediction of one label changed, each [changes, K]."""
+    predicted, gold = np.split(rows, 2, axis=1)
+    matched, guessed, present = (predicted * gold).sum(0), predicted.sum(0), gold.sum(0)
+    unit = np.eye(len(matched))
+    changes = (
+        (matched > 0, -unit, -unit),  # a right label is missing
+        (present > matched, unit, unit),  # a missing label is right
+        (guessed > matched, 0 * unit, -unit),  # an extra label is left out
+        (len(rows) - guessed - present + matched > 0, 0 * unit, unit),  # an extra label
+    )
+    hits = np.concatenate([matched + change[possible] for possible, change, _ in changes])
+    guesses = np.concatenate([guessed + change[possible] for possible, _, change in changes])
+    return hits, guesses, np.broadcast_to(present, hits.shape)
+
+
+def _changed_classes(rows: Array) -> tuple[Array, Array]:
+    """Return rows and weights, [r, K] and [changes, r], after the class of one example changed.
+
+    A right prediction becomes the most frequent other class, a wrong one becomes right.
+    """
+    kinds, counts = np.unique(rows, axis=0, return_counts=True)
+    classes, frequency = np.unique(rows[:, 0], return_counts=True)
+    frequent = classes[np.argsort(-frequency, kind="stable")]
+    changed = kinds.copy()
+    for row in changed:
+        other = next((label for label in frequent if label != row[1]), rows[:, :2].max() + 1)
+        row[0] = other if row[0] == row[1] else row[1]
+    unit = np.eye(len(kinds))
+    return np.concatenate([kinds, changed]), np.concatenate([counts - unit, unit], axis=1)
 
 
 def safe_ratio(above: Array, below: Array) -> Array:

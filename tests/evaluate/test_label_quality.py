@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from expected_errors import raises_code
+from expected_intervals import student_interval
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import (
     accuracy_score,
@@ -26,6 +27,7 @@ from smelt.evaluate.label_quality import (
     score_label_sets,
     score_regression,
 )
+from smelt.evaluate.metrics import find_metric
 from smelt.evaluate.significance import compare_steps, wilson_interval
 
 pytestmark = pytest.mark.quick
@@ -37,7 +39,7 @@ GUESS[:, 4] = GOLD[:, 4] = False  # a label that nobody has
 POOR = GOLD ^ (rng.random((60, 5)) < 0.5)
 NUMBERS = np.round(rng.normal(2, 1, 60), 1)  # rounded, so that there are ties
 NEAR = np.round(NUMBERS + rng.normal(0, 0.7, 60), 1)
-FAR = np.round(NUMBERS + rng.normal(0.5, 2, 60), 1)
+FAR = np.round(NUMBERS + rng.normal(0.5, 3, 60), 1)
 LOGITS = rng.normal(0, 2, (60, 5)) + 3 * GOLD
 POOR_LOGITS = -LOGITS
 SKLEARN_SET_METRICS = [m for m in LABEL_SET_METRICS if m != "cross_entropy"]
@@ -76,7 +78,7 @@ def test_sets_equal_sklearn_on_all_rows_and_on_resamples(metric):
         hits = int((GOLD == GUESS).all(axis=1).sum())
         assert score.ci95 == wilson_interval(hits, 60)
     else:
-        assert score.ci95 == pytest.approx(tuple(np.quantile(ours, (0.025, 0.975))))
+        assert score.ci95 == pytest.approx(student_interval(score.value, ours, 60))
         assert "bs:1000|seed:12345" in score.signature
 
 
@@ -87,7 +89,8 @@ def test_numbers_equal_scipy_and_sklearn_on_all_rows_and_on_resamples(metric):
     assert score.higher_is_better == (metric != "mse")
     ours = significance._resampled_values(score.statistics)
     assert ours[:30] == pytest.approx([reference_number(metric, NUMBERS[i], NEAR[i]) for i in draws(60, 30)])
-    assert score.ci95 == pytest.approx(tuple(np.quantile(ours, (0.025, 0.975))))
+    limits = find_metric(metric).limits
+    assert score.ci95 == pytest.approx(student_interval(score.value, ours, 60, limits))
 
 
 @pytest.mark.parametrize("metric", REGRESSION_METRICS)

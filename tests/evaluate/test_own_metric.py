@@ -1,6 +1,7 @@
 """A user's own metric, named by its import path: the value, tests, gates, and every error with its code."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import harness
 import numpy as np
 import pytest
 from expected_errors import command_error, raises_code
+from expected_intervals import student_interval
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
@@ -85,7 +87,9 @@ def test_values_of_examples_are_averaged_and_tested_in_pairs(folder):
     values = np.array([len(row) - at % 7 for at, row in enumerate(rows[1])])
     assert two.value == pytest.approx(values.mean())
     drawn = np.random.default_rng(12345).integers(0, 40, size=(1000, 40))
-    assert two.ci95 == pytest.approx(tuple(np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))))
+    no_limits = (-math.inf, math.inf)
+    expected = student_interval(two.value, values[drawn].mean(axis=1), 40, no_limits)
+    assert two.ci95 == pytest.approx(expected)
     found = compare_steps(two.statistics, one.statistics)
     assert found["difference"] == pytest.approx(1)
     assert found["p_value"] < 0.05

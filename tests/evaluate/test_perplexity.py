@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from expected_errors import raises_code
+from expected_intervals import student_interval
 
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import score_windows
@@ -26,14 +27,16 @@ def test_values_are_ratios_of_sums_when_windows_differ_in_length():
     assert found["perplexity"].value == pytest.approx(math.exp(93 / 40))
     assert found["bits_per_byte"].value == pytest.approx(93 / math.log(2) / 175)
     assert (found["perplexity"].n, found["perplexity"].higher_is_better) == (40, False)
-    assert found["perplexity"].signature.startswith("window:8|stride:8|ci:bootstrap over windows")
+    assert found["perplexity"].signature.startswith("window:8|stride:8|ci:t, bootstrap over windows")
 
 
 def test_interval_is_that_of_resampled_windows():
     low, high = _scores()["perplexity"].ci95
     drawn = np.random.default_rng(1).integers(0, 7, (20000, 7))
     values = np.exp(np.array(LOSSES)[drawn].sum(1) / np.array(TOKENS)[drawn].sum(1))
-    assert (low, high) == pytest.approx(tuple(np.quantile(values, (0.025, 0.975))), rel=0.02)
+    effective = sum(TOKENS) ** 2 / np.square(TOKENS).sum()  # Kish's number of windows of equal length
+    expected = student_interval(math.exp(93 / 40), values, 7, (1, math.inf), effective - 1)
+    assert (low, high) == pytest.approx(expected, rel=0.02)
 
 
 def test_difference_is_a_rise_when_the_model_got_worse():
@@ -61,7 +64,8 @@ def test_same_text_in_other_windows_is_drawn_apart():
         )
     )  # fmt: skip
     assert found["difference"] == pytest.approx((97 / 175 - 93 / 175) / math.log(2))
-    assert found["ci95"] == pytest.approx(np.quantile(one - two, (0.025, 0.975)), abs=0.03)
+    expected = student_interval(found["difference"], one - two, 7, (-math.inf, math.inf))
+    assert found["ci95"] == pytest.approx(expected, abs=0.03)
     assert found["p_value"] > 0.05
     # also where there are as many windows: as wide as two draws, though row by row they have the same nats
     same = _scores()["bits_per_byte"].statistics

@@ -1,26 +1,28 @@
+import itertools
 import math
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 from expected_errors import raises_code
+from expected_intervals import student_interval as expected_interval
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from scipy.optimize import brentq, minimize_scalar
-from scipy.stats import norm, ttest_rel
-from sklearn.metrics import f1_score
+from scipy.stats import norm, permutation_test, spearmanr, t, ttest_rel
+from sklearn.metrics import f1_score, matthews_corrcoef
 
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts, score_windows
 from smelt.evaluate.significance import (
     Statistics,
-    bootstrap_interval,
     compare_steps,
     difference_interval,
     holm,
     metric_interval,
     metric_value,
     min_examples,
+    student_interval,
     tango_interval,
     wilson_interval,
 )
@@ -94,7 +96,7 @@ def test_an_interval_of_what_did_not_change_knows_n(metric):
         assert (low, high) == (pytest.approx(-value * share), pytest.approx((100 - value) * share))
 
 
-def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_the_bootstraps():
+def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_not():
     base = statistics("rouge1", GOOD)
     base = base.model_copy(update={"rows": [[0.5]] * 100})
 
@@ -102,14 +104,14 @@ def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_the_bootstra
         rows = [[0.4]] * k + [[0.5]] * (100 - k)
         return difference_interval(base.model_copy(update={"rows": rows}), base)
 
-    # one in 100 costs 0.1 points, and is drawn up to three times; Wilson's upper end of 0 of 100 is 3.7 %,
-    # and each of these has 50 points to lose
-    assert changed(1)[0] == pytest.approx(-0.3 - 50 * 0.037, abs=0.02)
+    # one in 100 costs 0.1 points, with a standard error of 0.1 and 5 degrees of freedom; Wilson's upper end
+    # of 0 of 100 is 3.7 %, and each of these has 50 points to lose
+    assert changed(1)[0] == pytest.approx(-0.1 - 0.1 * t.ppf(0.975, 5) - 50 * 0.037, abs=0.03)
     assert changed(1)[0] < changed(6)[0] < -0.6
     assert wilson_interval(0, 100)[1] == pytest.approx(3.70, abs=0.01)
 
 
-def test_a_bootstrap_that_is_a_point_is_widened_where_all_differ_alike():
+def test_an_interval_that_is_a_point_is_widened_where_all_differ_alike():
     rows = statistics("rouge1", GOOD).model_copy(update={"rows": [[0.5]] * 8})
     worse = rows.model_copy(update={"rows": [[0.4]] * 8})
     low, high = difference_interval(worse, rows)
@@ -130,7 +132,7 @@ def test_an_interval_of_equal_values_knows_n(metric):
 def test_perplexities_that_are_equal_have_no_interval():
     rows = [[400.0, 100, 500]] * 8
     same = statistics("bleu", GOOD).model_copy(update={"metric": "perplexity", "rows": rows})
-    assert bootstrap_interval(same) is None
+    assert student_interval(same) is None
     assert difference_interval(same, same) is None
 
 
@@ -192,45 +194,106 @@ def test_chance_is_not_called_a_difference():
     assert result["ci95"][0] < 0 < result["ci95"][1]
 
 
-def test_difference_and_p_agree_with_sacrebleu_paired_bootstrap():
-    near = predictions(0.2, 7)
+def test_difference_and_p_agree_with_sacrebleu_approximate_randomization():
+    near = predictions(0.17, 7)
     ours = compare_steps(statistics("bleu", near), statistics("bleu", GOOD))
     test = PairedTest(
         [("good", GOOD), ("near", near)],
         {"BLEU": BLEU(references=[REFERENCES])},
         None,
-        test_type="bs",
-        n_samples=1000,
+        test_type="ar",
+        n_samples=10_000,
     )
     _, scores = test()
     first, second = scores["BLEU"]
     assert ours["difference"] == pytest.approx(second.score - first.score, abs=1e-6)
-    # theirs is two-sided about the shifted mean, ours inverts the percentile interval
-    assert ours["p_value"] == pytest.approx(second.p_value, abs=0.04)
+    assert 0.01 < second.p_value < 0.5
+    assert ours["p_value"] == pytest.approx(second.p_value, abs=0.03)
 
 
-def test_p_equals_count_over_the_same_resamples():
-    near = predictions(0.17, 7)
-    metric = BLEU()
-    one = np.array(metric._extract_corpus_statistics(near, [REFERENCES]))
-    two = np.array(metric._extract_corpus_statistics(GOOD, [REFERENCES]))
-    draws = np.random.default_rng(12345).integers(0, 80, size=(1000, 80))
-    differences = np.array(
-        [
-            metric._aggregate_and_compute(one[i].tolist()).score
-            - metric._aggregate_and_compute(two[i].tolist()).score
-            for i in draws
-        ]
+@pytest.mark.parametrize("n", [5, 8, 12])
+def test_p_of_a_mean_of_few_examples_is_scipys_exact_sign_flip_test(n):
+    draw = np.random.default_rng(n)
+    for shift in (0.0, 0.1, 0.3):
+        differences = draw.normal(shift, 0.15, n)
+        step, other = means("rougeL", 0.5 + differences), means("rougeL", [0.5] * n)
+        expected = permutation_test(
+            (differences,), np.mean, permutation_type="samples", n_resamples=np.inf
+        ).pvalue
+        assert compare_steps(step, other)["p_value"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("metric", ["f1", "matthews", "spearman"])
+def test_p_of_other_metrics_is_the_share_of_all_swaps(metric):
+    """Every way to swap the two predictions of an example, scored by scikit-learn and scipy."""
+    draw = np.random.default_rng(3)
+    gold = draw.integers(0, 3, 9)
+    one, two = gold.copy(), draw.integers(0, 3, 9)
+    functions = {
+        "f1": lambda guess: f1_score(gold, guess, average="macro"),
+        "matthews": lambda guess: matthews_corrcoef(gold, guess),
+        "spearman": lambda guess: spearmanr(gold, guess).statistic,
+    }
+    value = functions[metric]
+    swapped = [np.array(each) == 1 for each in itertools.product((0, 1), repeat=9)]
+    differences = [value(np.where(each, two, one)) - value(np.where(each, one, two)) for each in swapped]
+    observed = abs(value(one) - value(two))
+    expected = np.mean([abs(difference) >= observed - 1e-9 for difference in differences])
+    step, other = (
+        Statistics(metric=metric, signature="s", examples="e", rows=np.stack([guess, gold], axis=1).tolist())
+        for guess in (one, two)
     )
-    result = compare_steps(statistics("bleu", near), statistics("bleu", GOOD))
-    count = min(np.sum(differences >= 0), np.sum(differences <= 0))
-    assert count > 10
-    assert result["p_value"] == pytest.approx(2 * (count + 1) / 1001)
-    assert result["ci95"] == pytest.approx(list(np.quantile(differences, (0.025, 0.975))))
+    assert compare_steps(step, other)["p_value"] == pytest.approx(expected)
+    assert expected < 0.2
+
+
+@pytest.mark.parametrize("n", [6, 20, 200])
+def test_interval_of_a_difference_of_means_is_that_of_the_paired_t_test(n):
+    draw = np.random.default_rng(n)
+    other = draw.uniform(0.2, 0.6, n)
+    step = other + draw.normal(0.02, 0.1, n)
+    expected = ttest_rel(100 * step, 100 * other).confidence_interval(0.95)
+    found = difference_interval(means("rougeL", step), means("rougeL", other))
+    width = expected.high - expected.low
+    assert found == pytest.approx((expected.low, expected.high), abs=0.05 * width)
+
+
+def test_interval_of_a_score_is_symmetric_on_a_scale_without_limits():
+    values = np.random.default_rng(1).beta(8, 1, 30)
+    found = metric_interval(means("rougeL", values))
+    draws = np.random.default_rng(12345).integers(0, 30, size=(1000, 30))
+    assert found == pytest.approx(expected_interval(100 * values.mean(), 100 * values[draws].mean(1), 30))
+    assert found[1] < 100
+    losses = means("cross_entropy", values)
+    resampled = values[draws].mean(1)
+    expected = expected_interval(values.mean(), resampled, 30, (0, math.inf))
+    assert metric_interval(losses) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("metric", "rarest"), [("f1", 2), ("f1", 5), ("recall", 3), ("f1_macro", 2)])
+def test_interval_without_differing_outputs_is_at_least_one_flip_of_the_rarest_class(metric, rarest):
+    """Of 2,000 examples Wilson's upper end is 0.2 %, but one of the rarest class may be 3 points."""
+    gold = np.repeat([0, 1, 2], [1200, 800 - rarest, rarest])
+    flipped = gold.copy()
+    flipped[-1] = 0
+    if metric == "f1_macro":
+        rows = [np.concatenate([np.eye(3)[gold]] * 2, axis=1) for _ in range(2)]
+        rows[1][-1, 2] = 0  # the label is missing
+    else:
+        rows = [np.stack([guess, gold], axis=1) for guess in (gold, flipped)]
+    same, worse = (
+        Statistics(metric=metric, signature="s", examples="e", rows=each.tolist()) for each in rows
+    )
+    loss = metric_value(same) - metric_value(worse)
+    low, high = compare_steps(same, same)["ci95"]
+    assert low <= -loss < -2
+    assert high > 0
+    back = compare_steps(worse, worse)["ci95"]
+    assert back[1] >= loss
 
 
 def test_a_p_value_below_the_resolution_of_the_resamples_is_that_of_the_t_test():
-    """For a mean of 400 examples the bootstrap's normal tail and Student's paired test agree."""
+    """For a mean of 400 examples the swaps' normal tail and Student's paired test agree."""
     draw = np.random.default_rng(4)
     other = draw.normal(0.5, 0.1, 400)
     for shift in (0.022, 0.025, 0.03):  # 4 to 6 standard errors
@@ -299,7 +362,7 @@ def test_intervals_widen_with_their_confidence_and_095_is_the_reports():
     for interval in (lambda c: difference_interval(step, other, c), lambda c: metric_interval(step, c)):
         (a, d), (b, c) = interval(0.99), interval(0.8)
         assert a < b < c < d
-    assert metric_interval(step) == bootstrap_interval(step)
+    assert metric_interval(step) == student_interval(step)
 
 
 def test_interval_of_hits_is_wilsons():
@@ -347,7 +410,9 @@ def test_no_changed_prediction_of_few_examples_does_not_show_that_nothing_was_lo
 
 
 def means(metric, values):
-    return statistics("bleu", GOOD).model_copy(update={"metric": metric, "rows": [[v] for v in values]})
+    return statistics("bleu", GOOD).model_copy(
+        update={"metric": metric, "rows": [[float(v)] for v in values]}
+    )
 
 
 def test_an_error_has_no_greatest_value_so_equal_ones_have_no_interval():

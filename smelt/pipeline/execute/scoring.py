@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 # Increased whenever the same artifact and data would give another score or other statistics.
-SCORE_VERSION = 13
+SCORE_VERSION = 14
 # Fraction of truncated outputs from which a warning is added.
 TRUNCATED_OUTPUT_SHARE = 0.01
 

@@ -530,7 +530,7 @@ def _check_limits(
 def check_reachable(metric: str, gate: GateSettings, path: KeyPath, mistakes: Mistakes) -> None:
     """Check that a value within the metric's range meets the limits, without which a search has no result."""
     known = METRICS.get(base_metric(metric))
-    low, high = (known and known.limits) or (-math.inf, math.inf)
+    low, high = known.limits if known else (-math.inf, math.inf)
     low = 1 if metric == "size_bytes" else low
     for name, limit, unreachable in (
         ("min", gate.min, gate.min is not None and gate.min > high),

@@ -7,6 +7,7 @@ search space, which is written and searched. The recipe can be edited and search
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -282,7 +283,7 @@ class _Shrink:
         stages, told = _space_stages(info, measured, updates, minutes)
         metric = measured.metric
         drops = self.drops or {metric: DEFAULT_MAX_DROP}
-        if not self.drops and METRICS[metric].limits is None:
+        if not self.drops and math.isinf(METRICS[metric].limits[1]):
             raise InputError(
                 f'max_drop: set how much may be lost, such as --max-drop "{metric} 1", since {metric} has no'
                 " fixed range.",

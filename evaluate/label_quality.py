@@ -43,6 +43,7 @@ from smelt.evaluate.quality import (
     metric_score,
 )
 from smelt.evaluate.significance import Statistics, wilson_interval
+from smelt.runtimes.backend import check_finite_outputs
 
 LABEL_SET_METRICS = tuple(name for name in METRICS_BY_PROBLEM[MULTI_LABEL] if name != AGREEMENT_METRIC)
 REGRESSION_METRICS = METRICS_BY_PROBLEM[REGRESSION]
@@ -71,6 +72,7 @@ def score_label_sets(
 
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
+        RunError: `non-finite-outputs`.
     """
     check_inputs(metrics, LABEL_SET_METRICS, len(predicted), len(gold))
     guess, truth = _multi_hot(predicted, labels), _multi_hot(gold, labels)
@@ -89,7 +91,7 @@ def score_label_sets(
             continue
         if metric == CROSS_ENTROPY:
             assert logits is not None
-            scores[metric] = _score_binary_cross_entropy(logits, truth, examples)
+            scores[metric] = _score_binary_cross_entropy(check_finite_outputs(logits), truth, examples)
             continue
         average = metric.rpartition("_")[2]
         signature = f"average:{average}|threshold:0.5|empty:0|{BOOTSTRAP_SIGNATURE}|formula:{library}"
@@ -131,8 +133,10 @@ def score_regression(
 
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
+        RunError: `non-finite-outputs`.
     """
     check_inputs(metrics, REGRESSION_METRICS, len(predicted), len(gold))
+    check_finite_outputs(np.asarray(predicted, dtype=np.float64))
     examples = json_hash([float(value) for value in gold])
     rows: list[list[int | float]] = [[float(p), float(g)] for p, g in zip(predicted, gold, strict=True)]
     settings = {"pearson": "x100|constant:0", "spearman": "x100|ties:mean rank|constant:0", "mse": "mean"}
@@ -243,7 +247,9 @@ def score_vectors(
 
     Raises:
         InputError: an unknown metric, or no texts.
+        RunError: `non-finite-outputs`.
     """
+    check_finite_outputs(vectors)
     for metric in metrics:
         if metric not in EMBEDDING_METRICS:
             known = ", ".join(EMBEDDING_METRICS)
@@ -293,10 +299,11 @@ def score_classifier(
 
     Raises:
         InputError: a label is not a class of the model, or a metric does not fit the problem type.
+        RunError: `non-finite-outputs`: argmax of NaN would be a class.
     """
-    from smelt.evaluate.label_quality import score_label_sets, score_regression
     from smelt.evaluate.quality import score_labels
 
+    check_finite_outputs(logits)
     names, problem = class_names(config), problem_type(config)
     scores: dict[str, MetricScore] = {}
     if problem == REGRESSION:
@@ -322,10 +329,15 @@ def score_classifier(
 def class_counts(
     config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
 ) -> list[dict[str, Any]] | None:
-    """Return the scores by class of a classifier, as in report.json; None for a regression."""
+    """Return the scores by class of a classifier, as in report.json; None for a regression.
+
+    Raises:
+        RunError: `non-finite-outputs`.
+    """
     names, problem = class_names(config), problem_type(config)
     if problem == REGRESSION:
         return None
+    check_finite_outputs(logits)
     if problem == MULTI_LABEL:
         truth = _multi_hot(multi_label_targets(split.examples, names, split.origin), len(names))
         guess = (logits > 0).astype(np.int64)

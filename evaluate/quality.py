@@ -47,6 +47,7 @@ from smelt.evaluate.significance import (
     wilson_interval,
 )
 from smelt.evaluate.text_similarity import bertscore_rows, encoder_hash, meteor_rows
+from smelt.runtimes.backend import check_finite_outputs
 
 _ANSWER_METRICS = ("exact_match", "token_f1")
 CLASS_METRICS = tuple(name for name in METRICS_BY_PROBLEM[SINGLE_LABEL] if name != AGREEMENT_METRIC)
@@ -160,6 +161,7 @@ def score_labels(
 
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
+        RunError: `non-finite-outputs`.
     """
     check_inputs([base_metric(name) for name in metrics], CLASS_METRICS, len(predicted), len(gold))
     from sklearn.metrics import accuracy_score, f1_score
@@ -172,7 +174,7 @@ def score_labels(
     for metric in metrics:
         if metric == CROSS_ENTROPY:
             assert logits is not None
-            scores[metric] = _score_cross_entropy(logits, gold, examples)
+            scores[metric] = _score_cross_entropy(check_finite_outputs(logits), gold, examples)
             continue
         average = f"class:{only[metric]}" if metric in only else "average:macro"
         signature = f"{average}|{BOOTSTRAP_SIGNATURE}|{library}"
@@ -406,8 +408,10 @@ def score_responses(
 
     Raises:
         InputError: no examples, or lengths that differ.
+        RunError: `non-finite-outputs`.
     """
     check_inputs((), (), len(losses), len(tokens))
+    check_finite_outputs(np.asarray(losses, dtype=np.float64))
     signature = f"refs:first|tokens:response and its end|{BOOTSTRAP_SIGNATURE}"
     statistics = Statistics(
         metric=RESPONSE_PERPLEXITY,
@@ -440,8 +444,10 @@ def score_choices(
 
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
+        RunError: `non-finite-outputs`: argmin of NaN would be a choice.
     """
     check_inputs(metrics, CHOICE_METRICS, len(losses), len(choices))
+    check_finite_outputs(np.asarray([sum(each) for each in losses], dtype=np.float64))
     scores = {}
     random = 100 * float(np.mean([1 / len(each) for each in choices]))
     for metric in metrics:
@@ -482,6 +488,7 @@ def score_windows(
 
     Raises:
         InputError: an unknown metric, no windows, or lengths that differ.
+        RunError: `non-finite-outputs`.
     """
     for metric in metrics:
         if metric not in WINDOW_METRICS:
@@ -497,6 +504,7 @@ def score_windows(
             f" {len(tokens)} and {len(sizes)}.",
             code="count-mismatch",
         )
+    check_finite_outputs(np.asarray(losses, dtype=np.float64))
     signature = f"{windows}|ci:t, bootstrap over windows|bs:{RESAMPLES}|seed:{BOOTSTRAP_SEED}"
     rows: list[list[int | float]] = [
         [float(loss), int(count), int(size)] for loss, count, size in zip(losses, tokens, sizes, strict=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,16 @@ class Batch:
     token_type_ids: Tokens | None = None
 
 
-def check_finite_outputs(outputs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return `outputs`, [n, ...], if all of them are finite."""
-    wrong = np.flatnonzero(~np.isfinite(outputs).all(axis=1))
+FloatArray = TypeVar("FloatArray", NDArray[np.float32], NDArray[np.float64])
+
+
+def check_finite_outputs(outputs: FloatArray) -> FloatArray:
+    """Return `outputs`, [n, ...], if all of them are finite.
+
+    Raises:
+        RunError: `non-finite-outputs`.
+    """
+    wrong = np.flatnonzero(~np.isfinite(outputs.reshape(len(outputs), -1)).all(axis=1))
     if not len(wrong):
         return outputs
     raise RunError(

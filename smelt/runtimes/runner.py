@@ -31,7 +31,16 @@ from smelt.models.text_rules import (
     max_input_length,
 )
 from smelt.models.tokenizer import TextTokenizer, open_tokenizer
-from smelt.runtimes.backend import Backend, Batch, Feeds, GraphInterface, Logits, ModelGraphs, Tokens
+from smelt.runtimes.backend import (
+    Backend,
+    Batch,
+    Feeds,
+    GraphInterface,
+    Logits,
+    ModelGraphs,
+    Tokens,
+    check_finite_outputs,
+)
 from smelt.runtimes.third_party.signature import GraphSignature, read_signature
 
 
@@ -267,7 +276,12 @@ class ClassPrediction:
 
 
 def predictions_from_logits(logits: NDArray[np.float32], config: Mapping[str, Any]) -> list[ClassPrediction]:
-    """Return the predictions of float32 `logits` [n, C], by the config's labels and problem type."""
+    """Return the predictions of float32 `logits` [n, C], by the config's labels and problem type.
+
+    Raises:
+        RunError: `non-finite-outputs`: argmax of NaN would be a class.
+    """
+    check_finite_outputs(logits)
     problem = problem_type(config)
     if problem == REGRESSION:
         return [ClassPrediction(float(row[0]), {}) for row in logits]

@@ -1,5 +1,6 @@
 """Metrics of several labels a text and of regression, against scikit-learn and scipy."""
 
+import math
 import re
 
 import numpy as np
@@ -17,18 +18,24 @@ from sklearn.metrics import (
     recall_score,
 )
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
+from smelt.data.splits import Example, Split
 from smelt.evaluate import label_quality, significance
 from smelt.evaluate.label_quality import (
     LABEL_SET_METRICS,
     REGRESSION_METRICS,
+    class_counts,
     class_scores,
     confusion_matrix,
+    score_classifier,
     score_label_sets,
     score_regression,
+    score_vectors,
 )
 from smelt.evaluate.metrics import find_metric
+from smelt.evaluate.quality import score_choices, score_labels, score_responses, score_windows
 from smelt.evaluate.significance import compare_steps, wilson_interval
+from smelt.runtimes.runner import predictions_from_logits
 
 pytestmark = pytest.mark.quick
 
@@ -42,6 +49,8 @@ NEAR = np.round(NUMBERS + rng.normal(0, 0.7, 60), 1)
 FAR = np.round(NUMBERS + rng.normal(0.5, 3, 60), 1)
 LOGITS = rng.normal(0, 2, (60, 5)) + 3 * GOLD
 POOR_LOGITS = -LOGITS
+CLASSES = {"id2label": {"0": "no", "1": "yes"}}
+CLASS_ROWS = Split("rows", (Example("a", label="no"), Example("b", label="yes")))
 SKLEARN_SET_METRICS = [m for m in LABEL_SET_METRICS if m != "cross_entropy"]
 
 
@@ -189,3 +198,33 @@ def test_a_report_has_scores_of_the_most_frequent_classes(monkeypatch):
     assert len(found) == 6
     monkeypatch.setattr(label_quality, "MAX_CLASSES", 2)
     assert [entry["n"] for entry in class_scores(*whole, names)] == sorted(map(gold.count, range(6)))[:3:-1]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda number: score_regression(["spearman"], [1.0, number, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]),
+        lambda number: score_classifier(
+            ["accuracy"], CLASSES, np.array([[number, 0.0], [1, 0]], np.float32), CLASS_ROWS
+        ),
+        lambda number: class_counts(CLASSES, np.array([[number, 0.0], [1, 0]], np.float32), CLASS_ROWS),
+        lambda number: predictions_from_logits(np.array([[1, 0], [0, number]], np.float32), CLASSES),
+        lambda number: score_labels(
+            ["cross_entropy"], [0, 1], [0, 1], np.array([[1, 0], [0, number]], np.float32)
+        ),
+        lambda number: score_label_sets(
+            ["cross_entropy"], [[0]], [[1]], 2, np.array([[1, number]], np.float32)
+        ),
+        lambda number: score_vectors(
+            ["spearman"], np.array([[number, 1.0], [1, 1]], np.float32), ["a", "b"], [1.0]
+        ),
+        lambda number: score_choices(["acc"], [[number, 1.0]], [["a", "b"]], [0], ["x"]),
+        lambda number: score_responses([number], [3], [9], ["x"], 10),
+        lambda number: score_windows(["perplexity"], [number], [3], [9], "window:8", ["x"]),
+    ],
+)
+def test_outputs_that_are_not_finite_are_not_scored(score, number):
+    """NaN has a rank, and argmax takes it for the largest: a broken model would have a score."""
+    with raises_code("non-finite-outputs", RunError):
+        score(number)

@@ -82,11 +82,12 @@ class Statistics(BaseModel):
 
 
 class PairedComparison(TypedDict):
-    """A paired difference between two steps: first minus second, in the metric's unit."""
+    """A paired difference between two steps: first minus second, in the metric's unit; n: examples."""
 
     difference: float
     ci95: list[float] | None
     p_value: float
+    n: int
 
 
 def metric_value(statistics: Statistics) -> float:
@@ -350,7 +351,12 @@ def compare_steps(step: Statistics, other: Statistics) -> PairedComparison:
         p_value = _mcnemar(*_discordant(step, other))
     else:
         p_value = randomization_p_value(step, other)
-    return {"difference": difference, "ci95": list(interval) if interval else None, "p_value": p_value}
+    return {
+        "difference": difference,
+        "ci95": list(interval) if interval else None,
+        "p_value": p_value,
+        "n": _common_example_count(step, other),
+    }
 
 
 def randomization_p_value(step: Statistics, other: Statistics) -> float:

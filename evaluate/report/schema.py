@@ -1,4 +1,4 @@
-"""Types of report.json, and the Pareto-optimal steps in quality and speed.
+"""Types of report.json.
 
 docs/reference/report.md is the documentation of the file.
 """
@@ -180,10 +180,11 @@ class ScoreDifference(_WithInterval):
     """Difference between this step and another one (this minus other), on the same examples.
 
     p_value_holm: p_value corrected for all comparisons with the baseline in the report, which decides whether
-    the difference is marked as significant; None for other comparisons.
+    the difference is marked as significant; None for other comparisons. n: compared examples.
     """
 
     difference: float
+    n: int | None = Field(default=None, ge=1)
     p_value: float = Field(ge=0, le=1)
     p_value_holm: float | None = Field(default=None, ge=0, le=1)
     _is_random: bool = PrivateAttr(default=False)
@@ -434,7 +435,7 @@ class StepReport(_ReportModel):
 VerdictReason = Literal[
     "fastest", "fastest-by-cpu-time", "smallest",
     "not-finished", "no-deployable-step", "not-scored", "at-chance", "gates-failed", "significantly-worse",
-    "nothing-gained",
+    "too-few-examples", "nothing-gained",
 ]  # fmt: skip
 
 

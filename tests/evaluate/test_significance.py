@@ -158,7 +158,7 @@ def test_few_examples_have_no_interval():
     good, poor = (score_texts(["bleu"], [t], [[REFERENCES[0]]])["bleu"] for t in (GOOD[0], POOR[0]))
     assert (good.ci95, metric_interval(good.statistics)) == (None, None)
     assert compare_steps(good.statistics, poor.statistics) == {
-        "difference": good.value - poor.value, "ci95": None, "p_value": 1.0
+        "difference": good.value - poor.value, "ci95": None, "p_value": 1.0, "n": 1
     }  # fmt: skip
     for confidence, least in ((0.5, 2), (0.9, 5), (0.95, 6), (0.99, 8), (0.999, 11)):
         assert min_examples("bleu", confidence) == least

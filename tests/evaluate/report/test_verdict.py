@@ -9,7 +9,8 @@ from smelt.core.messages import message_codes
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import validate_report
-from smelt.evaluate.report.verdict import decide, pareto_front, shortlisted, trial_text
+from smelt.evaluate.report.frontier import pareto_front
+from smelt.evaluate.report.verdict import decide, shortlisted, trial_text
 
 pytestmark = pytest.mark.quick
 
@@ -38,6 +39,135 @@ def _renderings(report):
     drawn = with_verdict(report)
     texts = (render_table(drawn), render_markdown(drawn), render_html(drawn))
     return [" ".join(text.split()).replace("\\", "") for text in texts]
+
+
+def _branches(*steps, metrics=("accuracy", "f1"), n=500):
+    """A report of `steps`: (name, speed-up, its interval, MB, {metric: (difference, interval, p)})."""
+    report = ten_step_report()
+    base = report["steps"][0] | {"size_bytes": 100_000_000}
+    made = [base]
+    for name, speedup, ends, size, differences in steps:
+        one = make_step(name, "onnx", "model", "onnx", "ort-cpu", 38.42, 1.0, size, 1)
+        one["latency"][0].update(speedup=speedup, speedup_ci95=ends)
+        one["against_baseline"] = {
+            metric: {"difference": difference, "ci95": interval, "p_value": p_value, "n": n}
+            for metric, (difference, interval, p_value) in differences.items()
+        }
+        made.append(one)
+    score = make_scores(80.0)["bleu"] | {"n": n}
+    for one in made:
+        one["quality"] = {metric: dict(score) for metric in metrics}
+    return report | {"steps": made, "frontier": [], "recipe": {"task": "text-classification"}}
+
+
+SAME = (0.0, [-0.4, 0.4], 1.0)
+
+
+def test_a_loss_of_another_metric_than_the_first_excludes_a_step():
+    """Accuracy -0.6 (p = 0.5) and macro F1 80 to 52: the rare classes are gone."""
+    lossy = {"accuracy": (-0.6, [-1.8, 0.6], 0.5), "f1": (-28.0, [-33.0, -23.0], 1e-9)}
+    report = _branches(
+        ("int8", 3.0, [2.9, 3.1], 25, lossy), ("fp32", 2.0, [1.9, 2.1], 90, {"accuracy": SAME, "f1": SAME})
+    )
+    assert _decide(report).step == "fp32"
+    report["steps"].pop()
+    found = _decide(report)
+    assert (found.step, found.reason, found.closest) == (None, "significantly-worse", "int8")
+    assert all(part in found.text for part in ("28.0", "f1: {max_drop"))
+    report["steps"][1]["gates"] = [gate("accuracy", passed=True)]  # the user's limit decides
+    found = _decide(report)
+    assert (found.step, message_codes(found.warnings)) == ("int8", ["loss-without-gate"])
+    report["steps"][1]["gates"].append(gate("f1", passed=True))
+    assert message_codes(_decide(report).warnings) == ["accepted-loss"]
+
+
+def test_agreement_with_the_baseline_is_no_loss_where_there_are_references():
+    differences = {"spearman": SAME, "agreement": (-1.5, [-1.6, -1.4], 1e-9)}
+    report = _branches(("int8", 3.0, [2.9, 3.1], 25, differences), metrics=("spearman", "agreement"))
+    assert (_decide(report).step, _decide(report).warnings) == ("int8", [])
+
+
+@pytest.mark.parametrize(("n", "step", "reason"), [(5, None, "too-few-examples"), (6, "int8", "fastest")])
+def test_where_no_loss_can_be_significant_no_step_is_recommended(n, step, reason):
+    """BLEU 40 to 12 on five sentences has p = 0.06."""
+    report = _branches(("int8", 3.0, [2.9, 3.1], 25, {"bleu": (-28.0, None, 0.0625)}), metrics=("bleu",), n=n)
+    found = _decide(report)
+    assert (found.step, found.reason) == (step, reason)
+    report["steps"][1]["gates"] = [gate("bleu", passed=True)]
+    assert _decide(report).step == "int8"  # the gate decides
+
+
+def test_no_significant_loss_is_claimed_only_where_the_samples_could_show_one():
+    few, many = (
+        _decide(_branches(("int8", 3.0, [2.9, 3.1], 25, {"bleu": (-1.0, ends, 0.5)}), metrics=("bleu",)))
+        for ends in ([-9.0, 7.0], [-2.0, 0.1])
+    )
+    assert (message_codes(few.warnings), message_codes(many.warnings)) == ([FEW], [])
+    assert few.text.partition(":")[0] != many.text.partition(":")[0]
+
+
+def test_windows_of_a_text_are_counted_not_its_tokens():
+    loss = {"perplexity": (9.0, None, 0.0625)}
+    report = _branches(("int8", 3.0, [2.9, 3.1], 25, loss), metrics=("perplexity",), n=5)
+    for step in report["steps"]:
+        step["quality"]["perplexity"].update(n=20_000, higher_is_better=False)
+    assert _decide(report).reason == "too-few-examples"
+
+
+@pytest.mark.parametrize(
+    ("num_worse", "p_value", "warned"),
+    [(19, 0.06, True), (2, 0.06, True), (1, 0.06, False), (19, 0.9, False)],
+)
+def test_the_one_of_many_steps_that_is_not_worse_is_doubted(num_worse, p_value, warned):
+    worse = [(f"b{i}", 4.0, [3.9, 4.1], 25, {"bleu": (-3.0, [-4.0, -2.0], 0.001)}) for i in range(num_worse)]
+    last = ("last", 3.0, [2.9, 3.1], 25, {"bleu": (-1.8, [-3.6, 0.1], p_value)})
+    found = _decide(_branches(*worse, last, metrics=("bleu",)))
+    assert (found.step, "best-of-many" in message_codes(found.warnings)) == ("last", warned)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ((2.01, [1.98, 2.04], 25, -3.2), "good"),  # as fast, and worse
+        ((2.01, [1.98, 2.04], 25, 0.1), "other"),  # as fast and as good, and smaller
+        ((2.01, [1.98, 2.04], 95, 0.1), "good"),
+        ((2.30, [2.25, 2.35], 95, -3.2), "other"),  # faster
+    ],
+)
+def test_of_steps_as_fast_quality_then_size_decide(other, expected):
+    speedup, ends, size, loss = other
+    steps = [
+        ("good", 2.0, [1.97, 2.03], 50, {"bleu": (0.2, [-1.0, 1.4], 0.7)}),
+        ("other", speedup, ends, size, {"bleu": (loss, [loss - 3.4, loss + 3.4], 0.07)}),
+    ]
+    assert _decide(_branches(*steps, metrics=("bleu",))).step == expected
+    assert _decide(_branches(*steps[::-1], metrics=("bleu",))).step == expected
+
+
+@pytest.mark.parametrize(
+    ("speedup", "ends", "size", "reason", "codes"),
+    [
+        (1.004, [1.001, 1.007], 100, "nothing-gained", []),
+        (1.05, [1.04, 1.06], 100, "fastest", []),
+        (1.004, [1.001, 1.007], 99.5, "nothing-gained", []),
+        (0.79, [0.78, 0.81], 40, "smallest", ["slower"]),
+        (0.98, [0.94, 1.02], 40, "smallest", []),
+    ],
+)
+def test_a_gain_is_two_percent_and_a_slower_step_is_called_slower(speedup, ends, size, reason, codes):
+    report = _branches(("onnx", speedup, ends, size, {"bleu": SAME}), metrics=("bleu",))
+    found = _decide(report)
+    assert (found.reason, message_codes(found.warnings)) == (reason, codes)
+
+
+def test_a_metric_of_the_whole_set_is_named_as_not_judged():
+    report = _branches(
+        ("int8", 3.0, [2.9, 3.1], 25, {"accuracy": SAME, "own:metric": (-30.0, None, 1.0)}),
+        metrics=("accuracy", "own:metric"),
+    )
+    report["steps"][1]["against_baseline"]["own:metric"]["n"] = 1
+    found = _decide(report)
+    assert (found.step, message_codes(found.warnings)) == ("int8", ["metric-not-judged"])
 
 
 def _rounds(*speedups):
@@ -260,15 +390,17 @@ def test_each_reason_is_given_once_when_several_were_disturbed(report):
 
 
 @pytest.mark.parametrize(
-    ("fp32", "ends", "expected"),
+    ("fp32", "ends", "loss", "expected"),
     [
-        (2.0, [1.9, 2.1], "onnx-int8"),
-        (7.4, [7.3, 7.5], "onnx-int8"),  # what cannot be told from the fastest may be smaller
-        (9.0, [6.0, 13.0], "onnx-int8"),
-        (9.0, [8.9, 9.1], "onnx-fp32"),
+        (2.0, [1.9, 2.1], -1.11, "onnx-int8"),
+        (7.4, [7.3, 7.5], -1.37, "onnx-int8"),  # what cannot be told from the fastest may be smaller
+        (9.0, [6.0, 13.0], -1.37, "onnx-int8"),
+        (9.0, [6.0, 13.0], -1.11, "onnx-fp32"),  # or better
+        (9.0, [8.9, 9.1], -1.37, "onnx-fp32"),
     ],
 )
-def test_processor_time_decides_where_the_clock_was_disturbed(report, fp32, ends, expected):
+def test_processor_time_decides_where_the_clock_was_disturbed(report, fp32, ends, loss, expected):
+    report["steps"][7]["against_baseline"]["bleu"].update(difference=loss, ci95=[loss - 0.35, loss + 0.35])
     for step, ratio, both in ((report["steps"][6], 7.0, [6.8, 7.2]), (report["steps"][7], fp32, ends)):
         mark_disturbed(step["latency"][0])
         step["latency"][0].update(cpu_speedup=ratio, cpu_speedup_ci95=both, rounds=[])

@@ -1,0 +1,207 @@
+"""Whether a step loses quality against the baseline: by which metrics, and whether that can be decided.
+
+The first metric of a report is its main one. The others are judged too, except those that are perfect for the
+baseline by definition: they measure how far outputs differ, which is not a loss where there are references.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from smelt.core.messages import Message, warning
+from smelt.evaluate.metrics import WINDOW_METRICS
+from smelt.evaluate.report import view
+from smelt.evaluate.report.schema import ReportData, ScoreDifference, ScoresOnTest, StepReport
+
+# If an interval extends further below the baseline than this fraction of its score, more samples are needed.
+_MAX_UNCERTAIN_DROP = 0.05
+# With fewer samples, a loss must be large to be significant.
+_MIN_EXAMPLES = 20
+# Metrics that are perfect for the baseline by definition, so that any change of outputs is worse; losses up
+# to `NEGLIGIBLE_POINTS` are accepted unless a gate decides.
+_BASELINE_PERFECT_METRICS = ("agreement", "top1", "relative_error")
+NEGLIGIBLE_POINTS = 1.0
+# Of several worse steps, how large the p-value of another may be that may be worse as well.
+_MAX_DOUBTFUL_P_VALUE = 0.5
+
+Scored = StepReport | ScoresOnTest
+
+
+def judged_metrics(report: ReportData) -> list[str]:
+    """Return the metrics whose losses count; the main one is first."""
+    names = view.metric_names(report)
+    return [name for name in names if name == names[0] or name not in _BASELINE_PERFECT_METRICS]
+
+
+def signed_value(scored: Scored, metric: str) -> float:
+    """Return the score in the metric's unit; higher is better."""
+    score = scored.quality[metric]
+    return score.value if score.higher_is_better else -score.value
+
+
+def signed_difference(scored: Scored, metric: str) -> float:
+    """Return the difference from the baseline in the metric's unit; a loss is negative."""
+    sign = 1 if scored.quality[metric].higher_is_better else -1
+    return sign * scored.against_baseline[metric].difference
+
+
+def is_worse(scored: Scored, metric: str) -> bool:
+    """Return whether a step loses significantly, by the p-value of this one comparison."""
+    if metric not in scored.against_baseline or metric not in scored.quality:
+        return False
+    difference = scored.against_baseline[metric]
+    if difference.is_random or not round(difference.difference, view.MAX_DIGITS):
+        return False
+    return view.is_significant_p_value(difference.p_value) and signed_difference(scored, metric) < 0
+
+
+def passes_gates(step: StepReport, metric: str) -> bool:
+    """Return whether the step has gates on the metric, and passes all of them."""
+    verdicts = [gate.passed for gate in step.gates if gate.metric == metric]
+    return bool(verdicts) and all(verdicts)
+
+
+def is_negligible_loss(step: Scored, metric: str) -> bool:
+    """Return whether a step loses little agreement with the baseline, if that is the metric.
+
+    `top1` counts too, if scored: close outputs may still have another maximum.
+    """
+    if metric not in _BASELINE_PERFECT_METRICS:
+        return False
+    tested = step.against_baseline
+    judged = [metric, *(name for name in ("top1",) if name in tested)]
+    return all(abs(tested[name].difference) <= NEGLIGIBLE_POINTS for name in judged)
+
+
+def refused_losses(step: StepReport, metrics: Sequence[str]) -> list[str]:
+    """Return the metrics by which a step is significantly worse, without a gate that allows it.
+
+    Where the gates on the main metric pass, they decide; losses of other metrics are then only warned of.
+    """
+    if passes_gates(step, metrics[0]):
+        return []
+    return [
+        metric
+        for metric in metrics
+        if is_worse(step, metric) and not passes_gates(step, metric) and not is_negligible_loss(step, metric)
+    ]
+
+
+def is_decidable(scored: Scored, metric: str) -> bool:
+    """Return whether there are enough examples for any loss to be significant.
+
+    The smallest p-value of a paired test of n examples is 2 / 2^n: below 0.05 from 6 on.
+    """
+    n = scored.against_baseline[metric].n
+    if n is None and metric not in WINDOW_METRICS:  # whose n are tokens
+        n = scored.quality[metric].n
+    return n is None or view.is_significant_p_value(2.0 ** (1 - n))
+
+
+def accepts_loss(step: StepReport, metric: str) -> bool:
+    """Return whether a loss of the main metric is accepted, whatever a test finds."""
+    return passes_gates(step, metric) or is_negligible_loss(step, metric)
+
+
+def is_uncertain(scored: Scored, metric: str) -> bool:
+    """Return whether there are too few examples to exclude a loss.
+
+    Of 30 translations, 7.5 BLEU may be chance.
+    """
+    score, difference = scored.quality[metric], scored.against_baseline[metric]
+    sign = 1 if score.higher_is_better else -1
+    ends = [sign * end for end in difference.ci95 or (-math.inf, math.inf)]
+    drop_in_doubt = -min(ends) > _MAX_UNCERTAIN_DROP * abs(score.value - difference.difference)
+    # an interval below zero that is yet not significant is unreliable
+    return score.n < _MIN_EXAMPLES or drop_in_doubt or max(ends) < 0
+
+
+def change_text(difference: ScoreDifference, metric: str) -> str:
+    """Return a difference with its interval."""
+    interval = view.difference_interval_text(difference, metric)
+    return f"{view.difference_text(difference, metric)} {interval}".rstrip()
+
+
+def samples_text(scored: Scored, metric: str) -> str:
+    """Return how much was scored, such as `30 samples`."""
+    if metric in WINDOW_METRICS:
+        return "a short text"
+    return view.count_text(scored.quality[metric].n, view.sample_unit(metric))
+
+
+def quality_warnings(
+    step: StepReport, scored: Scored, metrics: Sequence[str], baseline: str, num_worse: int
+) -> list[Message]:
+    """Return what a user needs to know about the losses before deploying a recommended step.
+
+    Codes: `accepted-loss`, it is worse, but a gate or the metric accepts that; `loss-without-gate`, it is
+    worse by another metric than the one whose gate it passes; `significantly-worse`, it is worse on test, but
+    not on validation, where it was chosen; `too-few-examples`, there are too few to decide; `best-of-many`,
+    it is nearly worse, as many other steps are; `metric-not-judged`, a metric cannot be tested.
+
+    Args:
+        step: the recommended step.
+        scored: its scores on test where it was scored there, else the step.
+        metrics: `judged_metrics`.
+        baseline: name of the baseline.
+        num_worse: how many other steps are significantly worse.
+    """
+    main = metrics[0]
+    found = [
+        message
+        for metric in metrics
+        if is_worse(scored, metric)
+        for message in [_worse_warning(step, scored, metric, main, baseline)]
+    ]
+    if not is_worse(scored, main):
+        if is_uncertain(scored, main):
+            found.append(
+                warning(
+                    "too-few-examples",
+                    f"Not enough data ({samples_text(scored, main)}) to decide whether {step.name} is worse"
+                    f" than {baseline}. Score it on more samples before deploying it.",
+                )
+            )
+        found += _many_steps_warning(step, main, num_worse)
+    unjudged = [
+        view.metric_label(metric)
+        for metric in metrics[1:]
+        if metric in scored.against_baseline and not is_decidable(scored, metric)
+    ]
+    if unjudged and is_decidable(scored, main):
+        text = f"{', '.join(unjudged)} of {step.name} cannot be tested, as too few examples have a value"
+        found.append(warning("metric-not-judged", f"{text} of their own. Set a gate on it."))
+    return found
+
+
+def _worse_warning(step: StepReport, scored: Scored, metric: str, main: str, baseline: str) -> Message:
+    change = f"{view.metric_label(metric)} {change_text(scored.against_baseline[metric], metric)}"
+    worse = f"{step.name} is significantly worse than {baseline}"
+    if passes_gates(step, metric):
+        return warning("accepted-loss", f"{worse}. Its gate allows that.")
+    if is_negligible_loss(scored, metric):
+        return warning("accepted-loss", f"{worse}. Losses up to {NEGLIGIBLE_POINTS:g} point are accepted.")
+    if scored is not step and not is_worse(step, metric):
+        text = f"{step.name} is worse than {baseline} on test: {change}. On validation, where it was chosen,"
+        return warning("significantly-worse", f"{text} it is not.")
+    text = f"{worse}: {change}. Only {view.metric_label(main)} has a gate."
+    return warning("loss-without-gate", f"{text} Set one on {metric} too.")
+
+
+def _many_steps_warning(step: StepReport, metric: str, num_worse: int) -> list[Message]:
+    """Return a warning if many steps are worse and this one nearly is: one of many may escape by chance."""
+    p_value = step.against_baseline[metric].p_value
+    doubtful = min(_MAX_DOUBTFUL_P_VALUE, view.SIGNIFICANCE_LEVEL * (num_worse + 1))
+    if num_worse < 2 or signed_difference(step, metric) >= 0 or p_value >= doubtful:
+        return []
+    if passes_gates(step, metric):
+        return []
+    text = f"{num_worse} other steps are significantly worse, and {step.name} nearly is"
+    return [
+        warning(
+            "best-of-many",
+            f"{text} ({view.p_value_text(p_value)}): of many steps that lose, one may miss significance by"
+            " chance. Score it on more samples before deploying it.",
+        )
+    ]

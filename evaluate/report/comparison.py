@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError
 from smelt.core.messages import escape_controls
-from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.report import view
 from smelt.evaluate.report.chart import (
     NARROW,
@@ -43,12 +41,7 @@ from smelt.evaluate.report.schema import (
 from smelt.evaluate.significance import Statistics, compare_steps, holm
 
 COMPARISON_SCHEMA = 1
-_SIZE, _LATENCY, _SPEEDUP = "size", "latency", "speedup"
 _SCORE_KEYS = {"value", "unit", "higher_is_better", "ci95"}
-_RULE = re.compile(
-    r"(?P<what>[\w.:]+(?:\(.+?\))?) +(?P<change>drops|rises) +(?P<limit>\d+(?:\.\d+)?) *(?P<percent>%?)"
-    r"(?: +at +(?P<step>\S+))?"
-)
 
 
 @dataclass(frozen=True)
@@ -112,8 +105,8 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     `steps` has every step of any run, in the order of the first run that has it. Each has for every run None
     or an entry with `quality` (value, ci95; difference from the first run with ci95, p_value and
     p_value_holm, corrected for all differences of the comparison; or the `reason` code why there is no paired
-    test), `format`, `size_bytes`, `latency_ms`, `speedup` (over its own run's baseline) and `stable` at
-    the smallest batch size.
+    test), `format`, `size_bytes`, `latency_ms`, `threads`, `speedup` (over its own run's baseline) and
+    `stable` at the smallest batch size.
 
     Raises:
         InputError: the stored scores of a run are damaged.
@@ -168,83 +161,11 @@ def _cost(step: StepReport, report: ReportData) -> dict[str, Any]:
         "format": step.format,
         "size_bytes": step.size_bytes,
         "batch_size": row.batch_size if row else None,
+        "threads": row.threads if row else None,
         "latency_ms": row.p50_ms if row else None,
         "speedup": row.speedup if row else None,
         "stable": row.stable if row else None,
     }
-
-
-@dataclass(frozen=True)
-class Regression:
-    """A broken rule of `--fail-if`: the step, the run, and by how much the quantity changed."""
-
-    rule: str
-    step: str
-    run: str
-    change: float
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.run}, step {self.step}: {view.signed_text(self.change)}"
-
-
-def find_regressions(comparison: Mapping[str, Any], rules: Sequence[str]) -> list[Regression]:
-    """Return where a later run breaks a rule such as `bleu drops 0.5` or `size rises 5% at onnx-int8`.
-
-    A rule names a metric, `size`, `latency` (ms) or `speedup`; `drops` or `rises`; the largest change that is
-    accepted, in the quantity's unit or in percent of the first run; and optionally a step. Without a step it
-    is checked at every step that both runs have.
-
-    Raises:
-        InputError: a rule that cannot be read (`wrong-rule`), or that nothing of the runs can be checked by
-            (`nothing-to-compare`).
-    """
-    return [broken for rule in rules for broken in _broken(comparison, rule)]
-
-
-def _broken(comparison: Mapping[str, Any], rule: str) -> list[Regression]:
-    found = _RULE.fullmatch(rule.strip())
-    entries = [entry for step in comparison["steps"] for entry in step["runs"] if entry]
-    scored = dict.fromkeys(metric for entry in entries for metric in entry["quality"])
-    known = [*scored, _SIZE, _LATENCY, _SPEEDUP]
-    if found is None or found["what"] not in (*known, *METRICS):
-        hint = did_you_mean(found["what"], known) if found else ""
-        raise InputError(
-            f"--fail-if: cannot read {rule!r}. Expected QUANTITY drops|rises NUMBER[%] [at STEP], such as"
-            f" 'bleu drops 0.5' or 'size rises 5% at onnx-int8'. Quantities: {', '.join(known)}.{hint}",
-            code="wrong-rule",
-        )
-    limit, sign = float(found["limit"]), -1 if found["change"] == "drops" else 1
-    broken, compared = [], 0
-    for step in comparison["steps"]:
-        before, *later = step["runs"]
-        if before is None or found["step"] not in (None, step["step"]):
-            continue
-        for entry in later:
-            values = [_quantity(run, found["what"]) for run in (before, entry)]
-            if entry is None or None in values:
-                continue
-            compared += 1
-            change = values[1] - values[0]
-            size = 100 * change / abs(values[0]) if found["percent"] and values[0] else change
-            if sign * size > limit:
-                broken.append(Regression(rule.strip(), step["step"], entry["run"], size))
-    if not compared:
-        raise InputError(
-            f"--fail-if {rule!r}: no step of the runs has this quantity in both. Steps:"
-            f" {', '.join(step['step'] for step in comparison['steps'])}.",
-            code="nothing-to-compare",
-        )
-    return broken
-
-
-def _quantity(entry: Mapping[str, Any] | None, what: str) -> Any:
-    if entry is None:
-        return None
-    names = {_SIZE: "size_bytes", _LATENCY: "latency_ms", _SPEEDUP: "speedup"}
-    if what in names:
-        value = entry[names[what]]
-        return value / 1e6 if what == _SIZE and value is not None else value
-    return entry["quality"].get(what, {}).get("value")
 
 
 def comparison_rows(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -285,8 +206,8 @@ def _score_cells(score: Mapping[str, Any] | None, metric: str) -> list[str]:
     return [value, view.difference_text(found, metric) + ("*" if view.is_significant(found) else " ")]
 
 
-_REASONS = {
-    "no-statistics": "a run has no stored statistics",
+PAIR_REASONS = {
+    "no-statistics": f"a run has no statistics of its samples in {SCORES_FOLDER}/",
     "other-examples": "the samples differ",
     "other-signature": "the metric's settings differ",
     "count-mismatch": "the numbers of samples differ",
@@ -303,7 +224,7 @@ def comparison_notes(comparison: Mapping[str, Any]) -> list[str]:
                 if "reason" in score:
                     missing.setdefault(score["reason"], set()).add(f"{metric} of {run['run']}")
     notes += [
-        f"No paired test for {', '.join(sorted(which))}: {_REASONS.get(reason, reason)}."
+        f"No paired test for {', '.join(sorted(which))}: {PAIR_REASONS.get(reason, reason)}."
         for reason, which in sorted(missing.items())
     ]
     if any(run and run["latency_ms"] for step in comparison["steps"] for run in step["runs"]):

@@ -531,7 +531,7 @@ def report(run_folder: Path, as_format: str | None) -> None:
     "rules",
     multiple=True,
     metavar="RULE",
-    help="Exit with 3 if a later run breaks it: 'bleu drops 0.5', 'size rises 5% at onnx'.",
+    help="Exit with 3 if a later run breaks it, or cannot be judged: 'bleu drops 0.5', 'size rises 5% at onnx'.",
 )
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write an HTML page.")
 @click.option(
@@ -555,22 +555,31 @@ def compare(
     """
     from smelt.core.files import write_atomically
     from smelt.evaluate.report import comparison as comparing
+    from smelt.evaluate.report.fail_rules import Regression, check_rules
 
     found = comparing.compare_runs(comparing.read_runs(runs))
-    broken = comparing.find_regressions(found, rules)
+    findings = check_rules(found, rules)
+    regressions = [each for each in findings if isinstance(each, Regression)]
+    not_judged = [each for each in findings if not isinstance(each, Regression)]
     if html is not None:
         write_atomically(html, comparing.comparison_html(found))
     if plot is not None:
         write_atomically(plot, comparing.comparison_plot(found, plot))
     if as_json:
-        print_json(json.dumps(found | {"regressions": [vars(each) for each in broken]}, indent=1))
+        checked = {
+            "regressions": [vars(each) for each in regressions],
+            "not_judged": [vars(each) for each in not_judged],
+        }
+        print_json(json.dumps(found | checked, indent=1))
     elif markdown:
         print_untrusted(comparing.comparison_markdown(found))
     else:
         print_untrusted(comparing.comparison_text(found))
-    for regression in broken:
+    for regression in regressions:
         print_untrusted(f"regression: {regression}", err=True)
-    sys.exit(3 if broken else 0)
+    for unjudged in not_judged:
+        print_untrusted(f"not judged: {unjudged}", err=True)
+    sys.exit(3 if findings else 0)
 
 
 @main.command(short_help="Check the installation and this machine.")

@@ -20,9 +20,9 @@ from smelt.evaluate.report.comparison import (
     comparison_markdown,
     comparison_plot,
     comparison_text,
-    find_regressions,
     read_runs,
 )
+from smelt.evaluate.report.fail_rules import NotJudged, Regression, check_rules
 from smelt.evaluate.report.schema import SCORES_FOLDER
 from smelt.evaluate.significance import Statistics, compare_steps, holm
 
@@ -100,13 +100,71 @@ def test_rules_name_quantity_direction_limit_and_step(runs):
     found = compare_runs(read_runs([old, new]))
     before, after = (run["quality"]["bleu"]["value"] for run in entry(found, names[1]))
     drop = before - after
-    [broken] = find_regressions(found, [f"bleu drops 0.5 at {names[1]}"])
+    [broken] = check_rules(found, [f"bleu drops 0.5 at {names[1]}"])
     assert (broken.step, broken.run, broken.change) == (names[1], "new", pytest.approx(-drop))
-    assert find_regressions(found, [f"bleu drops {drop + 1:.2f}"]) == []
-    assert find_regressions(found, ["bleu rises 0"]) == []
-    [share] = find_regressions(found, [f"bleu drops 1% at {names[1]}"])
+    assert check_rules(found, [f"bleu drops {drop + 1:.2f} at {names[1]}"]) == []
+    assert check_rules(found, [f"bleu rises 0 at {names[1]}"]) == []
+    [share] = check_rules(found, [f"bleu drops 1% at {names[1]}"])
     assert share.change == pytest.approx(-drop)  # of 100
-    assert find_regressions(found, ["size rises 0", "latency rises 0%", "speedup drops 0"]) == []
+    assert check_rules(found, ["size rises 0", "latency rises 0%", "speedup drops 0"]) == []
+
+
+def change_step(folder, name, change):
+    """Apply `change` to the step `name` of a run's report."""
+    report = json.loads((folder / "report.json").read_text())
+    change(next(step for step in report["steps"] if step["name"] == name))
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+def skip(step):
+    step.update(status="skipped", reason="no device", quality={}, latency=[], artifact=None, size_bytes=None)
+
+
+def other_batches(step):
+    for row in step["latency"]:
+        row.update(batch_size=row["batch_size"] * 8, p50_ms=row["p50_ms"] * 6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "reason"),
+    [
+        ("bleu drops 1", skip, "no-step"),
+        ("size rises 5%", skip, "no-step"),
+        ("bleu drops 1", lambda step: step.update(quality={}), "not-measured"),
+        ("latency rises 900%", other_batches, "other-batch-size"),
+        ("speedup drops 90%", other_batches, "other-batch-size"),
+        ("latency rises 10%", lambda step: mark_disturbed(step["latency"][0]), "disturbed-times"),
+        ("latency rises 10%", lambda step: step["latency"][0].update(threads=2), "other-threads"),
+        ("latency rises 10%", lambda step: step.update(latency=[]), "not-measured"),
+    ],
+)
+def test_what_a_rule_did_not_check_is_not_judged(runs, rule, change, reason):
+    old, new, names = runs
+    change_step(new, names[1], change)
+    found = check_rules(compare_runs(read_runs([old, new])), [f"{rule} at {names[1]}"])
+    assert found == [NotJudged(f"{rule} at {names[1]}", names[1], "new", reason)]
+
+
+def test_a_rule_of_all_steps_is_not_judged_where_samples_differ_or_are_not_stored(runs, tmp_path):
+    old, _, names = runs
+    other, _ = write_run(tmp_path / "other", WORSE, references=[f"{text} today" for text in REFERENCES])
+    found = check_rules(compare_runs(read_runs([old, other])), ["bleu drops 90"])
+    assert not any(isinstance(each, Regression) for each in found)
+    reasons = {each.step: each.reason for each in found}
+    assert (reasons[names[1]], reasons[names[0]]) == ("other-examples", "no-statistics")
+    assert len(reasons) == len(names)
+
+
+def test_times_of_another_machine_are_compared_by_their_speed_ups_only(runs):
+    old, new, names = runs
+    report = json.loads((new / "report.json").read_text())
+    report["environment"]["cpu"] = "another"
+    (new / "report.json").write_text(json.dumps(report))
+    found = compare_runs(read_runs([old, new]))
+    assert [each.reason for each in check_rules(found, [f"latency rises 10% at {names[1]}"])] == [
+        "other-machine"
+    ]
+    assert check_rules(found, [f"speedup drops 10% at {names[1]}"]) == []
 
 
 @pytest.mark.parametrize(
@@ -121,7 +179,7 @@ def test_rules_name_quantity_direction_limit_and_step(runs):
 )
 def test_a_rule_that_says_nothing_is_refused(runs, rule, code):
     with raises_code(code, InputError):
-        find_regressions(compare_runs(read_runs(runs[:2])), [rule])
+        check_rules(compare_runs(read_runs(runs[:2])), [rule])
 
 
 def test_what_cannot_be_compared_is_refused(runs, tmp_path):
@@ -202,6 +260,11 @@ def test_the_command_exits_with_3_if_a_rule_is_broken(runs, tmp_path):
     assert {each["step"] for each in content["regressions"]} >= {names[1]}
     assert page.read_text().count("<svg") == 2
     picture = tmp_path / "c.png"
-    harness.smelt("compare", old, new, "--fail-if", "bleu drops 99", "--plot", picture, code=0)
+    harness.smelt("compare", old, new, "--fail-if", f"bleu drops 99 at {names[1]}", "--plot", picture, code=0)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    change_step(new, names[1], skip)
+    result = harness.smelt("compare", old, new, "--json", "--fail-if", f"size rises 5% at {names[1]}", code=3)
+    content = json.loads(result.stdout)
+    assert [each["reason"] for each in content["not_judged"]] == ["no-step"]
+    assert content["regressions"] == []
     harness.smelt("compare", old, code=2)

@@ -531,7 +531,7 @@ def report(run_folder: Path, as_format: str | None) -> None:
     "rules",
     multiple=True,
     metavar="RULE",
-    help="Exit with 3 if a later run breaks it, or cannot be judged: 'bleu drops 0.5', 'size rises 5% at onnx'.",
+    help="Exit with 3 if a later run breaks it or was not judged: 'bleu drops 0.5', 'size rises 5% at onnx'.",
 )
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write an HTML page.")
 @click.option(

@@ -140,7 +140,8 @@ def other_batches(step):
 )
 def test_what_a_rule_did_not_check_is_not_judged(runs, rule, change, reason):
     old, new, names = runs
-    change_step(new, names[1], change)
+    for name in names:
+        change_step(new, name, change)
     found = check_rules(compare_runs(read_runs([old, new])), [f"{rule} at {names[1]}"])
     assert found == [NotJudged(f"{rule} at {names[1]}", names[1], "new", reason)]
 

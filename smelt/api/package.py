@@ -80,10 +80,17 @@ def package_origin(artifact: Artifact, run: Path | None, step: str) -> PackageOr
 
 
 def _gate_warnings(report: ReportData, step: str) -> Iterator[Message]:
-    """Yield warnings for gates that failed or are undecided, and for scores on few samples."""
+    """Yield warnings for gates that failed, are undecided or were never judged, and for few samples."""
     from smelt.evaluate.report.verdict import trial_text
     from smelt.evaluate.report.view import gate_text, gate_value_text, gate_verdict
 
+    if report.verdict is None or report.verdict.reason == "not-finished":
+        names = ", ".join(report.recipe.get("gates") or ())
+        gates = f"its gates ({names}) were never judged" if names else "its scores may be incomplete"
+        yield warning(
+            "run-not-finished",
+            f"The run has not finished: {gates}. Run the recipe to its end, then package the step again.",
+        )
     found = next(found for found in report.steps if found.name == step)
     for gate in found.gates:
         if gate.passed is not True or gate.undecided:

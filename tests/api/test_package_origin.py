@@ -10,6 +10,8 @@ from smelt.api.package import package_origin, run_artifacts
 from smelt.api.scored_run import find_run
 from smelt.core.artifact import read_artifact
 from smelt.core.files import write_hashed_json
+from smelt.core.messages import message_codes
+from smelt.evaluate.report.verdict import UNFINISHED
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +97,19 @@ def test_the_artifacts_of_a_run(run, tmp_path):
     assert set(run_artifacts(run)) == {"model", "onnx"}
     (tmp_path / "artifacts" / "broken").mkdir(parents=True)
     assert run_artifacts(tmp_path) == {}
+
+
+@pytest.mark.parametrize("gates", [{"size_bytes": {"max": 1000}}, {}])
+def test_package_of_an_unfinished_run_says_that_its_gates_were_not_judged(run, tmp_path, gates):
+    """Interrupted, killed or still running: a failed gate would be silent."""
+    report = json.loads((run / "report.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert "run-not-finished" not in message_codes(package_origin(None, tmp_path, "onnx").warnings)
+    report["recipe"]["gates"] = gates
+    report["status"], report["verdict"] = "interrupted", UNFINISHED.model_dump(mode="json")
+    for step in report["steps"]:
+        step["gates"] = []
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    found = package_origin(None, tmp_path, "onnx").warnings
+    assert message_codes(found)[:1] == ["run-not-finished"]
+    assert all(name in str(found[0]) for name in gates)

@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails
 from smelt.core.errors import InputError, SettingError
 from smelt.core.files import load_json
 from smelt.core.messages import Message, error_message, messages_to_json
+from smelt.evaluate.degenerate_outputs import OutputCounts
 
 
 def is_chance_level(
@@ -407,6 +408,7 @@ class StepReport(_ReportModel):
     confusion: Confusion | None = None
     examples: Examples | None = None
     classes: list[ClassReport] | None = None
+    outputs: OutputCounts | None = None
     details: Annotated[dict[str, Any], BeforeValidator(_none_is_empty_dict)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -552,11 +554,8 @@ def read_report(run: Path) -> dict[str, Any]:
     """
     path = run if run.is_file() else run / "report.json"
     if not path.is_file():
-        hint = (
-            " This is the folder of a search; its runs are in points."
-            if (run / "search.json").is_file()
-            else ""
-        )
+        is_search = (run / "search.json").is_file()
+        hint = " This is the folder of a search; its runs are in points." if is_search else ""
         raise InputError(
             f"{path}: no such file. Expected the folder of a run, such as runs/quickstart.{hint}",
             code="missing-file",

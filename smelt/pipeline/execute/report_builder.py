@@ -290,6 +290,7 @@ class ReportBuilder:
             warnings=[*messages_to_json(artifact.manifest.warnings), *score["warnings"]],
             quality=dict(score["quality"]),
             classes=score.get("classes"),
+            outputs=score.get("outputs"),
         )
         self.statistics[name], self._scores[name] = score["statistics"], score
         step["against_parent"] = _paired_differences(self.statistics, name, step["parent"])
@@ -540,6 +541,7 @@ def _empty_step(name: str, stage: str, parent: str | None, settings: dict[str, A
         "confusion": None,
         "examples": None,
         "classes": None,
+        "outputs": None,
         "details": {},
     }
 

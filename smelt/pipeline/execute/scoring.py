@@ -199,6 +199,7 @@ class Scorer:
         )
 
     def _score_texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.degenerate_outputs import count_degenerate
         from smelt.evaluate.quality import score_texts
         from smelt.generation.config import resolve_generation
         from smelt.runtimes.predict_texts import generate_texts
@@ -228,6 +229,9 @@ class Scorer:
         value = {
             **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
             "predictions": predictions,
+            "outputs": count_degenerate(
+                predictions, references, sum(count for count, _ in stopped)
+            ).model_dump(),
             "warnings": _truncated_output_warnings(stopped, len(texts)),
         }
         for scored in value["quality"].values():

@@ -160,6 +160,16 @@ def test_a_gain_is_two_percent_and_a_slower_step_is_called_slower(speedup, ends,
     assert (found.reason, message_codes(found.warnings)) == (reason, codes)
 
 
+@pytest.mark.parametrize(("repetitive", "codes"), [(40, ["degenerate-outputs"]), (9, [])])
+def test_degenerate_outputs_are_warned_of_even_if_the_baselines_are_as_degenerate(repetitive, codes):
+    """An untrained chat model answers "to the the the" to all, and exports without any loss."""
+    report = _branches(("onnx-fp32", 3.0, [2.9, 3.1], 25, {"rougeL": SAME}), metrics=("rougeL",))
+    for step in report["steps"]:
+        step["outputs"] = {"n": 40, "repetitive": repetitive, "not_ended": 0, "same": 0}
+    found = _decide(report)
+    assert (found.step, message_codes(found.warnings)) == ("onnx-fp32", codes)
+
+
 def test_a_metric_of_the_whole_set_is_named_as_not_judged():
     report = _branches(
         ("int8", 3.0, [2.9, 3.1], 25, {"accuracy": SAME, "own:metric": (-30.0, None, 1.0)}),

@@ -50,6 +50,7 @@ _MAX_CELLS = 4_000_000  # weights in memory at a time: 32 MB
 Interval = tuple[float, float]
 _POINT_TOLERANCE = 1e-9  # points; smaller differences are rounding errors
 _MAX_EXACT = 12  # differing examples, of which all swaps are tried
+_SWAPS = 10_000  # sacrebleu's default; fewer, but at least RESAMPLES, where they do not fit into memory
 _MIN_TAIL = 10  # swaps; below that a share of them is too coarse
 
 
@@ -364,11 +365,11 @@ def randomization_p_value(step: Statistics, other: Statistics) -> float:
 
     Without a difference between the steps, each example's two outputs could as well have come from the other
     step: the p-value is the share of swaps whose difference is at least as large as the observed one (of a
-    mean this is the sign-flip test). It is exact up to 12 differing examples. Of more, 1000 swaps are drawn
-    (approximate randomization: Riezler & Maxwell 2005, https://aclanthology.org/W05-0908, as sacrebleu's
-    `--paired-ar`), and both counts are raised by one (Davison & Hinkley 1997). Below ten such swaps it is the
-    tail of the normal distribution with their deviation, because 1000 swaps cannot show a p-value below 0.001
-    (a correction for 25 comparisons would leave nothing significant).
+    mean this is the sign-flip test). It is exact up to 12 differing examples. Of more, 1000 to 10,000 swaps are
+    drawn (approximate randomization: Riezler & Maxwell 2005, https://aclanthology.org/W05-0908, as
+    sacrebleu's `--paired-ar`), and both counts are raised by one (Davison & Hinkley 1997). Below ten such
+    swaps it is the tail of the normal distribution with their deviation, because 1000 swaps cannot show a
+    p-value below 0.001 (a correction for 25 comparisons would leave nothing significant).
 
     The same text in other windows has no pairs: all windows are divided between the two.
     """
@@ -410,7 +411,7 @@ def _assignments(
     n, generator = len(step.rows), np.random.default_rng(BOOTSTRAP_SEED)
     if _have_different_windows(step, other):
         total = len(unchanged)
-        blocks = (generator.permuted(block, axis=1) for block in _repeat_blocks(unchanged, RESAMPLES))
+        blocks = (generator.permuted(block, axis=1) for block in _repeat_blocks(unchanged))
         return None, blocks, min(1.0, 2 / math.comb(total, n))
     changed = np.flatnonzero([own != theirs for own, theirs in zip(step.rows, other.rows, strict=True)])
 
@@ -424,14 +425,14 @@ def _assignments(
         bits = (np.arange(count)[:, None] >> np.arange(len(changed))) & 1 == 1
         return count, iter([swap(np.tile(unchanged, (count, 1)), bits)]), 1 / count
     blocks = (
-        swap(block, generator.random((len(block), len(changed))) < 0.5)
-        for block in _repeat_blocks(unchanged, RESAMPLES)
+        swap(block, generator.random((len(block), len(changed))) < 0.5) for block in _repeat_blocks(unchanged)
     )
     return None, blocks, 2.0 ** (1 - len(changed))
 
 
-def _repeat_blocks(row: NDArray[np.bool_], count: int) -> Iterator[NDArray[np.bool_]]:
-    """Yield `count` copies of `row`, in blocks that fit into memory."""
+def _repeat_blocks(row: NDArray[np.bool_]) -> Iterator[NDArray[np.bool_]]:
+    """Yield a copy of `row` for each swap, in blocks that fit into memory."""
+    count = min(_SWAPS, max(RESAMPLES, _MAX_CELLS // len(row)))
     size = max(1, min(count, _MAX_CELLS // len(row)))
     for start in range(0, count, size):
         yield np.tile(row, (min(size, count - start), 1))

@@ -365,8 +365,8 @@ def randomization_p_value(step: Statistics, other: Statistics) -> float:
 
     Without a difference between the steps, each example's two outputs could as well have come from the other
     step: the p-value is the share of swaps whose difference is at least as large as the observed one (of a
-    mean this is the sign-flip test). It is exact up to 12 differing examples. Of more, 1000 to 10,000 swaps are
-    drawn (approximate randomization: Riezler & Maxwell 2005, https://aclanthology.org/W05-0908, as
+    mean this is the sign-flip test). It is exact up to 12 differing examples. Of more, 1000 to 10,000 swaps
+    are drawn (approximate randomization: Riezler & Maxwell 2005, https://aclanthology.org/W05-0908, as
     sacrebleu's `--paired-ar`), and both counts are raised by one (Davison & Hinkley 1997). Below ten such
     swaps it is the tail of the normal distribution with their deviation, because 1000 swaps cannot show a
     p-value below 0.001 (a correction for 25 comparisons would leave nothing significant).

@@ -73,7 +73,7 @@ def test_every_step_is_scored_beside_the_baseline(chain):
     for other in ("against_baseline", "against_parent"):
         assert set(steps["onnx"][other]) == {"spearman", "pearson", "agreement"}
         own = {"p_value_holm"} if other == "against_baseline" else set()
-        assert set(steps["onnx"][other]["agreement"]) == {"difference", "ci95", "p_value"} | own
+        assert set(steps["onnx"][other]["agreement"]) == {"difference", "ci95", "p_value", "n"} | own
 
 
 def test_eval_gives_the_scores_of_the_report(chain):

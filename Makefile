@@ -24,7 +24,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-WORKERS ?= $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
+# nproc would count OMP_NUM_THREADS instead of cores
+WORKERS ?= $(shell expr $$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
 
 BIN := $(VENV)/bin
 # Stamp files: the environment is set up again only if its requirements changed.

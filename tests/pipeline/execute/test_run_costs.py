@@ -82,7 +82,7 @@ def test_steps_in_the_store_cost_nothing(home, monkeypatch):
 
 def test_a_plan_finds_what_a_remote_store_has_and_copies_nothing(home, tmp_path, monkeypatch):
     monkeypatch.setattr(run_costs, "machine_speed", lambda *given: harness.MACHINE_SPEED)
-    url = f"memory://{tmp_path.name}"
+    url = f"file://{home / 'bucket'}"
     filled = Store(home / "runs" / ".store", open_remote_store(url))
     for path in (filled.root / "artifacts").iterdir():
         filled.find(path.name)

@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,12 +36,9 @@ def workspace(parent: Path) -> Iterator[Path]:
 def temporary_workspace() -> Iterator[Path]:
     """Yield an empty folder of this user in the system's folder of temporary files."""
     parent = _temporary_parent()
-    try:
+    with contextlib.suppress(OSError):  # not a folder
         parent.mkdir(mode=0o700, exist_ok=True)
-        is_own = not hasattr(os, "getuid") or parent.lstat().st_uid == os.getuid()
-    except OSError:  # not a folder
-        is_own = False
-    if is_own:
+    if _is_own_folder(parent):
         with workspace(parent) as path:
             yield path
         return
@@ -52,9 +50,18 @@ def _temporary_parent() -> Path:
     return Path(tempfile.gettempdir()) / f"smelt-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
+def _is_own_folder(path: Path) -> bool:
+    """Return whether `path` is a folder of this user, not a link: others can write to the parent folder."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "getuid") or status.st_uid == os.getuid())
+
+
 def remove_leftover_workspaces(*parents: Path) -> None:
-    """Remove the workspaces of dead processes in `parents` and among the temporary files."""
-    for parent in (*parents, _temporary_parent()):
+    """Remove the workspaces of dead processes in `parents` and among the temporary files of this user."""
+    for parent in (*parents, *filter(_is_own_folder, (_temporary_parent(),))):
         for marker in parent.glob(f"*{OWNER_SUFFIX}"):
             if not is_active(marker):
                 shutil.rmtree(marker.with_suffix(""), ignore_errors=True)

@@ -46,3 +46,15 @@ def test_name_that_somebody_else_has_taken_is_not_used(temporary_files, monkeypa
     taken.mkdir()
     with temporary_workspace() as folder:
         assert (folder.is_dir(), folder.parent) == (True, temporary_files)
+
+
+def test_folders_that_a_link_of_somebody_else_leads_to_are_not_removed(temporary_files, tmp_path):
+    """Everybody can write to the system's folder of temporary files, also a link with this user's name."""
+    document = tmp_path / "home" / "thesis" / "chapter"
+    document.mkdir(parents=True)
+    os.utime(document.parent, (0, 0))
+    os.utime(document, (0, 0))
+    workspaces._temporary_parent().symlink_to(document.parent.parent, target_is_directory=True)
+    Store(tmp_path / "s")
+    with temporary_workspace() as folder:
+        assert (document.is_dir(), folder.parent) == (True, temporary_files)

@@ -6,8 +6,8 @@ remain float32, whatever their values are on samples:
 
 - Nodes with a constant that becomes 0, subnormal or infinite, where the constant matters alone: a bound, a
   summand or factor for all elements, a divisor. A weight matrix with some small elements does not.
-- Roots, logarithms and divisions by a computed value, and the nodes that compute this value by sums, squares
-  and elementwise operators, such as the variance of a layer norm:
+- Roots, logarithms and divisions by a computed value, and the nodes that compute this value by sums, squares,
+  products of computed values and elementwise operators, such as the variance of a layer norm:
 
       x - mean(x), Pow 2, ReduceMean, Add 1e-12, Sqrt, Div
 
@@ -39,6 +39,7 @@ _RESHAPING_OPS = frozenset(
 )
 _COMBINING_OPS = frozenset({"Concat", "Gather"})  # whose outputs depend on more than their first input
 _PRODUCT_OPS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
+_MATRIX_OPS = frozenset({"Einsum", "Gemm", "MatMul"})
 _BIASES = {"Gemm": 2, "Conv": 2, "ConvTranspose": 2}
 _BOUNDING_OPS = ("Clip", "Max", "Min")
 # constants, and operators whose scales have a type of their own
@@ -46,7 +47,7 @@ _SKIPPED_OPS = ("Constant", "ConstantOfShape", "QuantizeLinear", "DequantizeLine
 _LINEAR_UNARY_OPS = frozenset({"Abs", "Neg", "Relu"})
 _UNARY_OPS = _LINEAR_UNARY_OPS | {"Clip", "Pow", "Reciprocal", "Sqrt"}
 _EXPONENTIAL_OPS = frozenset({"Exp", "Sigmoid", "Softmax"})  # small values of inputs that are not small
-_BINARY_OPS = frozenset({"Add", "Div", "Max", "Min", "Mul", "Sub", "Sum", "Where"})
+_BINARY_OPS = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mul", "Sub", "Sum", "Where"})
 _MASKING_OPS = _BINARY_OPS | {"Neg"}
 
 
@@ -208,7 +209,7 @@ def _has_extreme_attribute(node: Any) -> bool:
 def _sensitive_inputs(node: Any, constants: Mapping[str, ConstantRange]) -> list[str]:
     """Return the computed inputs whose small values have large effects."""
     name = ""
-    if node.op_type in ("Log", "ReduceLogSum", "Reciprocal", "Sqrt"):
+    if node.op_type in ("Log", "LpNormalization", "ReduceL2", "ReduceLogSum", "Reciprocal", "Sqrt"):
         name = node.input[0]
     elif node.op_type == "Div":
         name = node.input[1]
@@ -253,25 +254,30 @@ def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[s
         sums_only: follow only sums and squares from the beginning.
     """
     found: set[str] = set()
-    visited: set[tuple[str, bool]] = set()
-    waiting = [(name, sums_only)]
+    visited: set[tuple[str, bool, bool]] = set()
+    waiting = [(name, sums_only, False)]
     while waiting:
-        value, sums_only = waiting.pop()
-        if (value, sums_only) in visited:
+        visit = value, sums_only, squared = waiting.pop()
+        if visit in visited:
             continue
-        visited.add((value, sums_only))
-        path = _path_to_sum(value, graph) if sums_only else [*_maker(value, graph)]
-        if not path or not _keeps_small_values(path[-1]):
+        visited.add(visit)
+        path = _path_to_sum(value, graph, squared) if sums_only else [*_maker(value, graph)]
+        if not path:
             continue
-        found |= {node_key(node) for node in path}
         node = path[-1]
+        is_product = not squared and _is_sum_of_products(node, graph)
+        if not (is_product or _keeps_small_values(node)):
+            continue
+        found |= {node_key(each) for each in path}
         if node.op_type in _EXPONENTIAL_OPS:
             continue
+        squared = squared or _is_square(node)
         operands = _operands(node, graph)
+        sums_only |= is_product or len(operands) > 1
         if _is_reduction(node):  # of products
             terms = [term for operand in operands for term in _maker(operand, graph)]
             found |= {node_key(term) for term in terms if term.op_type == "Mul"}
-        waiting += [(operand, sums_only or len(operands) > 1) for operand in operands]
+        waiting += [(operand, sums_only, squared) for operand in operands]
     return found
 
 
@@ -281,8 +287,11 @@ def _maker(value: str, graph: _Graph) -> Iterator[Any]:
         yield graph.makers[value]
 
 
-def _path_to_sum(value: str, graph: _Graph) -> list[Any]:
-    """Return the nodes from a value back to a sum or square, through reshaping ones; empty for none."""
+def _path_to_sum(value: str, graph: _Graph, squared: bool) -> list[Any]:
+    """Return the nodes from a value back to a sum or square, through reshaping ones; empty for none.
+
+    squared: the value is squared, so it may have an ordinary size: sums of products are not searched for.
+    """
     path: list[Any] = []
     for node in _maker(value, graph):
         path.append(node)
@@ -291,15 +300,31 @@ def _path_to_sum(value: str, graph: _Graph) -> list[Any]:
             if not makers:
                 return []
             path += makers
-    return path if path and (_is_reduction(path[-1]) or _is_square(path[-1])) else []
+    if not path or _is_reduction(path[-1]) or _is_square(path[-1]):
+        return path
+    return path if not squared and _is_sum_of_products(path[-1], graph) else []
 
 
 def _is_reduction(node: Any) -> bool:
     return bool(node.op_type.startswith("Reduce") or node.op_type in ("GlobalAveragePool", "CumSum"))
 
 
+def _is_sum_of_products(node: Any, graph: _Graph) -> bool:
+    """Return whether a matrix product may be of small values only: of computed ones, or without signs.
+
+    The powers of a spectrum are multiplied by filters without negative elements; trained weights have signs.
+    """
+    if node.op_type not in _MATRIX_OPS:
+        return False
+    weights = [graph.constants[name] for name in node.input[:2] if name in graph.constants]
+    return all(weight.lowest >= 0 for weight in weights)
+
+
 def _is_square(node: Any) -> bool:
-    return bool(node.op_type == "Pow" or (node.op_type == "Mul" and node.input[0] == node.input[1]))
+    is_norm = node.op_type in ("ReduceL2", "ReduceSumSquare")
+    return bool(
+        is_norm or node.op_type == "Pow" or (node.op_type == "Mul" and node.input[0] == node.input[1])
+    )
 
 
 def _keeps_small_values(node: Any) -> bool:
@@ -313,6 +338,6 @@ def _operands(node: Any, graph: _Graph) -> set[str]:
     names = [*node.input]
     if node.op_type == "Where":
         names = names[1:]
-    elif node.op_type not in _BINARY_OPS and node.op_type != "Concat":
+    elif node.op_type not in _BINARY_OPS | _MATRIX_OPS | {"Concat"}:
         names = names[:1]
     return {name for name in names if name and name not in graph.constants}

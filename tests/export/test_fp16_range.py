@@ -21,7 +21,7 @@ CONSTANTS = {
     "w": RANDOM.normal(size=(8, 8)), "tiny_w": RANDOM.normal(size=(8, 8)) * 1e-6, "million": 1e6, "one": 1.0,
     "two": 2.0, "half": 0.5, "minus_half": -0.5, "third": 1 / 3, "e-12": 1e-12, "e-10": 1e-10, "e-8": 1e-8,
     "lowest": float(np.finfo(np.float32).min), "zero": 0.0, "divisor": np.array([1e-8, 1e-5, *[1.0] * 6]),
-    "e-12s": np.full(8, 1e-12),
+    "e-12s": np.full(8, 1e-12), "filters": np.abs(RANDOM.normal(size=(8, 8))),
 }  # fmt: skip
 INTEGERS = {"last": [-1], "eight": [8]}
 MEAN, CENTERED = N("ReduceMean", ["x"], ["mean"], axes=[-1]), N("Sub", ["x", "mean"], ["d"])
@@ -67,6 +67,19 @@ PATTERNS: dict[str, list[Any]] = {
         N("Log", ["q"], ["y"]),
     ],
     "log of a computed probability": [SCORES, N("Softmax", ["s"], ["p"]), N("Log", ["p"], ["y"])],
+    "log of the powers of a spectrum": [
+        N("Mul", ["x", "x"], ["x2"]), N("MatMul", ["x2", "filters"], ["m"]), N("Max", ["m", "e-10"], ["c"]),
+        N("Log", ["c"], ["y"]),
+    ],
+    "unit length by Einsum": [
+        N("Einsum", ["x", "x"], ["n"], equation="ni,ni->n"), N("Unsqueeze", ["n", "last"], ["u"]),
+        N("Sqrt", ["u"], ["norm"]), N("Max", ["norm", "e-12"], ["c"]), N("Div", ["x", "c"], ["y"]),
+    ],
+    "length": [N("ReduceL2", ["x"], ["y"], axes=[-1])],
+    "length and direction in one operator": [N("LpNormalization", ["x"], ["y"], axis=-1)],
+    "root of a mean with a constant": [
+        N("Mul", ["x", "x"], ["x2"]), N("Mean", ["x2", "e-12"], ["m"]), N("Sqrt", ["m"], ["y"]),
+    ],
     "cube root": [N("Mul", ["x", "x"], ["x2"]), N("Pow", ["x2", "third"], ["y"])],
     "root of a mean square": [
         N("Mul", ["x", "x"], ["x2"]), N("ReduceMean", ["x2"], ["m"], axes=[-1]), N("Sqrt", ["m"], ["y"]),
@@ -175,3 +188,8 @@ def test_small_elements_of_weights_and_biases_become_float16() -> None:
     nodes = [N("Gemm", ["x", "w", "b"], ["h"]), N("Add", ["h", "c"], ["y"])]
     ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 8])]
     assert nodes_outside_fp16(graphs.make_model(nodes, *ends, weights)) == set()
+
+
+def test_trained_weights_before_a_norm_become_float16() -> None:
+    nodes = [SCORES, N("ReduceL2", ["s"], ["n"], axes=[-1]), N("Div", ["s", "n"], ["y"])]
+    assert nodes_outside_fp16(make_model(nodes)) == {"n", "y"}

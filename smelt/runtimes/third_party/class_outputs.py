@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smelt.runtimes.graph_walk import all_nodes, opset_versions
+from smelt.runtimes.graph_walk import all_nodes, opset_versions, subgraphs
 
 # since this opset Softmax works along one axis; before it works on all axes from its axis on
 _SOFTMAX_AXIS_OPSET = 13
@@ -38,8 +38,7 @@ def class_outputs(model: Any) -> dict[str, int]:
     graph = model.graph
     makers = {name: node for node in graph.node for name in node.output}
     read = {name for node in all_nodes(graph.node) for name in node.input}
-    constants = {tensor.name for tensor in graph.initializer}
-    constants |= {node.output[0] for node in graph.node if node.op_type == "Constant"}
+    constants = _constants(graph)
     flattening = opset_versions(model).get("", _SOFTMAX_AXIS_OPSET) < _SOFTMAX_AXIS_OPSET
     found = {}
     for output in graph.output:
@@ -50,6 +49,15 @@ def class_outputs(model: Any) -> dict[str, int]:
             continue
         found[output.name] = axis
     return found
+
+
+def _constants(graph: Any) -> set[str]:
+    """Return the weights, and what nodes compute from weights alone: transposed, dequantized, converted."""
+    constants = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:  # in topological order
+        if not subgraphs(node) and not {*filter(None, node.input)} - constants:
+            constants |= {*node.output}
+    return constants
 
 
 def _shape(output: Any) -> list[int | None] | None:

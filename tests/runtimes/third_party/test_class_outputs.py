@@ -23,6 +23,13 @@ SHAPES: dict[str, list[Any]] = {
 }
 CASES: dict[str, tuple[list[Any], str, str, int | None]] = {
     "linear layer": ([LINEAR, N("Add", ["h", "b"], ["y"])], "y", "vector", -1),
+    "weight that a node transposes": (
+        [N("Transpose", ["w"], ["t"]), N("MatMul", ["x", "t"], ["y"])],
+        "y",
+        "vector",
+        -1,
+    ),
+    "bias of a node": ([LINEAR, N("Identity", ["b"], ["c"]), N("Add", ["h", "c"], ["y"])], "y", "vector", -1),
     "Gemm": ([N("Gemm", ["x", "w", "b"], ["y"])], "y", "vector", -1),
     "Gemm of one output": ([N("Gemm", ["x", "w", "b"], ["y"])], "y", "number", None),
     "linear layer of tokens": ([LINEAR, N("Add", ["h", "b"], ["y"])], "y", "tokens", -1),

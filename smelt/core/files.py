@@ -60,9 +60,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync_path(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
-    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    """Write `value` as JSON, atomically. indent: None is several times faster, for large files."""
+    write_atomically(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
 _HASH_KEY = "content_sha256"
@@ -93,9 +93,9 @@ def verified_content(value: Any) -> dict[str, Any]:
     return content
 
 
-def write_hashed_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write the JSON object `value` with the hash of its content, atomically."""
-    write_json(path, hashed_content(value))
+def write_hashed_json(path: Path, value: Mapping[str, Any], indent: int | None = 1) -> None:
+    """Write the JSON object `value` with the hash of its content, as `write_json`."""
+    write_json(path, hashed_content(value), indent)
 
 
 def read_hashed_json(path: Path) -> dict[str, Any] | None:

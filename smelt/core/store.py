@@ -272,7 +272,7 @@ class Store:
         with self._using_remote() as remote:
             value = None if remote is None else remote.read_score(key)
         if value is not None:
-            write_hashed_json(path, value)
+            write_hashed_json(path, value, indent=None)
         return value
 
     def write_score(self, key: str, value: dict[str, Any]) -> None:
@@ -282,7 +282,7 @@ class Store:
             return
         self.require_present()
         path = self.root / "scores" / f"{key}.json"
-        write_hashed_json(path, value)
+        write_hashed_json(path, value, indent=None)
         self._push(path.name, lambda remote: remote.push_score(key, path, replace=True))
 
     def _pull(self, key: str) -> bool:

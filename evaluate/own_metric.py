@@ -15,13 +15,13 @@ a value of the whole set, without interval; its differences have a p-value of 1.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,11 @@ _PROTOCOL = "function(predictions, references, sources) -> list of numbers, or a
 
 @dataclass(frozen=True)
 class OwnMetric:
-    """An imported metric. source_hash, file: of the module; "" and None for a module without a file."""
+    """An imported metric.
+
+    source_hash: of its module and all modules of the recipe's folder that this imports. file: of its module.
+    "" and None for a module without a file.
+    """
 
     name: str
     function: Callable[[list[Any], list[Any], list[Any]], Any]
@@ -78,7 +82,14 @@ def load_own_metric(name: str, folder: Path) -> OwnMetric:
         )
     file = getattr(module, "__file__", None)
     path = Path(file) if file else None
-    return OwnMetric(name, function, sha256_of(path) if path else "", path)
+
+    def call(*values: Any) -> Any:
+        with _first_on_path(folder):  # for imports in the function
+            return function(*values)
+
+    files = own_metric_files([name], folder) or ({path.name: path} if path else {})
+    source_hash = json_hash({relative: sha256_of(each) for relative, each in files.items()}) if files else ""
+    return OwnMetric(name, call, source_hash, path)
 
 
 @contextmanager
@@ -91,50 +102,98 @@ def _first_on_path(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
 
 
+# Hash of the file of each module that was imported from a recipe's folder, with this folder.
+_imported: dict[str, tuple[Path, str]] = {}
+
+
 def _import_current(name: str, folder: Path) -> Any:
-    """Return the module as it is in its file now: one of `folder` that was edited is imported again."""
+    """Return the module as it is in its file now.
+
+    Modules of the folder are imported again if one of them was edited, or is loaded from another folder.
+    """
     importlib.invalidate_caches()
-    package = name.partition(".")[0]
-    file = getattr(sys.modules.get(package), "__file__", None)
-    # `importlib.util.find_spec` returns what is loaded, perhaps from the folder of another recipe
-    spec = PathFinder.find_spec(package)
-    if file and spec and spec.origin and Path(spec.origin).resolve() != Path(file).resolve():
-        for loaded in [each for each in sys.modules if each == package or each.startswith(f"{package}.")]:
-            del sys.modules[loaded]
-    file = getattr(sys.modules.get(name), "__file__", None)
-    # not any module below the folder, which may hold the environment with numpy
-    if file and Path(file) in _module_files(name, folder):
-        del sys.modules[name]
-    return importlib.import_module(name)
+    modules = _folder_modules([name], folder)
+    states = {module: (folder, sha256_of(file)) for module, file in modules.items()}
+    moved = {module for module, (earlier, _) in _imported.items() if earlier != folder}
+    moved |= {module for module, file in modules.items() if _is_loaded_elsewhere(module, file)}
+    edited = any(_imported.get(module, state) != state for module, state in states.items())
+    for module in [*sys.modules]:
+        parents = {module[:end] for end in range(1, len(module)) if module[end] == "."}
+        if moved & {module, *parents} or (edited and module in modules):
+            del sys.modules[module]
+            _imported.pop(module, None)
+    loaded = importlib.import_module(name)
+    _imported.update(states)
+    return loaded
 
 
-def _module_files(name: str, folder: Path) -> tuple[Path, Path]:
-    """Return the two files that a module of `folder` may have."""
-    path = folder.absolute().joinpath(*name.split("."))
-    return path.with_name(f"{path.name}.py"), path / "__init__.py"
+def _is_loaded_elsewhere(module: str, file: Path) -> bool:
+    """Return whether `module` is loaded, but not from `file`."""
+    loaded = sys.modules.get(module)
+    source = getattr(loaded, "__file__", None)
+    return loaded is not None and (source is None or Path(source).resolve() != file.resolve())
+
+
+def _is_in_use(module: str, file: Path) -> bool:
+    """Return whether an import returns a module of this process instead of `file`: `random`, smelt itself."""
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names or package == __name__.partition(".")[0]:
+        return True
+    return module not in _imported and _is_loaded_elsewhere(module, file)
+
+
+def _folder_modules(names: Iterable[str], folder: Path) -> dict[str, Path]:
+    """Return the files in `folder` of modules and of all that they import, by the module's name.
+
+    They are found in the source, so those that a function imports when it is called are included.
+    """
+    files: dict[str, Path] = {}
+    waiting = [*names]
+    own = {name.partition(".")[0] for name in waiting}
+    while waiting:
+        parts = waiting.pop().split(".")
+        for count in range(1, len(parts) + 1):
+            module = ".".join(parts[:count])
+            path = folder.absolute().joinpath(*parts[:count])
+            candidates = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+            file = next((each for each in candidates if each.is_file()), None)
+            if file is None or module in files or parts[0] in sys.builtin_module_names:
+                continue
+            if parts[0] not in own and _is_in_use(module, file):
+                continue
+            files[module] = file
+            waiting += _imported_names(file, module)
+    return files
+
+
+def _imported_names(file: Path, module: str) -> Iterator[str]:
+    """Yield the names of what the module in `file` imports: modules, and what may be modules of packages."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return  # the import reports it
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            outer = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*outer, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
 
 
 def own_metric_files(names: Iterable[str], folder: Path) -> dict[str, Path]:
     """Return the files in `folder` that metrics are imported from, by their path relative to it.
 
-    These are the modules of the metrics, and all others of the folder that they have imported. Installed
-    packages are found from everywhere.
+    These are the modules of the metrics, and all others of the folder that they import. Installed packages
+    are found from everywhere.
 
     Args:
         names: metrics, of which the user's own are `package.module:function`.
         folder: of the recipe.
-
-    Raises:
-        InputError: as `load_own_metric`.
     """
-    own = [name for name in names if is_own_metric(name)]
-    for name in own:
-        load_own_metric(name, folder)
-    modules = [(name, getattr(module, "__file__", None)) for name, module in sys.modules.items()]
-    files = [
-        Path(file) for name, file in modules if own and file and Path(file) in _module_files(name, folder)
-    ]
-    return {file.relative_to(folder.absolute()).as_posix(): file for file in files}
+    modules = _folder_modules([name.partition(":")[0] for name in names if is_own_metric(name)], folder)
+    return {file.relative_to(folder.absolute()).as_posix(): file for file in modules.values()}
 
 
 def copy_own_metrics(names: Iterable[str], folder: Path, target: Path) -> None:

@@ -147,6 +147,30 @@ def test_module_of_another_folder_with_the_same_name_is_imported(tmp_path):
         assert metric.function([], [], []) == value
 
 
+@pytest.mark.parametrize(
+    ("module", "metric", "helper"),
+    [
+        ("own_a", "from own_a_helper import V", "own_a_helper"),
+        ("own_b.scores", "from own_b.helpers import V", "own_b.helpers"),  # without __init__.py
+        ("own_c.scores", "from .helpers import V", "own_c.helpers"),
+        ("own_d.scores", "import own_d.helpers as h; V = h.V", "own_d.helpers"),
+    ],
+)
+def test_modules_that_a_metric_imports_are_those_of_its_folder_and_current(tmp_path, module, metric, helper):
+    """Else the score of another recipe, or of the functions before an edit, would be reported."""
+    found = []
+    for folder, value in (("one", 1), ("two", 22), ("two", 333), ("one", 1)):
+        for name, text in ((module, f"{metric}\ndef f(*_): return V\n"), (helper, f"V = {value}\n")):
+            path = (tmp_path / folder).joinpath(*name.split(".")).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        loaded = load_own_metric(f"{module}:f", tmp_path / folder)
+        found.append((loaded.function(), loaded.source_hash))
+    assert [value for value, _ in found] == [1, 22, 333, 1]
+    assert found[0] == found[3]
+    assert len({source for _, source in found}) == 3
+
+
 def test_modules_of_python_and_of_an_environment_are_not_imported_again(tmp_path):
     """A second `sys` breaks the process, and numpy refuses to be loaded twice; the folder may hold both."""
     metric = load_own_metric("sys:exit", tmp_path)
@@ -164,16 +188,20 @@ def test_copied_metrics_are_found_next_to_another_recipe(tmp_path):
     (home / "own_package").mkdir(parents=True)
     (home / "own_package" / "__init__.py").write_text("")
     (home / "own_package" / "scores.py").write_text(
-        "from own_helper import number\n\ndef f(*_): return number\n"
+        "from own_helper import number\n"
+        "def f(*_):\n    import own_late, random\n    return number + own_late.number\n"
     )
+    (home / "own_late.py").write_text("number = 10\n")
     (home / "own_helper.py").write_text("number = 7\n")
     (home / "unused.py").write_text("")
+    (home / "random.py").write_text("raise ValueError")  # is not that of Python
+    assert load_own_metric("own_package.scores:f", home).function() == 17
     copy_own_metrics(["bleu", "own_package.scores:f", "math:hypot"], home, target)
     files = {path.relative_to(target).as_posix() for path in target.rglob("*.py")}
-    assert files == {"own_package/__init__.py", "own_package/scores.py", "own_helper.py"}
+    assert files == {"own_package/__init__.py", "own_package/scores.py", "own_helper.py", "own_late.py"}
     command = "from own_package.scores import f; print(f())"
     output = subprocess.check_output([sys.executable, "-c", command], cwd=target, text=True)
-    assert output.split() == ["7"]
+    assert output.split() == ["17"]
 
 
 def test_an_edited_module_is_imported_again(tmp_path):

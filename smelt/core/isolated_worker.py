@@ -37,6 +37,7 @@ from smelt.core.system import (
 
 _MAX_ANSWER_BYTES = 512_000_000
 _END_SECONDS = 0.5  # a worker that waits for requests ends at once
+_KILLED = -getattr(signal, "SIGKILL", 0)  # from outside: the system, for example, where memory is short
 _UNLIMITED_SECONDS = 1e9  # of all requests together; each one has its own limit
 
 
@@ -53,7 +54,7 @@ class IsolatedWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._of_parents: list[Any] = []
-        atexit.register(self.close)
+        atexit.register(self._kill)
         if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=self._after_fork)
 
@@ -65,16 +66,20 @@ class IsolatedWorker:
         """
         line = json.dumps([seconds, request]).encode() + b"\n"
         with self._lock:
-            try:
-                answer, expired = self._exchange(line, seconds)
-            except BaseException:  # interrupted: the answer must not be taken for that of the next request
-                self._stop()
-                raise
-            if not answer.endswith(b"\n"):
+            while True:
+                is_new = self._process is None
+                try:
+                    answer, expired = self._exchange(line, seconds)
+                except BaseException:  # interrupted: the next request must not get this one's answer
+                    self._stop()
+                    raise
+                if answer.endswith(b"\n"):
+                    break
                 code, limits = self._stop(), ProcessLimits(self._memory_bytes, seconds)
                 if expired:  # also where a killed process has no signal as its exit status
                     raise IsolatedProcessError(f"it took more than {seconds:.0f} s", "time-limit")
-                raise IsolatedProcessError(*failure_reason(code, "", limits))
+                if is_new or code != _KILLED:  # else it may have been killed before it had the request
+                    raise IsolatedProcessError(*failure_reason(code, "", limits))
         found = json.loads(answer)
         if "failed" in found:
             raise IsolatedProcessError(found["failed"], found["code"])
@@ -136,6 +141,11 @@ class IsolatedWorker:
         """End the process; a later request starts a new one."""
         with self._lock:
             self._stop()
+
+    def _kill(self) -> None:
+        """End the process at the exit of this one, which does not wait for a request of a daemon thread."""
+        if (process := self._process) is not None:
+            process.kill()
 
     def _after_fork(self) -> None:
         """Leave the process to the parent; this one starts its own."""

@@ -1,6 +1,7 @@
 """A worker answers many requests in one process; a request that fails does so alone."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -60,3 +61,20 @@ def test_failure_of_a_request_has_its_code_and_the_next_is_answered(
     with pytest.raises(IsolatedProcessError, check=lambda error: error.code == code):
         worker.ask(request_, 0.3)
     assert worker.ask("next", 5)[0] == "next"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
+def test_exit_does_not_wait_for_a_request_of_a_daemon_thread(tmp_path: Path) -> None:
+    (tmp_path / "answering_module.py").write_text(MODULE)
+    code = (
+        "import threading, time\n"
+        "from smelt.core.isolated_worker import IsolatedWorker\n"
+        "worker = IsolatedWorker('answering_module:answer', 1_000_000_000)\n"
+        "worker.ask('ready', 60)\n"
+        "threading.Thread(target=worker.ask, args=('time', 10_000), daemon=True).start()\n"
+        "while worker._lock.acquire(blocking=False):\n"
+        "    worker._lock.release()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False)
+    assert done.returncode == 0

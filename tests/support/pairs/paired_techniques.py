@@ -81,7 +81,8 @@ class Technique:
         """
         found = dict(self.settings)
         if "student" in found and model.is_encoder_decoder:
-            found["student"] = {"decoder_layers": found["student"]["layers"]}
+            # of layers whose parts are removed with equal losses, the first loses its parts
+            found["student"] = {"decoder_layers": found["student"]["layers"], "layer_selection": "last"}
         if model.task == IMAGE_CLASSIFICATION:
             found.pop("losses", None)
         if model.task == SENTENCE_SIMILARITY and "losses" in found:

@@ -537,13 +537,11 @@ def make_plan(
         config = read_untrained_config(config_file(read.model, read.base))[0]
     checker.notes += [*default_rate_notes(steps, config, coded), *unsuitable_method_notes(steps)]
     checker.notes += own_metric_notes(read)
-    text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,
         steps=steps,
         gates=judged,
         local_model=folder,
-        text=text,
         splits=splits,
         warnings=(*checker.warnings, *doubts),
         notes=tuple(checker.notes),

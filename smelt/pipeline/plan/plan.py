@@ -17,7 +17,7 @@ from smelt.core.artifact import Format
 from smelt.core.errors import InputError, MissingDependencyError, combined_error
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Need, Settings, Stage
+from smelt.core.stage import Need, Settings, Stage, absolute_path
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.examples import UNLABELLED, read_split, read_unlabelled
 from smelt.data.labels import ProblemType
@@ -187,7 +187,7 @@ class Plan:
             for place, path in step.settings.paths().items():
                 # a setting may have a shorter form, such as `student: FOLDER` for `student: {model: FOLDER}`
                 for holder, key in _find_strings(item[step.stage], place[0]):
-                    if resolve_path(base, holder[key]).resolve() == Path(path).resolve():
+                    if absolute_path(resolve_path(base, holder[key])) == Path(path):
                         _make_absolute(holder, key, base)
         return dump_yaml(value)
 
@@ -441,4 +441,4 @@ def _make_absolute(holder: Any, key: Any, base: Path) -> None:
     """Make the path `holder[key]`, relative to `base`, absolute if it exists."""
     path = resolve_path(base, holder[key])
     if path_exists(path):
-        holder[key] = str(path.resolve())
+        holder[key] = str(absolute_path(path))

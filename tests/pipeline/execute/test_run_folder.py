@@ -254,6 +254,8 @@ stages:
 
 
 def test_recipe_of_a_run_plans_the_same_steps_from_another_folder(home, tmp_path_factory, monkeypatch):
+    (home / "m").rename(home / "n")
+    (home / "m").symlink_to("n")
     (home / "accelerate.yaml").write_text("distributed_type: 'NO'\nnum_processes: 1\n")
     (home / "recipe.yaml").write_text(PORTABLE)
     plan = load_plan(home / "recipe.yaml", ["seed=3"], until="onnx")
@@ -264,7 +266,7 @@ def test_recipe_of_a_run_plans_the_same_steps_from_another_folder(home, tmp_path
     assert [(step.name, step.settings) for step in again.steps] == [
         (step.name, step.settings) for step in plan.steps
     ]
-    assert (again.recipe.seed, again.model_folder) == (3, plan.model_folder.resolve())
+    assert (again.recipe.seed, again.model_folder) == (3, home / "m")  # a link keeps its name
     assert again.recipe.launch.num_processes == plan.recipe.launch.num_processes
 
 

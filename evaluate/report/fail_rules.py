@@ -58,7 +58,7 @@ class NotJudged:
 
     def __str__(self) -> str:
         text = _REASONS.get(self.reason, self.reason)
-        return f"{self.rule}: {self.run}, step {self.step}: not judged, because {text}"
+        return f"{self.rule}: {self.run}, step {self.step}: {text}"
 
 
 def check_rules(comparison: Mapping[str, Any], rules: Sequence[str]) -> list[Regression | NotJudged]:

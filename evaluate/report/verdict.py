@@ -351,7 +351,7 @@ def _reason_text(step: StepReport, metrics: Sequence[str]) -> str:
         return f"that loses at most {NEGLIGIBLE_POINTS:g} point"
     if is_uncertain(step, metrics[0]):
         samples = samples_text(step, metrics[0])
-        return f"whose loss of {view.metric_label(metrics[0])} {samples} neither show nor exclude"
+        return f"for which {samples} neither show nor exclude a loss of {view.metric_label(metrics[0])}"
     tested = [name for name in metrics if name in step.against_baseline and is_decidable(step, name)]
     *names, last = [view.metric_label(name) for name in tested]
     return f"without a significant loss of {' or '.join([', '.join(names), last] if names else [last])}"

@@ -116,11 +116,11 @@ class Settings(BaseModel):
             elif isinstance(value, Settings):
                 changed[name] = value.resolve_paths(base)
             else:
-                changed[name] = str(_absolute_path(resolve_path(base, value)))
+                changed[name] = str(absolute_path(resolve_path(base, value)))
         return self.model_copy(update=changed) if changed else self
 
 
-def _absolute_path(path: Path) -> Path:
+def absolute_path(path: Path) -> Path:
     """Return `path` normalized; a link keeps its own name."""
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 

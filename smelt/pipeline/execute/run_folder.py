@@ -523,7 +523,7 @@ class RunFolder:
         for part in partial_files(self.path):
             part.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
         copy_own_metrics(plan.recipe.score.quality, plan.recipe.base, self.path)
-        write_atomically(self.path / "recipe.yaml", plan.text)
+        write_atomically(self.path / "recipe.yaml", plan.portable_recipe())
 
     def write_scores(self, name: str, score: Mapping[str, Any]) -> None:
         """Write the statistics per sample and the outputs of a scored step, for `smelt compare`."""

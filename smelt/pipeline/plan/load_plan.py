@@ -31,7 +31,12 @@ from smelt.evaluate.metrics import AGREEMENT_METRIC
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason, training_device
-from smelt.pipeline.inspect.model_folder import check_model_folder, local_model_folder, read_config
+from smelt.pipeline.inspect.model_folder import (
+    check_model_folder,
+    local_model_folder,
+    read_config,
+    read_config_file,
+)
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
 from smelt.pipeline.plan.metric_checks import check_metrics, own_metric_notes
 from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
@@ -129,21 +134,21 @@ def check_model(
     for problem in problems:
         mistakes.add_message(("model",), problem)
     warnings += [doubt.with_prefix("model: ") for doubt in advice]
-    if (
-        folder is not None
-        and not has_mistake(bad, "task", *_TEXT_KEYS)
-        and _is_supported_model(folder, recipe.task)
-    ):
+    if folder is not None:
+        _check_text_rules(recipe, folder, folder / "config.json", mistakes, bad)
+    return folder
+
+
+def _check_text_rules(
+    recipe: ParsedRecipe, folder: Path, config: Path, mistakes: Mistakes, bad: set[str]
+) -> None:
+    """Check prefix, languages and prompt template, if the config can be read and its family fits the task."""
+    kind = None if has_mistake(bad, "task", *_TEXT_KEYS) else read_config_file(config)[0].get("model_type")
+    if kind in FAMILIES_BY_TASK[recipe.task]:
         try:
             resolve_text_rules(recipe, folder)
         except InputError as error:
             mistakes.add_error(("data",), error)
-    return folder
-
-
-def _is_supported_model(folder: Path, task: Task) -> bool:
-    """Return whether the config can be read and its model_type supports `task`."""
-    return read_config(folder)[0].get("model_type") in FAMILIES_BY_TASK[task]
 
 
 def _check_prompts(
@@ -501,6 +506,9 @@ def make_plan(
     else:
         folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
     check_untrained(read, every, mistakes, bad)
+    if isinstance(read.model, UntrainedModel) and not has_mistake(bad, "model"):
+        config = config_file(read.model, read.base)
+        _check_text_rules(read, resolve_path(read.base, read.model.config), config, mistakes, bad)
     check_new_classifier(read, every, folder, mistakes)
     check_model_configs(every, checker.setting_paths, read, folder, mistakes)
     check_generation_engines(foreign, every, checker.setting_paths, mistakes)
@@ -537,13 +545,11 @@ def make_plan(
         config = read_untrained_config(config_file(read.model, read.base))[0]
     checker.notes += [*default_rate_notes(steps, config, coded), *unsuitable_method_notes(steps)]
     checker.notes += own_metric_notes(read)
-    text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,
         steps=steps,
         gates=judged,
         local_model=folder,
-        text=text,
         splits=splits,
         warnings=(*checker.warnings, *doubts),
         notes=tuple(checker.notes),

@@ -5,6 +5,7 @@ The splits of a recipe are read from their files, or taken from the training sam
 
 from __future__ import annotations
 
+import copy
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,9 @@ from typing import Any
 
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError, MissingDependencyError, combined_error
+from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Need, Settings, Stage
+from smelt.core.stage import Need, Settings, Stage, absolute_path
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.examples import UNLABELLED, read_split, read_unlabelled
 from smelt.data.labels import ProblemType
@@ -29,6 +31,7 @@ from smelt.pipeline.plan.task_checks import pooling_text, resolve_pooling, resol
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.recipe import JudgedOn, ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.pipeline.recipe.yaml_file import dump_yaml
 
 
 def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
@@ -120,7 +123,6 @@ class Plan:
     steps: in the recipe's order, parents first, without the original model; with `until` only that step and
         those that it needs.
     splits: the splits that were read already, because their files are small.
-    text: the recipe as in its file.
     excluded_steps: the steps that `until` excludes.
     step_order: names of all steps in the recipe's order.
     warnings: warnings for plan and report.
@@ -134,7 +136,6 @@ class Plan:
     steps: tuple[PlanStep, ...]
     gates: tuple[PlannedGate, ...]
     local_model: Path | None
-    text: str
     splits: Mapping[str, Split] = field(default_factory=dict)
     warnings: tuple[Message, ...] = ()
     notes: tuple[Message, ...] = ()
@@ -170,6 +171,25 @@ class Plan:
     def recipe_dict(self) -> dict[str, Any]:
         """Return the recipe as plain values with `--set` applied."""
         return dict(self.recipe.document)
+
+    def portable_recipe(self) -> str:
+        """Return the recipe as YAML with `--set` applied that runs from any folder: its paths are absolute.
+
+        What does not exist as a file or folder, such as a hub id, is kept.
+        """
+        value = copy.deepcopy(self.recipe_dict())
+        base = self.recipe.base
+        for holder, key in _paths_of_recipe(value, self.recipe):
+            _make_absolute(holder, key, base)
+        steps = {step.name: step for step in (*self.steps, *self.excluded_steps)}
+        for item, name in zip(value["stages"], self.step_order, strict=True):
+            step = steps[name]
+            for place, path in step.settings.paths().items():
+                # a setting may have a shorter form, such as `student: FOLDER` for `student: {model: FOLDER}`
+                for holder, key in _find_strings(item[step.stage], place[0]):
+                    if absolute_path(resolve_path(base, holder[key])) == Path(path):
+                        _make_absolute(holder, key, base)
+        return dump_yaml(value)
 
     def gates_of(self, name: str) -> list[PlannedGate]:
         """Return the gates on the step `name`."""
@@ -390,3 +410,35 @@ def _graph_lines(model: ThirdPartyModel) -> Iterator[str]:
     yield f"graph       {nodes} of opset {details['opset']}{producer}"
     yield f"inputs      {'; '.join(value.describe() for value in model.signature.inputs)}"
     yield f"outputs     {'; '.join(value.describe() for value in model.signature.outputs)}"
+
+
+def _paths_of_recipe(value: dict[str, Any], recipe: ParsedRecipe) -> Iterator[tuple[Any, Any]]:
+    """Yield (container, key) of every path in a recipe that is not a setting of a stage."""
+    for holder, names in ((value, ("model", "tokenizer")), (value["model"], ("config", "tokenizer"))):
+        for name in names if isinstance(holder, dict) else ():
+            if isinstance(holder.get(name), str):
+                yield holder, name
+    yield from ((value["data"], name) for name in recipe.data.split_files() if name in value["data"])
+    if isinstance(value.get("launch"), dict):
+        yield from _find_strings(value["launch"], "config_file")
+    score = value.get("score")
+    for metric in (score.get("quality") or ()) if isinstance(score, dict) else ():
+        if isinstance(metric, dict):  # bertscore: {model: FOLDER}
+            yield from (found for settings in metric.values() for found in _find_strings(settings, "model"))
+
+
+def _find_strings(holder: Any, key: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (container, key) of each string in `holder[key]`: itself, or those nested in it."""
+    value = holder.get(key) if isinstance(holder, dict) else holder[key] if isinstance(holder, list) else None
+    if isinstance(value, str):
+        yield holder, key
+    elif isinstance(value, dict | list):
+        for part in value if isinstance(value, dict) else range(len(value)):
+            yield from _find_strings(value, part)
+
+
+def _make_absolute(holder: Any, key: Any, base: Path) -> None:
+    """Make the path `holder[key]`, relative to `base`, absolute if it exists."""
+    path = resolve_path(base, holder[key])
+    if path_exists(path):
+        holder[key] = str(absolute_path(path))

@@ -17,7 +17,7 @@ without these.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from smelt.core.errors import InputError, combined_error, did_you_mean
-from smelt.core.files import json_hash, resolve_path, write_atomically
+from smelt.core.files import json_hash, write_atomically
 from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
 from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, base_metric, is_lower_better, is_own_metric
@@ -214,39 +214,15 @@ class SearchSpace:
         """
         return make_plan(self.recipe_at(values), self.path)
 
-    def portable_recipe(self, values: Mapping[str, Any]) -> str:
-        """Return the recipe of one point as YAML that runs from any folder: its paths are absolute."""
-        value = self.recipe_at(values).value
-        plan = self.plan_at(values)
-        base = plan.recipe.base
-        for holder, key in _places_of_paths(value, plan):
-            path = resolve_path(base, holder[key])
-            if path.exists():
-                holder[key] = str(path.resolve())
-        return dump_yaml(value)
-
     def write_recipe(self, values: Mapping[str, Any], path: Path) -> None:
-        """Write `portable_recipe` to `path`, with the modules of the user's own metrics next to it."""
+        """Write the recipe of one point, which runs from any folder, to `path`.
+
+        The modules of the user's own metrics are copied next to it.
+        """
         path.parent.mkdir(exist_ok=True)
-        recipe = self.plan_at(values).recipe
-        copy_own_metrics(recipe.score.quality, recipe.base, path.parent)
-        write_atomically(path, self.portable_recipe(values))
-
-
-def _places_of_paths(value: dict[str, Any], plan: Plan) -> Iterator[tuple[Any, Any]]:
-    """Yield (container, key) of every path in a recipe."""
-    for key in ("model", "tokenizer"):
-        if isinstance(value.get(key), str):
-            yield value, key
-    if isinstance(value["model"], dict):
-        yield from ((value["model"], k) for k, v in value["model"].items() if isinstance(v, str))
-    yield from ((value["data"], name) for name in plan.recipe.data.split_files() if name in value["data"])
-    for item, step in zip(value["stages"], plan.steps, strict=False):
-        for place in step.settings.paths():
-            holder: Any = item[step.stage]
-            for part in place[:-1]:
-                holder = holder[part]
-            yield holder, place[-1]
+        plan = self.plan_at(values)
+        copy_own_metrics(plan.recipe.score.quality, plan.recipe.base, path.parent)
+        write_atomically(path, plan.portable_recipe())
 
 
 def _limit_text(metric: str, value: Any) -> str:

@@ -19,7 +19,8 @@ from smelt.core.store import Store
 from smelt.data.splits import Example, Split
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
-from smelt.pipeline.execute.run_folder import default_store, open_store, require_run_folder
+from smelt.pipeline.execute.run_folder import RunFolder, default_store, open_store, require_run_folder
+from smelt.pipeline.plan.load_plan import load_plan
 
 RECIPE = """
 model: m
@@ -237,6 +238,36 @@ def test_a_report_of_another_recipe_that_is_replaced_is_told(home):
     (home / "other.yaml").write_text(RECIPE)
     other = harness.smelt("run", home / "other.yaml", "--out", home / "runs" / "r", "--until", "prune")
     assert ["'recipe'" in result.output for result in (again, other)] == [False, True]
+
+
+PORTABLE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, test: data.jsonl}
+launch: {config_file: accelerate.yaml}
+stages:
+  - distill: {teacher: {model: m}, student: m, max_steps: 1}
+  - onnx
+  - distill: {teacher: model, student: {layers: 1}, max_steps: 1}
+    from: model
+"""
+
+
+def test_recipe_of_a_run_plans_the_same_steps_from_another_folder(home, tmp_path_factory, monkeypatch):
+    (home / "m").rename(home / "n")
+    (home / "m").symlink_to("n")
+    (home / "accelerate.yaml").write_text("distributed_type: 'NO'\nnum_processes: 1\n")
+    (home / "recipe.yaml").write_text(PORTABLE)
+    plan = load_plan(home / "recipe.yaml", ["seed=3"], until="onnx")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    RunFolder(elsewhere).prepare(plan, elsewhere / ".store")
+    again = load_plan(elsewhere / "recipe.yaml", until="onnx")
+    assert [(step.name, step.settings) for step in again.steps] == [
+        (step.name, step.settings) for step in plan.steps
+    ]
+    assert (again.recipe.seed, again.model_folder) == (3, home / "m")  # a link keeps its name
+    assert again.recipe.launch.num_processes == plan.recipe.launch.num_processes
 
 
 def _move(home, target):

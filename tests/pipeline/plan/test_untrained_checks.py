@@ -66,6 +66,31 @@ def test_what_cannot_work_is_said_before_any_work(home, change):
     assert named in found[0].message
 
 
+PROMPTED = """
+model: {config: gpt2.json, tokenizer: {train: bpe, vocab_size: 300}}
+task: text-generation
+data: {train: p.jsonl, test: p.jsonl, prompt_template: TEMPLATE}
+stages: [finetune]
+score: {latency: false}
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "code"),
+    [("'{promt}'", "missing-placeholder"), ("chat", "no-chat-template"), ("'Q: {prompt}'", None)],
+)
+def test_wrong_prompt_template_of_an_untrained_model_is_a_mistake_of_the_plan(tmp_path, template, code):
+    (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 16, "n_head": 2}))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one", "response": "two"}\n' * 4)
+    (tmp_path / "recipe.yaml").write_text(PROMPTED.replace("TEMPLATE", template))
+    if code is None:
+        load_plan(tmp_path / "recipe.yaml")
+        return
+    with pytest.raises(InputError) as caught:
+        load_plan(tmp_path / "recipe.yaml")
+    assert [(one.code, one.line) for one in caught.value.found] == [(code, 4)]
+
+
 BARE = """
 model: m
 task: text-classification

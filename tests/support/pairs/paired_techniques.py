@@ -140,7 +140,8 @@ TECHNIQUES: dict[str, Technique] = {
     "prune-budget": Technique(
         "prune", {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW_SAMPLES}, True
     ),
-    "depth-parts": Technique("drop-layers", {"targets": ["attention", "ffn"], **FEW_SAMPLES}, True),
+    # of both kinds of two layers no layer may be whole, which a student of one layer needs
+    "depth-parts": Technique("drop-layers", {"targets": ["attention"], **FEW_SAMPLES}, True),
     "width": Technique("prune", {"targets": ["width"], "keep_ratio": 0.5, **FEW_SAMPLES}, True),
     "channels": Technique(
         "prune", {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, **FEW_SAMPLES}, True

@@ -90,9 +90,11 @@ def test_products_are_what_the_layers_of_query_key_and_value_give(family):
     read, wanted = CapturedTensors(), everything(model)
     given = {}
     attention = next(a for a in model_attentions(model) if not a.cross)
-    hook = model.get_submodule(attention.query).register_forward_hook(
-        lambda m, args, result: given.setdefault("input", args[0])
-    )
+
+    def record_first_input(module, args, result):
+        given.setdefault("input", args[0])  # a returned value would replace the output
+
+    hook = model.get_submodule(attention.query).register_forward_hook(record_first_input)
     with torch.no_grad(), capture_tensors(model, CaptureRequest(projections=wanted.projections), read):
         model(**batch(model))
         products = read.projections[blocks_of(model)[0].stack.name, 1]

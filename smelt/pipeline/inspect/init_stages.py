@@ -27,7 +27,7 @@ from smelt.pipeline.inspect.data_files import DataInfo
 from smelt.pipeline.inspect.model_info import ModelInfo, QuantizedModelInfo
 from smelt.pipeline.recipe.stages import MODEL_STEP, load_stage
 from smelt.pipeline.recipe.yaml_file import parse_yaml
-from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES, SCHEMES_BY_BITS, STATIC_SCHEME
 from smelt.training.settings import TrainingSettings
 
 # Training samples from which a shortlist is proposed: with 2,000 it cost a translator 2.4 BLEU, with 29,000
@@ -211,14 +211,15 @@ def _training_free_steps(
         yield from _export_steps(machine, convolutional, "small")
         return
     yield from _export_steps(machine, convolutional, MODEL_STEP)
+    four_bits = SCHEMES_BY_BITS[4].name
     if not calibration:
-        how, name = "{scheme: int4}", "int4"
-        why = "int4 weights; a calibration file improves them"
+        how, name = f"{{scheme: {four_bits}}}", four_bits
+        why = "4-bit weights; a calibration file improves them"
     elif task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
-        how, name = "{scheme: int4, method: gptq}", "int4"
-        why = "int4 weights, rounded on calibration samples"
+        how, name = f"{{scheme: {four_bits}, method: gptq}}", four_bits
+        why = "4-bit weights, rounded on calibration samples"
     else:
-        how, name = "{scheme: int8-static}", "int8-static"
+        how, name = f"{{scheme: {STATIC_SCHEME}}}", STATIC_SCHEME
         why = "activation ranges from calibration samples"
     yield ProposedStep("quantize", how, why, name, MODEL_STEP)
     yield ProposedStep("onnx", "{target: ort-cpu}", "", f"onnx-{name}")

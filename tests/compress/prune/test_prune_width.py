@@ -99,7 +99,7 @@ def test_what_was_said_before_is_stored_as_before():
 
 def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
     fixed = fixed_width_error({"model_type": "resnet"}, "image-classification")
-    strange = fixed_width_error({"model_type": "albert"}, "text-classification")
+    strange = fixed_width_error({"model_type": "deberta-v2"}, "text-classification")
     assert message_codes([fixed, strange]) == ["does-not-fit-model", "unsupported-family"]
     assert fixed_width_error({"model_type": "bert"}, "text-classification") is None
     split = Split("pairs.jsonl", (Example("a"), Example("b")))

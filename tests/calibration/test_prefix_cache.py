@@ -46,7 +46,7 @@ def test_it_gives_what_whole_runs_give_wherever_something_changes(family, tmp_pa
     rows, blocks = rows_for(model), blocks_of(model)
     retried, plain = PrefixCachedModel(model, rows.batches, tmp_path), whole(model, rows)
     assert equal(list(retried.outputs()), plain)
-    for block in (*blocks, blocks[1]):  # at last one that was gone past
+    for block in (*blocks, blocks[:2][-1]):  # at last one that was passed; ALBERT has one block
         retried.start_at(block.stack.name, block.index)
         for by in (2.0, 3.0):
             scaled(model, block, by)

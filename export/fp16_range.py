@@ -264,7 +264,9 @@ def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[s
         path = _path_to_sum(value, graph, squared) if sums_only else [*_maker(value, graph)]
         if not path:
             continue
-        node = path[-1]
+        node, operands = path[-1], _operands(path[-1], graph)
+        if node.op_type in _RESHAPING_OPS and not operands:
+            continue  # elements of a constant, such as embeddings, whose squares alone are small
         is_product = not squared and _is_sum_of_products(node, graph)
         if not (is_product or _keeps_small_values(node)):
             continue
@@ -272,7 +274,6 @@ def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[s
         if node.op_type in _EXPONENTIAL_OPS:
             continue
         squared = squared or _is_square(node)
-        operands = _operands(node, graph)
         sums_only |= is_product or len(operands) > 1
         if _is_reduction(node):  # of products
             terms = [term for operand in operands for term in _maker(operand, graph)]

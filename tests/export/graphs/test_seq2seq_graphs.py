@@ -131,8 +131,7 @@ def test_standard_operators_in_half_keep_parity(name, tmp_path):
         model = onnx.load(ctx.out / f"{graph}.onnx")
         assert {n.domain for n in model.graph.node} <= {"", "ai.onnx"}
         floats = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
-        # of norms, and the table of embeddings whose rows T5's first norm squares
-        assert {t.name for t in floats if len(t.dims) > 1} <= {"encoder.embed_tokens.weight"}
+        assert all(len(t.dims) < 2 for t in floats)  # of norms
     assert 0 < ctx.details["parity"]["decoder_with_past_model"]["mean"] < 0.01
     [ranges], limit = profile_ranges(ctx.out, TensorrtSettings(max_new_tokens=30), ctx)
     assert limit == (48 if name == "bart" else None)  # T5 has no table of positions that could end

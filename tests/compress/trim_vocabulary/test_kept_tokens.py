@@ -37,6 +37,7 @@ def test_words_of_a_whole_teacher_and_of_one_that_was_trimmed_less(tmp_path):
     assert map_to_teacher_tokens(student, whole, 2, 10) == [1, 5]
     assert map_to_teacher_tokens(student, teacher, 2, 3) == [0, 2]
     assert map_to_teacher_tokens(student, student, 2, 2) is None
+    assert map_to_teacher_tokens(student, whole, 2, 9) == [1, 5]  # a whole vocabulary with fewer padding rows
     assert map_to_teacher_tokens(whole, whole, 10, 10) is None
 
 

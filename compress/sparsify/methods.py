@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -61,6 +62,19 @@ from smelt.training.extension import (
 RequiredStatistics = Literal["nothing", "norms", "moments"]
 
 
+@dataclass(frozen=True)
+class SparsityInput:
+    """What a method gets of a linear layer.
+
+    weight: float32 [N, K]. statistics: of its inputs; None if the method needs none. zeros: bool [N, K], the
+    weights that are zero already and stay zero, which count in the pattern; None for a dense layer.
+    """
+
+    weight: Tensor
+    statistics: InputStatistics | None = None
+    zeros: Tensor | None = None
+
+
 class SparsityMethod(Protocol):
     """Chooses the weights to set to zero, and may update the kept ones."""
 
@@ -68,22 +82,13 @@ class SparsityMethod(Protocol):
     source: ClassVar[str]
     statistics: ClassVar[RequiredStatistics]
 
-    def __call__(
-        self,
-        weight: Tensor,
-        found: InputStatistics | None,
-        pattern: SparsityPattern,
-        draw: Generator,
-        zeros: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: SparsityInput, pattern: SparsityPattern, draw: Generator) -> Tensor:
         """Return the new weight, float32 [N, K], with zeros by `pattern`.
 
         Args:
-            weight: float32 [N, K].
-            found: statistics of the layer's inputs; None if the method needs none.
+            layer: weight and statistics of a linear layer.
             pattern: number and positions of zeros.
             draw: generator of random numbers.
-            zeros: bool [N, K], weights that are zero already and stay zero; they count in `pattern`.
         """
 
 
@@ -94,16 +99,9 @@ class MagnitudeSparsity:
     source: ClassVar[str] = "magnitude: Han et al. 2015, arXiv:1506.02626"
     statistics: ClassVar[RequiredStatistics] = "nothing"
 
-    def __call__(
-        self,
-        weight: Tensor,
-        found: InputStatistics | None,
-        pattern: SparsityPattern,
-        draw: Generator,
-        zeros: Tensor | None = None,
-    ) -> Tensor:
-        """Return `weight` with zeros at its smallest magnitudes."""
-        return weight.masked_fill(pattern.zero_mask(weight.abs(), "matrix", zeros), 0.0)
+    def __call__(self, layer: SparsityInput, pattern: SparsityPattern, draw: Generator) -> Tensor:
+        """Return the weight with zeros at its smallest magnitudes."""
+        return layer.weight.masked_fill(pattern.zero_mask(layer.weight.abs(), "matrix", layer.zeros), 0.0)
 
 
 class RandomSparsity:
@@ -113,17 +111,10 @@ class RandomSparsity:
     source: ClassVar[str] = "random: a control"
     statistics: ClassVar[RequiredStatistics] = "nothing"
 
-    def __call__(
-        self,
-        weight: Tensor,
-        found: InputStatistics | None,
-        pattern: SparsityPattern,
-        draw: Generator,
-        zeros: Tensor | None = None,
-    ) -> Tensor:
-        """Return `weight` with zeros at random places."""
-        scores = torch.rand(weight.shape, generator=draw)
-        return weight.masked_fill(pattern.zero_mask(scores, "matrix", zeros), 0.0)
+    def __call__(self, layer: SparsityInput, pattern: SparsityPattern, draw: Generator) -> Tensor:
+        """Return the weight with zeros at random places."""
+        scores = torch.rand(layer.weight.shape, generator=draw)
+        return layer.weight.masked_fill(pattern.zero_mask(scores, "matrix", layer.zeros), 0.0)
 
 
 _BLOCK_COLUMNS = 128  # per mask
@@ -144,25 +135,18 @@ class SparseGpt:
     source: ClassVar[str] = "sparsegpt: Frantar & Alistarh 2023, arXiv:2301.00774"
     statistics: ClassVar[RequiredStatistics] = "moments"
 
-    def __call__(
-        self,
-        weight: Tensor,
-        found: InputStatistics | None,
-        pattern: SparsityPattern,
-        draw: Generator,
-        zeros: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: SparsityInput, pattern: SparsityPattern, draw: Generator) -> Tensor:
         """Return the weight with zeros and with compensated kept weights."""
-        assert found is not None
-        assert found.second_moment is not None
-        dead = found.second_moment.diagonal() == 0
-        factor = inverse_cholesky(found)[0].to(weight)
-        new = weight.clone()
+        assert layer.statistics is not None
+        assert layer.statistics.second_moment is not None
+        dead = layer.statistics.second_moment.diagonal() == 0
+        factor = inverse_cholesky(layer.statistics)[0].to(layer.weight)
+        new = layer.weight.clone()
         new[:, dead] = 0.0
         block_size = max(1, _BLOCK_COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
         for start in range(0, new.shape[1], block_size):
             end = min(start + block_size, new.shape[1])
-            held = None if zeros is None else zeros[:, start:end]
+            held = None if layer.zeros is None else layer.zeros[:, start:end]
             errors = _sparsify_columns(new[:, start:end], factor[start:end, start:end], pattern, held)
             new[:, end:] -= errors @ factor[start:end, end:]
         return new
@@ -174,18 +158,18 @@ def _sparsify_columns(
     """Sparsify some columns, float [N, C], in place; return the errors [N, C] to compensate."""
     weighing = factor.diagonal().square()
     errors = torch.zeros_like(columns)
-    gone = torch.zeros_like(columns, dtype=torch.bool)
+    removed = torch.zeros_like(columns, dtype=torch.bool)
     if pattern.group is None:
-        gone = pattern.zero_mask(columns.square() / weighing, "matrix", zeros)
+        removed = pattern.zero_mask(columns.square() / weighing, "matrix", zeros)
     for at in range(columns.shape[1]):
         if pattern.group is not None and at % pattern.group == 0:
             part = slice(at, at + pattern.group)
             held = None if zeros is None else zeros[:, part]
-            gone[:, part] = pattern.zero_mask(columns[:, part].square() / weighing[part], "row", held)
-        lost = columns[:, at].where(gone[:, at], torch.zeros(()))
+            removed[:, part] = pattern.zero_mask(columns[:, part].square() / weighing[part], "row", held)
+        lost = columns[:, at].where(removed[:, at], torch.zeros(()))
         errors[:, at] = lost / factor[at, at]
         columns[:, at:] -= errors[:, at : at + 1] * factor[at, at:]
-        columns[:, at].masked_fill_(gone[:, at], 0.0)  # exactly zero, without rounding errors
+        columns[:, at].masked_fill_(removed[:, at], 0.0)  # exactly zero, without rounding errors
     return errors
 
 
@@ -200,18 +184,11 @@ class Wanda:
     source: ClassVar[str] = "wanda: Sun et al. 2024, arXiv:2306.11695"
     statistics: ClassVar[RequiredStatistics] = "norms"
 
-    def __call__(
-        self,
-        weight: Tensor,
-        found: InputStatistics | None,
-        pattern: SparsityPattern,
-        draw: Generator,
-        zeros: Tensor | None = None,
-    ) -> Tensor:
-        """Return `weight` with zeros at the smallest scores."""
-        assert found is not None
-        scores = weight.abs() * found.l2_norms.to(weight)
-        return weight.masked_fill(pattern.zero_mask(scores, "row", zeros), 0.0)
+    def __call__(self, layer: SparsityInput, pattern: SparsityPattern, draw: Generator) -> Tensor:
+        """Return the weight with zeros at the smallest scores."""
+        assert layer.statistics is not None
+        scores = layer.weight.abs() * layer.statistics.l2_norms.to(layer.weight)
+        return layer.weight.masked_fill(pattern.zero_mask(scores, "row", layer.zeros), 0.0)
 
 
 def linear_layer_names(block: Block, targets: Collection[str]) -> list[str]:
@@ -268,7 +245,8 @@ class Sparsifier:
                 self._fed.append((seen.tokens, layer.in_features))
             weight = layer.weight.detach().float().cpu()
             zeros = weight == 0 if is_masked(layer) else None  # it is already sparse
-            layer.weight.copy_(self._method(weight, seen, self._pattern, self._draw, zeros))
+            sparse = self._method(SparsityInput(weight, seen, zeros), self._pattern, self._draw)
+            layer.weight.copy_(sparse)
             mark_masked(layer)
             num_zeros = int((layer.weight == 0).sum())
             self._counts = [self._counts[0] + num_zeros, self._counts[1] + weight.numel()]

@@ -6,7 +6,7 @@ import torch
 
 from smelt.calibration.statistics import empty_statistics
 from smelt.compress.sparsify import methods
-from smelt.compress.sparsify.methods import SparseGpt, Wanda
+from smelt.compress.sparsify.methods import SparseGpt, SparsityInput, Wanda
 from smelt.compress.sparsify.settings import SparsityPattern
 
 pytestmark = pytest.mark.quick
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 def made(method, weight, x, pattern, zeros=None):
     found = empty_statistics(x.shape[1], second=True)
     found.update(x)
-    return method(weight, found, pattern, torch.Generator(), zeros).double().numpy()
+    return method(SparsityInput(weight, found, zeros), pattern, torch.Generator()).double().numpy()
 
 
 def drawn(inputs=12, tokens=60, outputs=5):

@@ -22,10 +22,10 @@ def test_a_second_moment_goes_when_its_layer_is_done():
     nothing while the widest is inverted."""
     alive = []
 
-    def method(weight, found, pattern, draw, zeros):
+    def method(layer, pattern, draw):
         assert not any(other() is not None for other in alive)
-        alive.append(weakref.ref(found))
-        return weight.masked_fill(weight < 0, 0.0)
+        alive.append(weakref.ref(layer.statistics))
+        return layer.weight.masked_fill(layer.weight < 0, 0.0)
 
     layers = {name: nn.Linear(8, 4) for name in "abc"}
     found = Sparsifier(

@@ -149,7 +149,7 @@ def _folder_modules(names: Iterable[str], folder: Path) -> dict[str, Path]:
     """
     files: dict[str, Path] = {}
     waiting = [*names]
-    own = {name.partition(".")[0] for name in waiting}
+    packages = {name.partition(".")[0] for name in waiting}
     while waiting:
         parts = waiting.pop().split(".")
         for count in range(1, len(parts) + 1):
@@ -159,7 +159,7 @@ def _folder_modules(names: Iterable[str], folder: Path) -> dict[str, Path]:
             file = next((each for each in candidates if each.is_file()), None)
             if file is None or module in files or parts[0] in sys.builtin_module_names:
                 continue
-            if parts[0] not in own and _is_in_use(module, file):
+            if parts[0] not in packages and _is_in_use(module, file):
                 continue
             files[module] = file
             waiting += _imported_names(file, module)

@@ -278,8 +278,8 @@ def _widen_for_unseen(
     change.
     """
     metric = statistics.metric
-    least, greatest = own = _limits(statistics)
-    if not _is_bounded(own):
+    least, greatest = possible_range = _limits(statistics)
+    if not _is_bounded(possible_range):
         return None
     share = wilson_interval(0, n, confidence)[1] / 100
     lost, gained = share * (value - least), share * (greatest - value)

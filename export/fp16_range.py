@@ -78,23 +78,23 @@ def nodes_outside_fp16(model: Any) -> set[str]:
         model: in float32, its weights loaded; value names are unique, also in If, Loop and Scan.
     """
     graph = _read_graph(model)
-    found: set[str] = set()
+    float32_nodes: set[str] = set()
     for node in graph.nodes:
         tiny, huge = _underflowing_inputs(node, graph.constants), _overflowing_inputs(node, graph.constants)
         if tiny or huge or _has_extreme_attribute(node):
             constants = (graph.makers.get(node.input[index]) for index in (*tiny, *huge))
-            found |= {node_key(node), *(node_key(maker) for maker in constants if maker is not None)}
+            float32_nodes |= {node_key(node), *(node_key(maker) for maker in constants if maker is not None)}
         for name in _sensitive_inputs(node, graph.constants):
-            found |= {node_key(node), *_computing_nodes(name, graph)}
+            float32_nodes |= {node_key(node), *_computing_nodes(name, graph)}
             if node.op_type == "Div":  # a ratio of two small sums
-                found |= _computing_nodes(node.input[0], graph, sums_only=True)
+                float32_nodes |= _computing_nodes(node.input[0], graph, sums_only=True)
         if (tiny and node.op_type in ("Mul", *_PRODUCT_OPS)) or (node.op_type == "Div" and 1 in huge):
-            found |= _reading_nodes(node, graph, _RESHAPING_OPS | _LINEAR_UNARY_OPS)
+            float32_nodes |= _reading_nodes(node, graph, _RESHAPING_OPS | _LINEAR_UNARY_OPS)
         elif huge and node.op_type in (_MASKING_OPS | _RESHAPING_OPS) - {*_BOUNDING_OPS}:
-            found |= _reading_nodes(node, graph, _RESHAPING_OPS | _MASKING_OPS)
+            float32_nodes |= _reading_nodes(node, graph, _RESHAPING_OPS | _MASKING_OPS)
         if _returns_reciprocals(node, graph.constants):
-            found |= _reading_nodes(node, graph, _RESHAPING_OPS | _LINEAR_UNARY_OPS)
-    return found
+            float32_nodes |= _reading_nodes(node, graph, _RESHAPING_OPS | _LINEAR_UNARY_OPS)
+    return float32_nodes
 
 
 def _read_graph(model: Any) -> _Graph:
@@ -231,14 +231,14 @@ def _returns_reciprocals(node: Any, constants: Mapping[str, ConstantRange]) -> b
 
 def _reading_nodes(node: Any, graph: _Graph, passing: Collection[str]) -> set[str]:
     """Return the nodes that read the outputs of `node`, directly or through nodes of the types `passing`."""
-    found: set[str] = set()
+    readers: set[str] = set()
     waiting = [*node.output]
     while waiting:
         for reader in graph.readers.get(waiting.pop(), ()):
-            if node_key(reader) not in found:
-                found.add(node_key(reader))
+            if node_key(reader) not in readers:
+                readers.add(node_key(reader))
                 waiting += reader.output if reader.op_type in passing else ()
-    return found
+    return readers
 
 
 def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[str]:
@@ -253,7 +253,7 @@ def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[s
         graph: its graph.
         sums_only: follow only sums and squares from the beginning.
     """
-    found: set[str] = set()
+    nodes: set[str] = set()
     visited: set[tuple[str, bool, bool]] = set()
     waiting = [(name, sums_only, False)]
     while waiting:
@@ -270,16 +270,16 @@ def _computing_nodes(name: str, graph: _Graph, sums_only: bool = False) -> set[s
         is_product = not squared and _is_sum_of_products(node, graph)
         if not (is_product or _keeps_small_values(node)):
             continue
-        found |= {node_key(each) for each in path}
+        nodes |= {node_key(each) for each in path}
         if node.op_type in _EXPONENTIAL_OPS:
             continue
         squared = squared or _is_square(node)
         sums_only |= is_product or len(operands) > 1
         if _is_reduction(node):  # of products
             terms = [term for operand in operands for term in _maker(operand, graph)]
-            found |= {node_key(term) for term in terms if term.op_type == "Mul"}
+            nodes |= {node_key(term) for term in terms if term.op_type == "Mul"}
         waiting += [(operand, sums_only, squared) for operand in operands]
-    return found
+    return nodes
 
 
 def _maker(value: str, graph: _Graph) -> Iterator[Any]:

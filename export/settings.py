@@ -291,10 +291,16 @@ def unsupported_model(config: Mapping[str, Any]) -> str | None:
     family = find_family(config)
     for stack in family.stacks(config) if family is not None and family.architecture == "decoder" else ():
         for attention in stack.attentions:
-            heads, whole = config.get(attention.heads_key), family.hidden_size(config) if family else None
+            heads = config.get(attention.heads_key)
+            hidden_size = family.hidden_size(config) if family else None
             width = config.get(attention.head_dim_key) if attention.head_dim_key else None
-            if attention.head_dim_key and width is None and isinstance(heads, int) and isinstance(whole, int):
-                width = whole // heads
+            if (
+                attention.head_dim_key
+                and width is None
+                and isinstance(heads, int)
+                and isinstance(hidden_size, int)
+            ):
+                width = hidden_size // heads
             if isinstance(width, int) and (why := unsupported_head_dim(width, attention.rotary)):
                 return why
     return None

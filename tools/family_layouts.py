@@ -184,13 +184,13 @@ def _stack(
     members = [a for a in attentions if a.query.startswith(f"{block}.")]
     inside = [at for at, name in enumerate(trace.calls) if name.startswith(f"{path}.")]
     before = list(dict.fromkeys(trace.calls[start : inside[0]]))
-    own = list(dict.fromkeys(name for name in trace.calls if name.startswith(f"{block}.")))
+    block_modules = list(dict.fromkeys(name for name in trace.calls if name.startswith(f"{block}.")))
     special = {norm for a in members for norm in a.qk_norms or ()}
-    norms = [n for n in own if is_norm(trace.module(n)) and n not in special]
+    norms = [n for n in block_modules if is_norm(trace.module(n)) and n not in special]
     if len(norms) != len(members) + 1:
         raise CannotDescribeError(f"{block} has {len(members) + 1} parts and the norms {', '.join(norms)}")
     projected = {name for a in members for name in a.linear_layers}
-    linear = [n for n in own if is_linear(trace.module(n)) and n not in projected]
+    linear = [n for n in block_modules if is_linear(trace.module(n)) and n not in projected]
     after = trace.calls[inside[-1] + 1 :]
     root = path.rpartition(".")[0]
     final = [
@@ -199,7 +199,7 @@ def _stack(
     stream = ResidualStream(
         embeddings=_tables(trace, before, root),
         part_norms=tuple(_relative(n, block) for n in norms),
-        pre_norm=own.index(norms[0]) < own.index(members[0].query),
+        pre_norm=block_modules.index(norms[0]) < block_modules.index(members[0].query),
         embedding_norm=_only(trace, before, is_norm, "norm of the embeddings"),
         embedding_projection=_only(trace, before, is_linear, "projection of the embeddings"),
         final_norm=final[0] if final else None,
@@ -256,12 +256,12 @@ def _tables(trace: Trace, names: list[str], root: str) -> tuple[str, ...]:
 
 
 def _other_tensors(trace: Trace, path: str) -> tuple[tuple[str, int], ...]:
-    found = []
+    tensors = []
     for name, parameter in trace.model.named_parameters():
         owner = trace.module(name.rpartition(".")[0])
         if not (name.startswith(f"{path}.") or is_linear(owner) or is_norm(owner)):
-            found.append((name, tuple(parameter.shape).index(HIDDEN)))
-    return tuple(found)
+            tensors.append((name, tuple(parameter.shape).index(HIDDEN)))
+    return tuple(tensors)
 
 
 def _feed_forward(trace: Trace, block: str, linear: list[str]) -> FeedForward:
@@ -397,12 +397,12 @@ def _changed_sizes(
     """Return the sizes of a model with another value of a config key; None if there is no such model."""
     config = _tiny_config(trace.family.name, more)
     setattr(config, key, value)
-    made = (
+    changed_model = (
         [config]
         if isinstance(value, str)
         else [config, _tiny_config(trace.family.name, {**more, key: value})]
     )
-    for config in made:  # other keys may follow from it only where a config is created
+    for config in changed_model:  # other keys may follow from it only where a config is created
         try:
             with torch.device("meta"):
                 return _sizes(type(trace.model)(config), stacks)

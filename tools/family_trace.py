@@ -113,10 +113,10 @@ class Trace:
     def before(self, name: str) -> list[str]:
         """Return the nearest modules before the module `name`."""
         node = next(n for n, owner in self._owners.items() if owner == name)
-        found: dict[str, None] = {}
+        sources: dict[str, None] = {}
         for parent, _ in node.next_functions:
-            found |= dict.fromkeys(self.sources(parent)[0])
-        return list(found)
+            sources |= dict.fromkeys(self.sources(parent)[0])
+        return list(sources)
 
     def product_before(self, softmax: Any) -> Any:
         """Return the product of queries and keys."""

@@ -44,9 +44,9 @@ class ChannelGroup:
 
 def find_convolution(model: nn.Module, path: str) -> nn.Conv2d:
     """Return the convolution with the name `path`."""
-    found = model.get_submodule(path)
-    assert isinstance(found, nn.Conv2d)
-    return found
+    convolution = model.get_submodule(path)
+    assert isinstance(convolution, nn.Conv2d)
+    return convolution
 
 
 @dataclass(frozen=True)

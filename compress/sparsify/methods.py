@@ -161,15 +161,17 @@ def _sparsify_columns(
     removed = torch.zeros_like(columns, dtype=torch.bool)
     if pattern.group is None:
         removed = pattern.zero_mask(columns.square() / weighing, "matrix", zeros)
-    for at in range(columns.shape[1]):
-        if pattern.group is not None and at % pattern.group == 0:
-            part = slice(at, at + pattern.group)
-            held = None if zeros is None else zeros[:, part]
-            removed[:, part] = pattern.zero_mask(columns[:, part].square() / weighing[part], "row", held)
-        lost = columns[:, at].where(removed[:, at], torch.zeros(()))
-        errors[:, at] = lost / factor[at, at]
-        columns[:, at:] -= errors[:, at : at + 1] * factor[at, at:]
-        columns[:, at].masked_fill_(removed[:, at], 0.0)  # exactly zero, without rounding errors
+    for column in range(columns.shape[1]):
+        if pattern.group is not None and column % pattern.group == 0:
+            part = slice(column, column + pattern.group)
+            zeros_of_group = None if zeros is None else zeros[:, part]
+            removed[:, part] = pattern.zero_mask(
+                columns[:, part].square() / weighing[part], "row", zeros_of_group
+            )
+        removed_weights = columns[:, column].where(removed[:, column], torch.zeros(()))
+        errors[:, column] = removed_weights / factor[column, column]
+        columns[:, column:] -= errors[:, column : column + 1] * factor[column, column:]
+        columns[:, column].masked_fill_(removed[:, column], 0.0)  # exactly zero, without rounding errors
     return errors
 
 

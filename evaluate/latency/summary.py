@@ -81,8 +81,8 @@ class MachineLoad:
         run queue, or, since spinning threads are never counted as waiting, the demand of all threads beyond
         the available processors. On a GPU only the latter is used.
         """
-        own = min(place.threads, place.processors)  # more threads than processors disturb each other
-        crowded = max(0.0, self.others + self.stolen + own - place.processors) / own
+        num_threads = min(place.threads, place.processors)  # more threads than processors disturb each other
+        crowded = max(0.0, self.others + self.stolen + num_threads - place.processors) / num_threads
         if place.device != "cpu":
             return min(1.0, crowded)
         if place.threads == 1:

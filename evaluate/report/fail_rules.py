@@ -78,7 +78,7 @@ def check_rules(comparison: Mapping[str, Any], rules: Sequence[str]) -> list[Reg
 def _check(comparison: Mapping[str, Any], rule: str) -> list[Regression | NotJudged]:
     parts = _parse(comparison, rule)
     limit, sign = float(parts["limit"]), -1 if parts["change"] == "drops" else 1
-    found: list[Regression | NotJudged] = []
+    findings: list[Regression | NotJudged] = []
     pairs = list(_pairs(comparison, parts["what"], parts["step"]))
     for step, run, before, entry in pairs:
         reason = _unjudged_reason(before, entry, parts["what"], comparison["same_machine"])
@@ -86,19 +86,19 @@ def _check(comparison: Mapping[str, Any], rule: str) -> list[Regression | NotJud
         if parts["percent"] and not reference:
             reason = reason or "zero-reference"
         if reason:
-            found.append(NotJudged(rule, step, run, reason))
+            findings.append(NotJudged(rule, step, run, reason))
             continue
         change = _quantity(entry, parts["what"]) - reference
         change = 100 * change / abs(reference) if parts["percent"] else change
         if sign * change > limit:
-            found.append(Regression(rule, step, run, change))
+            findings.append(Regression(rule, step, run, change))
     if not pairs:
         raise InputError(
             f"--fail-if {rule!r}: no step of {comparison['reference']} has this quantity. Steps:"
             f" {', '.join(step['step'] for step in comparison['steps'])}.",
             code="nothing-to-compare",
         )
-    return found
+    return findings
 
 
 def _parse(comparison: Mapping[str, Any], rule: str) -> re.Match[str]:

@@ -162,8 +162,10 @@ def _score_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
 
 
 def _difference_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
-    found = step.against_baseline.get(metric)
-    return view.difference_text(found, metric) + ("*" if found and view.is_significant(found) else "")
+    difference = step.against_baseline.get(metric)
+    return view.difference_text(difference, metric) + (
+        "*" if difference and view.is_significant(difference) else ""
+    )
 
 
 def _latency_cells(step: StepReport, size: int) -> tuple[str, str]:
@@ -240,28 +242,28 @@ def _latency_section(report: ReportData) -> Markdown:
 
 def _timings_table(report: ReportData) -> list[Markdown]:
     """Return the table of the parts of the median call; empty where no runner measures them."""
-    found = [
+    timings = [
         (row, entry.batch_size, view.timing_parts(report, entry.parts))
         for row in view.tree_rows(report)
         for entry in row.step.latency
         if entry.parts
     ]
-    if not found:
+    if not timings:
         return []
-    head = ["step", "batch", *(f"{name} ms" for name, _ in found[0][2])]
+    head = ["step", "batch", *(f"{name} ms" for name, _ in timings[0][2])]
     rows = [
         [_step_name_cell(row), str(size), *(view.significant_digits(ms) for _, ms in parts)]
-        for row, size, parts in found
+        for row, size, parts in timings
     ]
     return [Markdown("Parts of the median call:"), markdown_table(head, rows)]
 
 
 def _waterfall_section(losses: chart.Waterfall) -> Markdown:
     """Return how each stage of one chain changed quality, latency and size."""
-    found = [(row, [row.changes[at] for at in losses.panels]) for row in losses.rows]
+    rows_of_panels = [(row, [row.changes[at] for at in losses.panels]) for row in losses.rows]
     rows = [
         [row.step.name, row.step.stage, *(c.text if c else view.MISSING_TEXT for c in changes)]
-        for row, changes in found
+        for row, changes in rows_of_panels
     ]
     return markdown_table(["step", "stage", *(losses.titles[at] for at in losses.panels)], rows, left=2)
 
@@ -304,12 +306,12 @@ def _step_examples(step: StepReport, baseline: str) -> Markdown:
         for label, predicted, count in examples.largest_confusions(step, _NUM_CONFUSIONS)
     )
     lines += [Markdown("- most confused (label → prediction): {}").format(confused)] if confused else []
-    found = step.examples
-    for example in (*found.worse[:1], *found.better[:1]) if found else ():
+    shown = step.examples
+    for example in (*shown.worse[:1], *shown.better[:1]) if shown else ():
         pair = examples.mark_differences(example.baseline_output, example.output)
         texts = [("source", example.source), ("second text", example.text_pair)]
         texts += [("reference", text) for text in example.references]
-        change = examples.change_text(found.metric, example) if found else ""
+        change = examples.change_text(shown.metric, example) if shown else ""
         lines.append(Markdown("- row {:,}, {}").format(example.row, change))
         lines += [Markdown("  - {}: {}").format(name, text) for name, text in texts if text]
         lines += [

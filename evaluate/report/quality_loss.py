@@ -148,7 +148,7 @@ def quality_warnings(
         num_worse: how many other steps are significantly worse.
     """
     main = metrics[0]
-    found = [
+    warnings = [
         message
         for metric in metrics
         if is_worse(scored, metric)
@@ -156,14 +156,14 @@ def quality_warnings(
     ]
     if not is_worse(scored, main):
         if is_uncertain(scored, main):
-            found.append(
+            warnings.append(
                 warning(
                     "too-few-examples",
                     f"Not enough data ({samples_text(scored, main)}) to decide whether {step.name} is worse"
                     f" than {baseline}. Score it on more samples before deploying it.",
                 )
             )
-        found += _many_steps_warning(step, main, num_worse)
+        warnings += _many_steps_warning(step, main, num_worse)
     unjudged = [
         view.metric_label(metric)
         for metric in metrics[1:]
@@ -171,8 +171,8 @@ def quality_warnings(
     ]
     if unjudged and is_decidable(scored, main):
         text = f"{', '.join(unjudged)} of {step.name} cannot be tested, as too few examples have a value"
-        found.append(warning("metric-not-judged", f"{text} of their own. Set a gate on it."))
-    return found
+        warnings.append(warning("metric-not-judged", f"{text} of their own. Set a gate on it."))
+    return warnings
 
 
 def _worse_warning(step: StepReport, scored: Scored, metric: str, main: str, baseline: str) -> Message:

@@ -326,20 +326,20 @@ def _recommend(pick: _Pick | None, metrics: Sequence[str], report: ReportData, n
 def _step_warnings(pick: _Pick, report: ReportData) -> list[Message]:
     """Return warnings about the gates on test, the speed and the outputs of the recommended step."""
     step = pick.step
-    found = [
+    warnings = [
         warning("gate-failed", f"{step.name} fails a gate on test: {gate_text(gate)}.")
         for gate in (step.test.gates if step.test else ())
         if gate.passed is False
     ]
     if pick.is_slower:
         text = f"{step.name} is slower than {report.baseline}; it is recommended for its size alone."
-        found.append(warning("slower", text))
+        warnings.append(warning("slower", text))
     if step.outputs and step.outputs.is_degenerate:
         base = report.baseline_step
         baseline = f" {base.name}: {base.outputs.text()}." if base and base.outputs else ""
         text = f"Outputs of {step.name} are degenerate: {step.outputs.text()}.{baseline}"
-        found.append(warning("degenerate-outputs", f"{text} Read some of them before deploying it."))
-    return [*found, *([warning("unreliable-speed", pick.doubt)] if pick.doubt else [])]
+        warnings.append(warning("degenerate-outputs", f"{text} Read some of them before deploying it."))
+    return [*warnings, *([warning("unreliable-speed", pick.doubt)] if pick.doubt else [])]
 
 
 def _reason_text(step: StepReport, metrics: Sequence[str]) -> str:

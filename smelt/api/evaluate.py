@@ -140,12 +140,14 @@ def evaluate_artifact(
                 " (runs/NAME/artifacts/model), to compare outputs with.",
                 code="missing-baseline",
             )
-        whole = read_array_rows(Path(data), artifact)
+        full_split = read_array_rows(Path(data), artifact)
     else:
         unlabelled = scores_agreement_alone(metrics)
         with column_options():
-            whole = read_split(data, task, parse_columns(columns), Path.cwd(), targets_optional=unlabelled)
-    split = limit_split(whole, limit)
+            full_split = read_split(
+                data, task, parse_columns(columns), Path.cwd(), targets_optional=unlabelled
+            )
+    split = limit_split(full_split, limit)
     split = _with_windows(split, artifact, window, stride, report)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(
@@ -179,8 +181,8 @@ def _eval_generation(
     from smelt.api.load import parse_generation
 
     scored = scored_generation(folder, artifact)
-    given = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
-    generation: GenerationSettings = parse_generation(generation_with(scored, given))
+    options = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
+    generation: GenerationSettings = parse_generation(generation_with(scored, options))
     if scored and num_beams is None:
         report(f"generation settings of the run: {generation.summary()}")
     return generation

@@ -20,9 +20,9 @@ def find_run(given: Path, artifact: Artifact) -> tuple[Path, str] | None:
         given: path from the user: a link in a run's `artifacts`, a folder of the store, or a copy.
         artifact: the artifact at this path.
     """
-    place = given.absolute()
-    if _step_keys(place.parent.parent).get(place.name) == artifact.key:
-        return place.parent.parent, place.name
+    path = given.absolute()
+    if _step_keys(path.parent.parent).get(path.name) == artifact.key:
+        return path.parent.parent, path.name
     store = artifact.path.parent.parent
     if not (store / "artifacts").is_dir() or artifact.path.name != artifact.key:
         return None
@@ -72,5 +72,5 @@ def generation_with(scored: Mapping[str, Any], given: Mapping[str, Any]) -> dict
 
     chosen = {name: value for name, value in given.items() if value is not None and value is not False}
     replaces_search = {"num_beams", "do_sample"} & chosen.keys()
-    kept = {name: v for name, v in scored.items() if not (replaces_search and name in SEARCH_SETTINGS)}
-    return kept | chosen
+    settings = {name: v for name, v in scored.items() if not (replaces_search and name in SEARCH_SETTINGS)}
+    return settings | chosen

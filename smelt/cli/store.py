@@ -166,8 +166,8 @@ def find_damaged_files(root: Path) -> list[DamagedFile]:
         try:
             manifest = read_manifest(path)
         except InputError as error:
-            place = path / MANIFEST if (path / MANIFEST).is_file() else path
-            found.append(DamagedFile(place, str(error).removeprefix(f"{place}: ")))
+            damaged_path = path / MANIFEST if (path / MANIFEST).is_file() else path
+            found.append(DamagedFile(damaged_path, str(error).removeprefix(f"{damaged_path}: ")))
             continue
         if manifest.key != path.name:
             found.append(DamagedFile(path / MANIFEST, "manifest of another artifact"))

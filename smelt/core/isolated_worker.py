@@ -80,10 +80,10 @@ class IsolatedWorker:
                     raise IsolatedProcessError(f"it took more than {seconds:.0f} s", "time-limit")
                 if is_new or code != _KILLED:  # else it may have been killed before it had the request
                     raise IsolatedProcessError(*failure_reason(code, "", limits))
-        found = json.loads(answer)
-        if "failed" in found:
-            raise IsolatedProcessError(found["failed"], found["code"])
-        return found["answer"]
+        reply = json.loads(answer)
+        if "failed" in reply:
+            raise IsolatedProcessError(reply["failed"], reply["code"])
+        return reply["answer"]
 
     def _exchange(self, line: bytes, seconds: float) -> tuple[bytes, bool]:
         """Return the worker's line, incomplete if it ended before; and whether it took too long."""
@@ -167,16 +167,16 @@ def main(arguments: Sequence[str]) -> None:
         seconds, request = json.loads(line)
         _limit_processor_time(seconds)
         try:
-            found = {"answer": answer(request)}
+            reply = {"answer": answer(request)}
         except MemoryError:
-            found = {"failed": out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
+            reply = {"failed": out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
         except Exception as error:
-            found = {
+            reply = {
                 "failed": f"{type(error).__name__}: {error}"[:MAX_OUTPUT_CHARS],
                 "code": "process-failed",
             }
         _limit_processor_time(0)
-        print(json.dumps(found), file=answers, flush=True)
+        print(json.dumps(reply), file=answers, flush=True)
 
 
 def _limit_processor_time(seconds: float) -> None:

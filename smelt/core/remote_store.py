@@ -203,14 +203,14 @@ class RemoteStore:
         Raises:
             DamagedFileError: it is not what was written.
         """
-        place = f"scores/{key}.json"
-        content = self._read(place)
+        path = f"scores/{key}.json"
+        content = self._read(path)
         if content is None:
             return None
         try:
             value = verified_content(json.loads(content))
         except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"{place}: {error}") from error
+            raise DamagedFileError(f"{path}: {error}") from error
         self._known.add(f"scores/{key}")
         return value
 

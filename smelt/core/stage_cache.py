@@ -146,11 +146,11 @@ class StageCache:
         """Return the result of `make` (JSON), from the store if it is cached."""
         key = self.value_key(what)
         with self.store.lock(key, self._report_wait):
-            found = self.store.read_score(key)
-            if found is None:
-                found = {"artifact": what.get("artifact"), "made": make()}
-                self.store.write_score(key, found)
-        return found["made"]
+            entry = self.store.read_score(key)
+            if entry is None:
+                entry = {"artifact": what.get("artifact"), "made": make()}
+                self.store.write_score(key, entry)
+        return entry["made"]
 
     @contextmanager
     def cached_files(
@@ -163,19 +163,19 @@ class StageCache:
         key = self.files_key(what)
         words, artifacts = str(what["what"]), list(what["artifacts"])
         with self.store.lock(key, self._report_wait):
-            found, cached = self.find_intact(key, words), True
-            if found is None:
+            entry, cached = self.find_intact(key, words), True
+            if entry is None:
                 cached, started = False, time.monotonic()
                 with self.store.workspace() as space:
                     folder = space / "out"
                     folder.mkdir()
                     make(folder)
-                    found = commit_cached_files(self.store, folder, key, words, artifacts)
+                    entry = commit_cached_files(self.store, folder, key, words, artifacts)
                 took = f"made in {time.monotonic() - started:,.1f} s and cached"
             else:
                 took = "from the cache"
-            self.log(f"  {words}: {found.size_bytes / 1e6:,.1f} MB, {took}")
-        yield found.path, cached
+            self.log(f"  {words}: {entry.size_bytes / 1e6:,.1f} MB, {took}")
+        yield entry.path, cached
 
     def value_key(self, what: Mapping[str, Any]) -> str:
         """Return the key of a cached value."""
@@ -187,12 +187,12 @@ class StageCache:
 
     def find_intact(self, key: str, words: str) -> CachedFiles | None:
         """Return the cached files `key`; damaged ones are removed."""
-        found = find_cached_files(self.store, key)
-        wrong = found.find_damage() if found is not None else None
-        if found is None or wrong is None:
-            return found
+        entry = find_cached_files(self.store, key)
+        wrong = entry.find_damage() if entry is not None else None
+        if entry is None or wrong is None:
+            return entry
         self.log(f"  {words}: {wrong[0]}: {wrong[1]}; made again")
-        remove_cached_files(found.path)
+        remove_cached_files(entry.path)
         return None
 
     def _report_wait(self, holder: str) -> None:

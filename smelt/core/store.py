@@ -419,17 +419,17 @@ class StepCheckpoints:
         self._trainings += 1
         folder = self.folder / str(self._trainings)
         if self.store.pushes_checkpoints and process_rank() == 0 and not (folder / CHECKPOINT_FILE).is_file():
-            place = self._place(folder)
-            self.store.use_remote(lambda remote: remote.pull_checkpoint(place, folder, CHECKPOINT_FILE))
+            path = self._place(folder)
+            self.store.use_remote(lambda remote: remote.pull_checkpoint(path, folder, CHECKPOINT_FILE))
             self.is_resumed |= folder.is_dir()
         return folder
 
     def saved(self, folder: Path) -> None:
         """Copy a checkpoint to the remote store; a failure is a warning."""
         if self.store.pushes_checkpoints:
-            place = self._place(folder)
+            path = self._place(folder)
             self.store.use_remote(
-                lambda remote: remote.push_checkpoint(place, folder, CHECKPOINT_FILE), to_write=True
+                lambda remote: remote.push_checkpoint(path, folder, CHECKPOINT_FILE), to_write=True
             )
 
     def remove(self) -> None:

@@ -321,12 +321,12 @@ def isolated_main(arguments: Sequence[str]) -> None:
     limits = ProcessLimits(int(memory), float(seconds))
     apply_limits(limits)
     try:
-        found: dict[str, Any] = {
+        reply: dict[str, Any] = {
             "answer": getattr(importlib.import_module(module), function or "subprocess_main")(rest)
         }
     except MemoryError:
-        found = {"failed": out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
-    print(json.dumps(found), file=answers, flush=True)
+        reply = {"failed": out_of_memory_message(limits.memory_bytes), "code": "memory-limit"}
+    print(json.dumps(reply), file=answers, flush=True)
     os._exit(0)  # a native library may fail at exit
 
 

@@ -313,10 +313,10 @@ _SETTINGS: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
 
 def _part(settings: Mapping[str, Any], name: str) -> Any:
     """Return the part of `settings` at a dotted name; empty where there is none."""
-    found: Any = settings
+    part: Any = settings
     for key in filter(None, name.split(".")):
-        found = (found.get(key) if isinstance(found, dict) else None) or {}
-    return found
+        part = (part.get(key) if isinstance(part, dict) else None) or {}
+    return part
 
 
 def _require_known_settings(path: Path, settings: Mapping[str, Any]) -> None:

@@ -294,8 +294,8 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]
         return termination_deferred() if self.can_save else contextlib.nullcontext()
 
     def _save(self, state: Any, wrapped_optimizer: Any, scheduler: Any) -> None:
-        whole = wrapped_optimizer.state_dict if self.zero is None else self.zero.optimizer_state
-        optimizer = whole()
+        optimizer_state = wrapped_optimizer.state_dict if self.zero is None else self.zero.optimizer_state
+        optimizer = optimizer_state()
         random_tensors, random_told = _random_state()
         tensors = {
             **self._prefixed(_WEIGHT, self._trained_tensors()),

@@ -27,7 +27,7 @@ def test_clearly_smaller_error_is_chosen():
     assert first_within_tolerance([math.inf, math.inf]) == 0
 
 
-def test_better_is_judged_by_element():
+def test_is_better_compares_elementwise():
     best = torch.tensor([1.0, 1.0, 1.0, torch.inf])
     assert is_better(torch.tensor([0.999999, 0.999, 1.1, 5.0]), best).tolist() == [False, True, False, True]
     assert is_better(5.0, math.inf)

@@ -200,8 +200,8 @@ def _lose_connection(*_):
         ("s4://bucket/prefix", "unknown-protocol"),
         ("http://127.0.0.1:9/store", "store-unreachable"),
         ("file:///proc/store", "missing-bucket"),
-        ("simplecache::file:///tmp/store", "invalid-store-url"),
-        ("zip://a.zip::file:///tmp/store", "invalid-store-url"),
+        ("simplecache::file:///store", "invalid-store-url"),
+        ("zip://a.zip::file:///store", "invalid-store-url"),
         ("s3:/bucket/prefix", "invalid-store-url"),
         ("file://", "invalid-store-url"),  # fsspec: the working folder
         ("file:///", "invalid-store-url"),

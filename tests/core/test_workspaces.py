@@ -38,7 +38,7 @@ def test_temporary_folder_of_a_killed_process_is_removed_by_the_next_run(tempora
     assert list(parent.iterdir()) == []
 
 
-def test_name_that_somebody_else_has_taken_is_not_used(temporary_files, monkeypatch):
+def test_temporary_folder_of_another_user_is_not_used(temporary_files, monkeypatch):
     with temporary_workspace() as folder:
         parent = folder.parent
     monkeypatch.setattr(workspaces.os, "getuid", lambda: os.stat(parent).st_uid + 1)
@@ -48,7 +48,7 @@ def test_name_that_somebody_else_has_taken_is_not_used(temporary_files, monkeypa
         assert (folder.is_dir(), folder.parent) == (True, temporary_files)
 
 
-def test_folders_that_a_link_of_somebody_else_leads_to_are_not_removed(temporary_files, tmp_path):
+def test_cleanup_of_temporary_folders_follows_no_links(temporary_files, tmp_path):
     """Everybody can write to the system's folder of temporary files, also a link with this user's name."""
     document = tmp_path / "home" / "thesis" / "chapter"
     document.mkdir(parents=True)

@@ -120,7 +120,7 @@ def test_a_large_file_is_not_held_in_memory(tmp_path):
         ("a.tsv", "text\tlabel\nLONG\n"),
     ],
 )
-def test_line_beyond_the_limit_is_an_error_before_all_of_it_is_read(tmp_path, monkeypatch, name, text):
+def test_too_long_line_is_refused_without_reading_all_of_it(tmp_path, monkeypatch, name, text):
     """A packed line of some megabytes may exceed the memory."""
     monkeypatch.setattr("smelt.data.json_rows.MAX_LINE_CHARACTERS", 1000)
     path = _file(tmp_path, text.replace("LONG", "x" * 20_000_000), f"{name}.gz")

@@ -156,7 +156,7 @@ def test_module_of_another_folder_with_the_same_name_is_imported(tmp_path):
         ("own_d.scores", "import own_d.helpers as h; V = h.V", "own_d.helpers"),
     ],
 )
-def test_modules_that_a_metric_imports_are_those_of_its_folder_and_current(tmp_path, module, metric, helper):
+def test_custom_metric_imports_current_modules_of_its_own_folder(tmp_path, module, metric, helper):
     """Else the score of another recipe, or of the functions before an edit, would be reported."""
     found = []
     for folder, value in (("one", 1), ("two", 22), ("two", 333), ("one", 1)):

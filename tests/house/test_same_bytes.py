@@ -1,4 +1,4 @@
-"""Stages and trained tokenizers write the same bytes in each process: their keys in the store say so.
+"""Stages and trained tokenizers write the same bytes in each process, as their keys in the store require.
 
 A set or a hash table that is iterated, a path or a time that is written would differ.
 """

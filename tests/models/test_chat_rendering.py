@@ -64,7 +64,7 @@ def test_a_data_set_is_rendered_by_one_process_and_in_order(monkeypatch):
     assert chat_rendering._worker._process is process
 
 
-def test_the_failing_conversation_of_many_is_named():
+def test_error_of_a_template_names_the_failing_conversation():
     template = "{% if messages[-1].content == '700' %}{{ messages.x.y }}{% endif %}"
     requests = [ChatRequest([{"role": "user", "content": str(at)}], True) for at in range(800)]
     with pytest.raises(chat_rendering.ChatTemplateError, check=lambda error: error.request == 700):

@@ -20,7 +20,7 @@ from smelt.models.hidden_width import hidden_axes
 @pytest.mark.parametrize(
     ("name", "config"), [(name, {}) for name in family_models.NAMES] + [("electra", {"embedding_size": 16})]
 )
-def test_the_axes_are_those_of_the_dependency_graph(name, config):
+def test_hidden_axes_equal_torch_prunings_dependency_graph(name, config):
     model = family_models.load(name, **config)
     family = FAMILIES[name]
     dependencies = family_models.dependency_graph(model)

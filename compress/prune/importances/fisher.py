@@ -12,6 +12,7 @@ from smelt.compress.prune.importances.scores import (
     Groups,
     ScoredModel,
     UnitScores,
+    mean_squared_gradients,
     score_on_labelled_samples,
     unit_mask_hook,
 )
@@ -79,18 +80,7 @@ def fisher_scores(
         product.register_forward_pre_hook(unit_mask_hook(masks[name], width))
         for name, _, product, width in places
     ]
-    found = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
-    count = 0
-    try:
-        for row in rows:
-            gradients = torch.autograd.grad(loss_of(model, row), list(masks.values()))
-            for name, gradient in zip(masks, gradients, strict=True):
-                found[name] += gradient.double().square().cpu()
-            count += 1
-    finally:
-        for hook in hooks:
-            hook.remove()
-    means = {name: total / max(1, count) for name, total in found.items()}
+    means = mean_squared_gradients(model, masks, hooks, rows, loss_of)
     return UnitScores(
         {g.name: means[g.name] for g in attentions},
         {b.name: means[b.name] for b in blocks},

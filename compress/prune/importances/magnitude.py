@@ -92,11 +92,11 @@ def whole_kernel(module: nn.Module) -> Tensor:
     if not isinstance(module, LowRankConv):
         return module.get_parameter("weight").detach()
     first, *following = (step for step in module.steps if isinstance(step, nn.Conv2d))
-    whole = first.weight.detach()
+    kernel = first.weight.detach()
     for step in following:
         weight, alone = step.weight.detach(), step.groups != 1
         # in each direction one of the two has a single tap
-        by = "oij,oskl->osikjl" if alone else "ocij,cskl->osikjl"
-        product: Tensor = torch.einsum(by, weight[:, 0] if alone else weight, whole)
-        whole = product.flatten(4, 5).flatten(2, 3)
-    return whole
+        equation = "oij,oskl->osikjl" if alone else "ocij,cskl->osikjl"
+        product: Tensor = torch.einsum(equation, weight[:, 0] if alone else weight, kernel)
+        kernel = product.flatten(4, 5).flatten(2, 3)
+    return kernel

@@ -6,12 +6,13 @@ Shapes: H = heads of a layer, F = neurons of its feed-forward block.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
@@ -68,6 +69,36 @@ class ScoredModel:
     src: Artifact
     settings: Any
     ctx: Context
+
+
+def mean_squared_gradients(
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    hooks: Sequence[RemovableHandle],
+    batches: Iterable[Any],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+) -> dict[str, Tensor]:
+    """Return the mean over batches of (dL/dm)^2 for masks m, float64, by name.
+
+    Args:
+        model: in eval mode, on any device.
+        masks: by the name of a group of units; they require gradients.
+        hooks: apply the masks in the model; removed afterwards.
+        batches: labelled samples, on the same device.
+        loss_of: returns the mean loss of a model on a batch.
+    """
+    totals = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
+    count = 0
+    try:
+        for batch in batches:
+            gradients = torch.autograd.grad(loss_of(model, batch), list(masks.values()))
+            for name, gradient in zip(masks, gradients, strict=True):
+                totals[name] += gradient.double().square().cpu()
+            count += 1
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: total / max(1, count) for name, total in totals.items()}
 
 
 def hidden_norms(model: Any) -> list[nn.Module]:

@@ -18,6 +18,7 @@ from smelt.compress.prune.importances.scores import (
     ScoredModel,
     UnitScores,
     hidden_norms,
+    mean_squared_gradients,
     score_on_labelled_samples,
     unit_mask_hook,
 )
@@ -183,18 +184,7 @@ def gate_scores(
     device = next(model.parameters()).device
     gates = {g.name: torch.ones(g.count(model), requires_grad=True, device=device) for g in groups}
     hooks = [model.get_submodule(g.norm).register_forward_hook(_gate_hook(gates[g.name])) for g in groups]
-    found = {name: torch.zeros(len(gate), dtype=torch.float64) for name, gate in gates.items()}
-    count = 0
-    try:
-        for batch in batches:
-            slopes = torch.autograd.grad(loss_of(model, batch), list(gates.values()))
-            for name, slope in zip(gates, slopes, strict=True):
-                found[name] += slope.double().square().cpu()
-            count += 1
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: total / max(1, count) for name, total in found.items()}
+    return mean_squared_gradients(model, gates, hooks, batches, loss_of)
 
 
 def _gate_hook(gate: Tensor) -> Callable[[nn.Module, Any, Tensor], Tensor]:

@@ -181,8 +181,8 @@ class Batcher:
                 end = self.jobs[0].since + self.wait_s
                 while 0 < len(self.jobs) < self.size and (left := end - time.monotonic()) > 0:
                     self.changed.wait(left)
-                found = self.take_batch()
-                if batch := [job for job in found if job.answer.set_running_or_notify_cancel()]:
+                candidates = self.take_batch()
+                if batch := [job for job in candidates if job.answer.set_running_or_notify_cancel()]:
                     return batch
 
     def take_batch(self) -> list[PendingInput]:

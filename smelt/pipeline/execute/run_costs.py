@@ -384,13 +384,13 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
 def step_records(root: Path, threads: int | None) -> list[StepRecord]:
     """Return the records of artifacts in a store that this machine made with these threads, newest first."""
     manifests = sorted(_manifests(root), reverse=True)[:_MAX_MANIFESTS]
-    machine, count, found = machine_id(), threads or default_threads(), list[StepRecord]()
+    machine, count, records = machine_id(), threads or default_threads(), list[StepRecord]()
     for _, file in manifests:
         with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is reported where it is used
             record = (read_hashed_json(file) or {}).get("record")
             if record and record["machine"] == machine and record["threads"] == count:
-                found.append(StepRecord.model_validate(record))
-    return found
+                records.append(StepRecord.model_validate(record))
+    return records
 
 
 def _manifests(root: Path) -> Iterator[tuple[float, Path]]:

@@ -544,11 +544,11 @@ class RunFolder:
 
     def remove_old_links(self, names: Iterable[str]) -> None:
         """Remove the links of an earlier run except those of the steps `names` and of excluded steps."""
-        kept = {*names, *self.previous_keys}
+        linked_names = {*names, *self.previous_keys}
         artifacts = self.path / "artifacts"
-        for place in artifacts.iterdir() if artifacts.is_dir() else ():
-            if place.name not in kept:
-                _remove(place)
+        for link in artifacts.iterdir() if artifacts.is_dir() else ():
+            if link.name not in linked_names:
+                _remove(link)
 
     def keep_previous(
         self, plan: Plan, shop: StepRunner, done: Mapping[str, Artifact]

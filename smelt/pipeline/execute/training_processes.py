@@ -333,12 +333,12 @@ def _key_value_store() -> Any:
 
 def _environment_of_rank(job: Mapping[str, Any], threads: int | None) -> dict[str, str]:
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    found = {name: str(launcher_number(name, slurm)) for name, slurm in names.items()}
+    variables = {name: str(launcher_number(name, slurm)) for name, slurm in names.items()}
     local = launcher_number("LOCAL_WORLD_SIZE") or slurm_tasks_on_node()
     if "RANK" not in os.environ:  # srun gives each process its own processors
         threads = threads or launcher_number("SLURM_CPUS_PER_TASK") or None
     return _environment(local, threads) | {
-        **found,
+        **variables,
         "LOCAL_WORLD_SIZE": str(local),
         "MASTER_PORT": str(job["port"]),
         "TORCHELASTIC_USE_AGENT_STORE": "False",

@@ -323,20 +323,20 @@ def measure_speed(threads: int, folder: Path) -> MachineSpeed:
     base = round(psutil.Process().memory_info().rss + _MODULE_BYTES)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    place = summary.ComputeResources(threads, os.cpu_count() or 1)
-    found, deadline = list[MachineSpeed](), time.monotonic() + _REPEAT_SECONDS
-    while not found or (len(found) < _TRIALS and time.monotonic() < deadline):
+    resources = summary.ComputeResources(threads, os.cpu_count() or 1)
+    measured, deadline = list[MachineSpeed](), time.monotonic() + _REPEAT_SECONDS
+    while not measured or (len(measured) < _TRIALS and time.monotonic() < deadline):
         before = summary.read_counters()
         speeds = _compute_speeds()
-        lost = summary.load_between(before, summary.read_counters()).lost_share(place)
+        lost = summary.load_between(before, summary.read_counters()).lost_share(resources)
         written, read = _disk_speeds(folder)
         disturbed = lost > summary.MAX_ROUND_LOST_SHARE
-        found.append(
+        measured.append(
             MachineSpeed(**speeds, read=read, written=written, base_bytes=base, is_disturbed=disturbed)
         )
         if not disturbed:
-            return found[-1]
-    return max(found, key=lambda speed: speed.matrix)
+            return measured[-1]
+    return max(measured, key=lambda speed: speed.matrix)
 
 
 def _compute_speeds() -> dict[str, Any]:
@@ -369,12 +369,12 @@ def _compute_speeds() -> dict[str, Any]:
 def _shortest(work: Callable[[], Any], times: int = 3) -> float:
     """Return the shortest time of `work`, or processor time, after one that is not measured."""
     work()
-    found = math.inf
+    shortest = math.inf
     for _ in range(times):
         began, computed = time.perf_counter(), time.process_time()
         work()
-        found = min(found, time.perf_counter() - began, time.process_time() - computed)
-    return max(found, 1e-9)
+        shortest = min(shortest, time.perf_counter() - began, time.process_time() - computed)
+    return max(shortest, 1e-9)
 
 
 def _block_speeds(width: int) -> tuple[float, float, float]:

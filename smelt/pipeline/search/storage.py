@@ -278,7 +278,7 @@ class StudyStorage:
         else:
             path = path.with_name(f"{path.name}.{name}.lock")
         with ExitStack() as stack:
-            if path.parent.is_dir():  # else the storage, which is opened next, says so
+            if path.parent.is_dir():  # else opening the storage raises
                 try:
                     stack.enter_context(file_lock(path))
                 except OSError as error:

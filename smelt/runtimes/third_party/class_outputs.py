@@ -40,15 +40,15 @@ def class_outputs(model: Any) -> dict[str, int]:
     read = {name for node in all_nodes(graph.node) for name in node.input}
     constants = _constants(graph)
     flattening = opset_versions(model).get("", _SOFTMAX_AXIS_OPSET) < _SOFTMAX_AXIS_OPSET
-    found = {}
+    axes = {}
     for output in graph.output:
         shape = _shape(output)
         chain = list(_makers_above(output.name, makers, constants))
         axis = _class_axis(output.name, chain, shape, read, constants, flattening)
         if axis is None or (shape is not None and (len(shape) < -axis + 1 or shape[axis] == 1)):
             continue
-        found[output.name] = axis
-    return found
+        axes[output.name] = axis
+    return axes
 
 
 def _constants(graph: Any) -> set[str]:

@@ -74,7 +74,7 @@ def test_a_step_learns_from_a_teacher_with_other_padding(tmp_path, write_qwen, p
     assert harness.load_output_model(ctx).config.vocab_size == sizes[1]
 
 
-def test_rows_with_tokens_are_no_padding(tmp_path, write_qwen):
+def test_extra_rows_with_tokens_are_refused(tmp_path, write_qwen):
     rows = read_split(str(causal.write_prompts(tmp_path / "p.jsonl")), "text-generation", Columns(), tmp_path)
     source, small = write_qwen("source", 352), write_qwen("small", 200, 1)
     (source / "text.json").write_text('{"prompt_template": "{prompt}"}')

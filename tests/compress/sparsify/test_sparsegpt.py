@@ -71,7 +71,7 @@ def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", [SparsityPattern(0.6), SparsityPattern(0.5, 2, 4)])
-def test_compensation_of_zeros_of_before_is_passed_on(pattern, monkeypatch):
+def test_compensation_of_existing_zeros_is_passed_to_later_columns(pattern, monkeypatch):
     monkeypatch.setattr(methods, "_BLOCK_COLUMNS", 12)
     weight, x = drawn(inputs=24, outputs=8)
     zeros = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.4

@@ -49,7 +49,7 @@ class _Method:
 
 
 @pytest.mark.parametrize("method", [MagnitudeSparsity(), RandomSparsity(), SparseGpt(), Wanda()])
-def test_zeros_of_before_count_among_the_zeros_of_a_sparser_pattern(method):
+def test_existing_zeros_count_in_a_sparser_pattern(method):
     """As many as the gradual schedule asks for; others may only be set to zero behind them."""
     layer, draw = nn.Linear(256, 16), torch.Generator().manual_seed(0)  # two blocks of SparseGPT's columns
     inputs = torch.randn(400, 256, generator=draw) @ torch.randn(256, 256, generator=draw)

@@ -178,7 +178,7 @@ def test_without_a_speed_up_only_the_changes_of_quality_and_size_are_drawn(repor
 
 
 @pytest.mark.parametrize(("backend", "kept"), [("no-such-backend", False), ("pdf", True)])
-def test_figures_are_drawn_whatever_backend_the_environment_names(backend, kept):
+def test_figures_are_rendered_with_any_value_of_mplbackend(backend, kept):
     """Jupyter sets `MPLBACKEND` for all processes to a backend that exists only in its own environment."""
     code = (
         "import os; from smelt.evaluate.report.drawing import figure_bytes, new_figure, PALETTES\n"

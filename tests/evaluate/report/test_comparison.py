@@ -138,7 +138,7 @@ def other_batches(step):
         ("latency rises 10%", lambda step: step.update(latency=[]), "not-measured"),
     ],
 )
-def test_what_a_rule_did_not_check_is_not_judged(runs, rule, change, reason):
+def test_fail_if_reports_unchecked_steps_as_not_judged(runs, rule, change, reason):
     old, new, names = runs
     for name in names:
         change_step(new, name, change)

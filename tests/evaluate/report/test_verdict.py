@@ -88,7 +88,7 @@ def test_agreement_with_the_baseline_is_no_loss_where_there_are_references():
 
 
 @pytest.mark.parametrize(("n", "step", "reason"), [(5, None, "too-few-examples"), (6, "int8", "fastest")])
-def test_where_no_loss_can_be_significant_no_step_is_recommended(n, step, reason):
+def test_no_step_is_recommended_with_fewer_than_six_examples(n, step, reason):
     """BLEU 40 to 12 on five sentences has p = 0.06."""
     report = _branches(("int8", 3.0, [2.9, 3.1], 25, {"bleu": (-28.0, None, 0.0625)}), metrics=("bleu",), n=n)
     found = _decide(report)
@@ -97,7 +97,7 @@ def test_where_no_loss_can_be_significant_no_step_is_recommended(n, step, reason
     assert _decide(report).step == "int8"  # the gate decides
 
 
-def test_no_significant_loss_is_claimed_only_where_the_samples_could_show_one():
+def test_verdict_claims_no_significant_loss_only_with_enough_examples():
     few, many = (
         _decide(_branches(("int8", 3.0, [2.9, 3.1], 25, {"bleu": (-1.0, ends, 0.5)}), metrics=("bleu",)))
         for ends in ([-9.0, 7.0], [-2.0, 0.1])
@@ -118,7 +118,7 @@ def test_windows_of_a_text_are_counted_not_its_tokens():
     ("num_worse", "p_value", "warned"),
     [(19, 0.06, True), (2, 0.06, True), (1, 0.06, False), (19, 0.9, False)],
 )
-def test_the_one_of_many_steps_that_is_not_worse_is_doubted(num_worse, p_value, warned):
+def test_verdict_warns_if_all_other_steps_are_significantly_worse(num_worse, p_value, warned):
     worse = [(f"b{i}", 4.0, [3.9, 4.1], 25, {"bleu": (-3.0, [-4.0, -2.0], 0.001)}) for i in range(num_worse)]
     last = ("last", 3.0, [2.9, 3.1], 25, {"bleu": (-1.8, [-3.6, 0.1], p_value)})
     found = _decide(_branches(*worse, last, metrics=("bleu",)))
@@ -134,7 +134,7 @@ def test_the_one_of_many_steps_that_is_not_worse_is_doubted(num_worse, p_value, 
         ((2.30, [2.25, 2.35], 95, -3.2), "other"),  # faster
     ],
 )
-def test_of_steps_as_fast_quality_then_size_decide(other, expected):
+def test_equally_fast_steps_are_ordered_by_quality_then_size(other, expected):
     speedup, ends, size, loss = other
     steps = [
         ("good", 2.0, [1.97, 2.03], 50, {"bleu": (0.2, [-1.0, 1.4], 0.7)}),
@@ -170,7 +170,7 @@ def test_degenerate_outputs_are_warned_of_even_if_the_baselines_are_as_degenerat
     assert (found.step, message_codes(found.warnings)) == ("onnx-fp32", codes)
 
 
-def test_a_metric_of_the_whole_set_is_named_as_not_judged():
+def test_verdict_warns_of_a_metric_that_cannot_be_tested():
     report = _branches(
         ("int8", 3.0, [2.9, 3.1], 25, {"accuracy": SAME, "own:metric": (-30.0, None, 1.0)}),
         metrics=("accuracy", "own:metric"),

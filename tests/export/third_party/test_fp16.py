@@ -213,7 +213,7 @@ def answers(model: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize(("weight", "bias", "warned"), [(1, 1, False), (0, 1e-7, True)])
-def test_values_that_are_too_small_for_float16_are_told(
+def test_fp16_warns_of_weights_that_become_zero(
     tmp_path: Path, weight: float, bias: float, warned: bool
 ) -> None:
     """The small elements of a bias are usually nothing next to a product, but here it is 0."""

@@ -75,5 +75,5 @@ def test_convolution_read_before_its_activation_keeps_its_own_range(
 
 
 @pytest.mark.parametrize("outputs", [["f"], ["f", "r"]])
-def test_activation_whose_own_output_is_read_is_removed(outputs: list[str]) -> None:
+def test_activation_is_fused_if_only_its_own_output_is_read(outputs: list[str]) -> None:
     assert unfused_activations(convolution([RELU, AFTER], outputs, 0.0).graph, ("Relu", "Clip")) == {}

@@ -324,7 +324,7 @@ def test_links_of_an_earlier_run_are_kept_until_the_next_one_has_ended(whole, mo
     assert _links(home) == ["model"]  # what the report does not describe
 
 
-def test_run_whose_store_is_removed_says_so(home, monkeypatch):
+def test_run_whose_store_was_removed_ends_with_its_code(home, monkeypatch):
     from smelt.compress.prune.stage import Prune
 
     def remove_store(self, src, settings, ctx):

@@ -294,7 +294,7 @@ def test_checkpoints_survive_failures_of_machines(home, alone, tmp_path, code, k
         ("LOCAL_WORLD_SIZE", "²"), ("LOCAL_RANK", "²"), ("SLURM_STEP_TASKS_PER_NODE", "4(x²)"),
     ],
 )  # fmt: skip
-def test_launcher_variables_that_cannot_be_are_refused(monkeypatch, name, value):
+def test_invalid_launcher_variables_are_refused(monkeypatch, name, value):
     """A rank beyond the number of processes would be waited for, without a word."""
     variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"}
     for variable, text in (variables | {name: value}).items():

@@ -105,7 +105,7 @@ def test_trial_of_another_machine_is_repeated_only_without_heartbeat(space, tmp_
         assert points(job)[0] == tuple(sorted(job.open_study().trials[0].params.items()))
 
 
-def test_worker_that_seemed_dead_goes_on_with_the_next_trial(space, tmp_path, monkeypatch, warned):
+def test_worker_whose_trial_was_taken_over_continues_with_the_next(space, tmp_path, monkeypatch, warned):
     url, seen = f"sqlite:///{tmp_path}/study.db", []
 
     def measure(self, trial):
@@ -221,7 +221,7 @@ def test_half_a_line_at_the_end_of_a_journal_is_cut_before_the_next_one(space, t
 @pytest.mark.parametrize(
     ("content", "expected"), [(b"", b""), (b"half", b""), (b"a\n", b"a\n"), (b"a\nb\nhal", b"a\nb\n")]
 )
-def test_cut_half_line(tmp_path, content, expected):
+def test_half_line_is_cut_only_after_the_last_line_end(tmp_path, content, expected):
     path = tmp_path / "journal"
     path.write_bytes(content)
     assert cut_half_line(path) == len(content) - len(expected)

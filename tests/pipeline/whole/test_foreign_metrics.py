@@ -47,7 +47,7 @@ def write_recipe(folder: Path, outputs: list[str], more: str = "") -> Path:
         (["map", "y"], ("agreement", "top1", "relative_error")),
     ],
 )
-def test_decisions_are_scored_where_the_graph_has_some(
+def test_top1_is_scored_only_for_graphs_with_class_outputs(
     tmp_path: Path, outputs: list[str], metrics: tuple[str, ...]
 ) -> None:
     """The verdict judges by the first metric: that of a classifier is its decisions."""

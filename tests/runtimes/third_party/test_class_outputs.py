@@ -77,7 +77,7 @@ CASES: dict[str, tuple[list[Any], str, str, int | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_with_scores_of_classes(case: str) -> None:
+def test_class_outputs_of_a_graph_are_recognized(case: str) -> None:
     nodes, output, shape, axis = CASES[case]
     weights = {"w": np.zeros((4, 4)), "b": np.zeros(4), "kernel": np.zeros((5, 3, 3, 3))}
     tensors = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]

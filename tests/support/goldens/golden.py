@@ -134,7 +134,7 @@ def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, 
 
 
 def _run_on_graph(case: Case, folder: Path) -> tuple[Path, Path]:
-    """Run a stage on a graph of somebody else; return the folders of the graph and of the result."""
+    """Run a stage on an imported graph; return the folders of the graph and of the result."""
     import harness
     import third_party_graphs
 

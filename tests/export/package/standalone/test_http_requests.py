@@ -207,7 +207,7 @@ def test_request_needs_exactly_one_host(version, hosts, status):
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_inputs_of_two_requests_share_a_call_unless_they_are_separate(separate):
+def test_requests_are_batched_unless_separate_requests_is_set(separate):
     calls, started, go = [], threading.Event(), threading.Event()
 
     def call(inputs):

@@ -104,8 +104,8 @@ def _header_section(report: ReportData) -> Markdown:
         *([Markdown("In the folder of the run: ") + _code(command)] if command else []),
         Markdown("Task {}, {}, {}.").format(task, n, view.hardware(report)),
     ]
-    if report.frontier:
-        names = Markdown(", ").join(report.frontier)
+    if report.pareto:
+        names = Markdown(", ").join(report.pareto)
         lines.append(Markdown("Pareto-optimal in quality and speed: {}.").format(names))
     return _join_paragraphs(lines)
 

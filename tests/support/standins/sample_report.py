@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-from smelt.evaluate.report.frontier import pareto_front
+from smelt.evaluate.report.pareto import pareto_front
 from smelt.evaluate.report.schema import validate_report
 from smelt.evaluate.report.verdict import decide
 

@@ -1,6 +1,6 @@
 import pytest
 
-from smelt.evaluate.report.frontier import front_axes, pareto_front
+from smelt.evaluate.report.pareto import front_axes, pareto_front
 from smelt.evaluate.report.schema import is_step_at_chance
 
 pytestmark = pytest.mark.quick

@@ -367,7 +367,7 @@ def _chart_point(step: StepReport, row: LatencyReport, metric: str, report: Repo
         x_high=fast,
         y_low=low,
         y_high=high,
-        front=step.name in report.pareto,
+        front=step.name in report.pareto_front,
         baseline=baseline,
         competes=baseline or (step.deployable is not False and row.stable is not False),
         title=title,

@@ -104,8 +104,8 @@ def _header_section(report: ReportData) -> Markdown:
         *([Markdown("In the folder of the run: ") + _code(command)] if command else []),
         Markdown("Task {}, {}, {}.").format(task, n, view.hardware(report)),
     ]
-    if report.pareto:
-        names = Markdown(", ").join(report.pareto)
+    if report.pareto_front:
+        names = Markdown(", ").join(report.pareto_front)
         lines.append(Markdown("Pareto-optimal in quality and speed: {}.").format(names))
     return _join_paragraphs(lines)
 

@@ -77,7 +77,7 @@ def _drawings(picture: chart.Chart, report: ReportData) -> list[str]:
     """Return the chart as markup for desktops and for phones; CSS hides one of them."""
     label = (
         f"{picture.metric} against the {picture.quantity}; the same numbers are in the"
-        f" table of steps. Pareto-optimal: {', '.join(report.pareto) or 'none'}."
+        f" table of steps. Pareto-optimal: {', '.join(report.pareto_front) or 'none'}."
     )
     return [page_svg(chart.page_figure(picture, size, label)) for size in (chart.WIDE, chart.NARROW)]
 

@@ -485,7 +485,7 @@ class ReportData(_ReportModel):
     judged_on: Literal["validation", "test"] = "test"
     warnings: _Messages = Field(default_factory=list)
     steps: list[StepReport]
-    frontier: list[str] = Field(default_factory=list)
+    pareto_front: list[str] = Field(default_factory=list)
     verdict: Verdict | None = None
 
     @field_validator("recipe")
@@ -518,7 +518,7 @@ class ReportData(_ReportModel):
                     code="unknown-parent",
                 )
             seen.add(step.name)
-        named = [("baseline", self.baseline), *(("frontier", name) for name in self.frontier)]
+        named = [("baseline", self.baseline), *(("pareto_front", name) for name in self.pareto_front)]
         if self.verdict:
             named += [("verdict", self.verdict.step), ("verdict", self.verdict.closest)]
         for where, name in named:

@@ -134,7 +134,7 @@ def shortlisted(report: ReportData) -> list[str]:
     the smallest graph for ONNX Runtime that fails no gate.
     """
     found = decide(report)
-    named = [report.baseline, *report.pareto, found.step, found.closest]
+    named = [report.baseline, *report.pareto_front, found.step, found.closest]
     if not (found.step or found.closest):
         able = [step for step in report.steps if step.artifact and _is_cpu_graph(step)]
         able = [step for step in able if all(gate.passed is not False for gate in step.gates)]

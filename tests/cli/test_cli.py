@@ -55,8 +55,8 @@ def test_a_classifier_goes_all_the_way_to_a_scored_onnx_artifact(classifier):
     assert steps["onnx"]["latency"][0]["speedup"] > 0
     assert steps["model"]["latency"][0]["speedup"] == 1
     assert steps["onnx"]["peak_memory_bytes"] > 10e6
-    assert report["frontier"] == []  # random weights are no better than chance
-    assert "quantize" not in report["frontier"]
+    assert report["pareto_front"] == []  # random weights are no better than chance
+    assert "quantize" not in report["pareto_front"]
     assert {name: s["deployable"] for name, s in steps.items()} == {
         **dict.fromkeys(steps, True),
         "quantize": False,

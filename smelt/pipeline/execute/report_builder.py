@@ -262,7 +262,7 @@ class ReportBuilder:
             "warnings": messages_to_json(plan.warnings),
             "steps": [_empty_step("model", "model", None, {})]
             + [_empty_step(s.name, s.stage, s.parent, s.settings.to_report()) for s in plan.steps],
-            "frontier": [],
+            "pareto_front": [],
             "verdict": None,
         }
         self._steps = {step["name"]: step for step in self.data["steps"]}
@@ -430,7 +430,7 @@ class ReportBuilder:
         if self.status == "passed" and any(self._fails_gate(step) for step in self.data["steps"]):
             self._set_status("gate-failed")
         self._warn_dtype_differences()
-        self.data["frontier"] = pareto_front(self.data["steps"], self.data["baseline"])
+        self.data["pareto_front"] = pareto_front(self.data["steps"], self.data["baseline"])
 
     def _warn_dtype_differences(self) -> None:
         """Add a warning about steps whose unquantized weights have another dtype than the baseline's."""

@@ -55,7 +55,7 @@ def test_chart_holds_the_steps_with_their_intervals(report):
             assert [point.y_low, point.y_high] == step["quality"]["bleu"]["ci95"]
             assert f"{point.y:.2f}" in point.title
     assert chart.logarithmic
-    assert [name for name, point in points.items() if point.front] == report["frontier"]
+    assert [name for name, point in points.items() if point.front] == report["pareto_front"]
     assert [name for name, point in points.items() if not point.competes] == ["quantize"]
 
 
@@ -102,7 +102,7 @@ def test_a_step_at_chance_is_left_out_and_does_not_stretch_the_axis(report):
 @pytest.mark.parametrize("size", [WIDE, NARROW])
 def test_chart_of_a_single_step_without_spread(report, size):
     report["steps"] = report["steps"][:1]
-    report["frontier"] = ["model"]
+    report["pareto_front"] = ["model"]
     report["steps"][0]["quality"]["bleu"].update(value=100.0, ci95=[100.0, 100.0])
     report["steps"][0]["latency"][0].update(speedup=1.0, speedup_ci95=[1.0, 1.0])
     root, texts = drawn(report, size)
@@ -171,7 +171,7 @@ def test_files_are_pictures_in_both_themes_and_equal_each_time(report):
 def test_without_a_speed_up_only_the_changes_of_quality_and_size_are_drawn(report):
     for step in report["steps"]:
         step["latency"] = []
-    report["frontier"] = []
+    report["pareto_front"] = []
     assert {re.split("[-.]", name)[0] for name in chart_files(validate_report(report))} == {"waterfall"}
     report["steps"] = report["steps"][:1]
     assert chart_files(validate_report(report)) == {}

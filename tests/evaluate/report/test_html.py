@@ -53,7 +53,7 @@ def test_html_escapes_what_a_stranger_wrote(report):
     report["steps"][8]["reason"] = evil
     report["steps"][0]["warnings"] = [make_message(evil)]
     report["steps"][0]["quality"]["bleu"]["signature"] = evil
-    report["frontier"] = [evil]
+    report["pareto_front"] = [evil]
     text = render_html(report)
     outline = HtmlOutline(text)
     assert "script" not in outline.tags

@@ -58,7 +58,7 @@ def test_bits_of_codes_stand_in_a_column_where_a_step_has_codes(report):
 def test_markdown_escapes_names(report):
     report["steps"][1]["name"] = "a|b <script>*x*"
     report["recipe"]["model"] = "# <b>"
-    report["frontier"] = []
+    report["pareto_front"] = []
     text = render_markdown(report)
     assert "<script>" not in text
     assert "<b>" not in text

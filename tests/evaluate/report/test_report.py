@@ -31,7 +31,7 @@ def test_reports_of_failed_runs_can_be_drawn(report, kept):
             latency=[],
             size_bytes=None,
         )
-    report.update(status="error", baseline="model" if kept else None, frontier=[])
+    report.update(status="error", baseline="model" if kept else None, pareto_front=[])
     assert HtmlOutline(render_html(report)).open == []
     assert "error" in render_markdown(report)
     assert "status: error" in render_table(report)

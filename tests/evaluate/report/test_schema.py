@@ -53,7 +53,7 @@ def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
         (lambda r: r["steps"][1].update(colour="red"), "extra-forbidden", "steps.1.colour", "'red'"),
         (lambda r: r["steps"][1].update(name="model"), "duplicate-step", None, "'model'"),
         (lambda r: r["steps"][1].update(parent="engine"), "unknown-parent", None, "'engine'"),
-        (lambda r: r.update(frontier=["nobody"]), "unknown-step", None, "'nobody'"),
+        (lambda r: r.update(pareto_front=["nobody"]), "unknown-step", None, "'nobody'"),
         (lambda r: r.update(baseline="nobody"), "unknown-step", None, "'nobody'"),
         (lambda r: r["steps"][8].update(reason=None), "missing-reason", "steps.8", "'reason'"),
         (lambda r: r["steps"][9].update(error=None), "missing-error", "steps.9", "'error'"),

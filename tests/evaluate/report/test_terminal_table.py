@@ -19,7 +19,7 @@ def test_table_fits_and_holds_the_numbers(report, width):
     report["steps"][1]["name"] = (
         "a-very-long-name-of-a-step-chosen-without-a-thought-of-the-width-of-a-terminal"
     )
-    report["frontier"] = []
+    report["pareto_front"] = []
     text = render_table(report, width)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
@@ -53,7 +53,7 @@ def test_bits_of_codes_are_shown_where_no_name_is_cut_for_them(report):
     assert next(one for one in lines if one.startswith("model")).split()[-1] == "–"
     assert "batch 1, bits per quantized weight," in " ".join(lines)
     report["steps"][5]["name"] = "q" * 40  # no room left: all others stay
-    report["steps"][6]["parent"], report["frontier"] = "q" * 40, []
+    report["steps"][6]["parent"], report["pareto_front"] = "q" * 40, []
     narrow = render_table(report).splitlines()
     assert "bits" not in "".join(narrow)
     assert next(one for one in narrow if one.startswith("step")).split()[-2:] == ["speed-up", "MB"]

@@ -57,7 +57,7 @@ def _branches(*steps, metrics=("accuracy", "f1"), n=500):
     score = make_scores(80.0)["bleu"] | {"n": n}
     for one in made:
         one["quality"] = {metric: dict(score) for metric in metrics}
-    return report | {"steps": made, "frontier": [], "recipe": {"task": "text-classification"}}
+    return report | {"steps": made, "pareto_front": [], "recipe": {"task": "text-classification"}}
 
 
 SAME = (0.0, [-0.4, 0.4], 1.0)
@@ -307,7 +307,7 @@ def _without_times(*steps, task="translation"):
         made.append(one)
     for one in made:
         one["latency"] = []
-    return report | {"steps": made, "frontier": [], "recipe": {"task": task}}
+    return report | {"steps": made, "pareto_front": [], "recipe": {"task": task}}
 
 
 @pytest.mark.parametrize(
@@ -457,8 +457,8 @@ def test_a_step_is_named_with_what_few_samples_leave_open(
 def test_of_a_step_chosen_on_validation_the_loss_on_test_is_given(report):
     lost = {"bleu": {"difference": -3.0, "ci95": [-4.0, -2.0], "p_value": 0.001}}
     report["judged_on"], report["steps"][6]["gates"] = "validation", []
-    assert shortlisted(validate_report(report)) == ["model", *report["frontier"]]
-    assert "onnx-int8" in report["frontier"]
+    assert shortlisted(validate_report(report)) == ["model", *report["pareto_front"]]
+    assert "onnx-int8" in report["pareto_front"]
     tested = {"quality": make_scores(34.0), "against_baseline": lost, "gates": [gate("bleu", passed=False)]}
     report["steps"][6]["test"] = tested
     found = _decide(report)
@@ -469,7 +469,7 @@ def test_of_a_step_chosen_on_validation_the_loss_on_test_is_given(report):
 def test_the_step_to_ship_is_scored_on_test_even_if_nothing_was_timed(report):
     for step in report["steps"]:
         step["latency"] = []
-    report["frontier"] = pareto_front(report["steps"], "model")
+    report["pareto_front"] = pareto_front(report["steps"], "model")
     assert shortlisted(validate_report(report)) == ["model", "onnx-int8"]
 
 
@@ -501,7 +501,7 @@ def test_a_trial_and_the_reason_for_no_step_are_in_every_rendering(report):
 def test_a_command_with_markup_in_its_folder_stays_text(report):
     name = "a `b` <i>"
     report["steps"][6] |= {"name": name, "artifact": f"artifacts/{name}"}
-    report["frontier"] = []
+    report["pareto_front"] = []
     drawn = with_verdict(report)
     assert drawn["verdict"]["command"] == f"smelt package 'artifacts/{name}'"
     assert "<i>" not in render_html(drawn) + render_markdown(drawn)

@@ -94,7 +94,7 @@ def test_the_chain_is_that_of_the_verdict_else_the_longest(report, verdict, last
 
 
 def test_without_a_second_step_nothing_is_compared(report):
-    report |= {"steps": report["steps"][:1], "frontier": [], "verdict": None}
+    report |= {"steps": report["steps"][:1], "pareto_front": [], "verdict": None}
     assert _waterfall(report) is None
 
 

@@ -84,7 +84,7 @@ def test_disturbed_times_are_taken_anew_by_the_next_run(home, monkeypatch):
     result, report, steps = _run(home)
     assert result.exit_code == 0
     assert [steps[n]["latency"][0]["stable"] for n in ("model", "one", "two")] == [True, True, False]
-    assert "two" not in report["frontier"]
+    assert "two" not in report["pareto_front"]
     assert steps["two"]["latency"][0]["cause"] == "busy"
     assert steps["two"]["latency"][0]["reason"] in (home / "r" / "report.md").read_text()
     _loads(fake)

@@ -89,7 +89,7 @@ def test_random_weights_are_never_worth_having(report):
     for step in report["steps"]:
         score = step["quality"]["perplexity"]
         assert score["ci95"][1] >= score["chance"]  # the number of tokens, as of a uniform model
-    assert report["frontier"] == []
+    assert report["pareto_front"] == []
 
 
 def test_pages_say_that_less_is_better(home, report):

@@ -101,7 +101,7 @@ def test_report_says_of_the_engine_that_a_gpu_is_needed(done):
     engine = steps["engine"]
     assert engine["cause"] == "cannot-run-here"
     assert (engine["quality"], engine["latency"], engine["runner"]) == ({}, [], None)
-    assert "engine" not in report["frontier"]
+    assert "engine" not in report["pareto_front"]
     assert steps["graphs"]["quality"]["accuracy"]["n"] == 8
     assert steps["graphs"]["latency"]
     for text in (folder / "report.md", folder / "report.html"):

@@ -61,7 +61,7 @@ def ten_step_report():
         "status": "gate-failed",
         "baseline": "model",
         "steps": steps,
-        "frontier": pareto_front(steps, "model"),
+        "pareto_front": pareto_front(steps, "model"),
     }
 
 

@@ -71,7 +71,7 @@ bench: $(DEV_READY)
 	SMELT_GENERATION_DRAWS=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/export/generation_graph/test_compose_graph.py -k drawn
 
 matrix: $(DEV_READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/pairs $(BIN)/python tests/support/pairs/run_all_pairs.py $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.support.pairs.run_all_pairs $(ARGS)
 
 layouts: $(DEV_READY)
 	$(BIN)/python -m tools.family_layouts $(NAME)
@@ -93,7 +93,7 @@ messages: $(DEV_READY)
 	$(BIN)/python tools/list_messages.py
 
 golden: $(DEV_READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/graphs:tests/support/goldens $(BIN)/python tests/support/goldens/golden.py $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.support.goldens.golden $(ARGS)
 
 clean:
 	rm -rf build dist smelt.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

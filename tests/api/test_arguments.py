@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.api.load import as_count, as_texts, as_texts_or_pairs
 from smelt.core.errors import InputError
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

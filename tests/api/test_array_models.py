@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
-from expected_errors import raises_code
 from onnx import TensorProto, helper
 
 import smelt
 from smelt.core.errors import InputError, RunError
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,16 @@ import json
 import re
 import shutil
 
-import forked_workers
-import harness
 import pytest
-import tiny
-from expected_errors import command_error, raises_code
 
 from smelt.api.evaluate import open_artifacts, read_texts, timing_table
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, write_hashed_json
 from smelt.pipeline.execute import display
+from tests.support import harness
+from tests.support.expected_errors import command_error, raises_code
+from tests.support.models import tiny
+from tests.support.processes import forked_workers
 
 RECIPE = """
 model: m

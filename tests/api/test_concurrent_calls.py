@@ -5,10 +5,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from expected_errors import raises_code
 
 import smelt
 from smelt.api.load import ActiveCalls, TruncationCounter
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

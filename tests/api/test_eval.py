@@ -2,13 +2,13 @@
 
 import json
 
-import forked_workers
-import harness
 import pytest
-import tiny
-from expected_errors import command_error
 
 import smelt
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.models import tiny
+from tests.support.processes import forked_workers
 
 RECIPE = """
 model: m

@@ -11,14 +11,14 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import exported_artifacts
 import pytest
-import tiny
-from expected_errors import raises_code
 
 import smelt
 from smelt.api.load import parse_generation
 from smelt.core.files import write_hashed_json
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
 
 LONG = " ".join(tiny.SENTENCES * 6)
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import exported_artifacts
 import pytest
 
 from smelt.api.package import package_origin, run_artifacts
@@ -12,6 +11,7 @@ from smelt.core.artifact import read_artifact
 from smelt.core.files import write_hashed_json
 from smelt.core.messages import message_codes
 from smelt.evaluate.report.verdict import UNFINISHED
+from tests.support.graphs import exported_artifacts
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 import shutil
 
-import exported_artifacts
 import pytest
-from expected_errors import raises_code
 
 import smelt
 from smelt.api.package import package_lines
 from smelt.core.errors import InputError
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
 
 
 @pytest.fixture(scope="module")

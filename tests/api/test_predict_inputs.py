@@ -5,11 +5,11 @@ import io
 import json
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.api.predict import as_examples, read_examples, strip_lines
 from smelt.core.errors import InputError
 from smelt.data.splits import Example
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -2,15 +2,15 @@
 
 import json
 
-import exported_artifacts
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.api import predict as predicting
 from smelt.api.predict import Predictor
 from smelt.core.errors import InputError
 from smelt.data.splits import Example
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
 
 TEXTS = [Example(text) for text in tiny.SENTENCES]
 LONG = Example(" ".join(tiny.SENTENCES * 4))

@@ -4,15 +4,15 @@ import json
 import subprocess
 import sys
 
-import harness
 import numpy as np
 import pytest
-import tiny
-from expected_errors import raises_code
 
 import smelt
 from smelt.pipeline.execute.run_folder import summary_lines
 from smelt.pipeline.execute.step_runner import StepRunner
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 RECIPE = """
 model: m

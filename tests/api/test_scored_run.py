@@ -3,15 +3,15 @@
 import json
 import shutil
 
-import exported_artifacts
 import pytest
-import tiny
 
 import smelt
 from smelt.api.evaluate import evaluate_artifact
 from smelt.api.predict import Predictor, as_examples
 from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
 
 BEAMS = {"num_beams": 4, "length_penalty": 2.0, "max_new_tokens": 4}
 

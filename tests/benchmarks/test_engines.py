@@ -1,15 +1,14 @@
 """engines.py: its recipes are ones that the plan accepts, for a GPU and where engines are only built."""
 
-import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import engines
 import pytest
-import tiny
-from expected_errors import raises_code
-from parsed_recipes import parse_recipe
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import dump_yaml
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
+from tests.support.parsed_recipes import parse_recipe
 
 
 @pytest.mark.parametrize("task", engines.TASKS)

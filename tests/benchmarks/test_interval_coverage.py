@@ -1,6 +1,5 @@
 """Intervals of few examples contain the true value as often as they say, and tests reject as rarely."""
 
-import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import interval_coverage
 import pytest
 

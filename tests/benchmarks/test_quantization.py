@@ -3,12 +3,11 @@
 import json
 import subprocess
 
-import benchmarks_path  # noqa: F401 -- before what lies in benchmarks
 import pytest
 import quantization
-from parsed_recipes import parse_recipe
 
 from smelt.pipeline.recipe.yaml_file import dump_yaml
+from tests.support.parsed_recipes import parse_recipe
 
 ARMS = quantization.selected_arms(None)
 

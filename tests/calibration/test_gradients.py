@@ -1,12 +1,7 @@
 """Squared gradients against one backward pass a row, and what they leave behind."""
 
-import embedders
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.calibration.samples import load_calibration_samples
 from smelt.calibration.statistics import squared_gradients
@@ -15,6 +10,9 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.training.losses import label_objective
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import embedders, every_family, tiny
 
 
 @pytest.fixture

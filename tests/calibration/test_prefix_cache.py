@@ -1,14 +1,14 @@
 """A model that goes on from a block gives, to the bit, what it gives when it is run from its beginning."""
 
-import every_family
 import pytest
 import torch
-from every_family import DISTINCT_FAMILIES
 
 from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.calibration.sequential import PrefixCachedModel
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import blocks_of
+from tests.support.models import every_family
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 
 def rows_for(model):

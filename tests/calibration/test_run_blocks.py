@@ -1,11 +1,7 @@
 """Going block by block: what each block is fed is, to the bit, what it is fed in the whole model."""
 
-import every_family
-import harness
 import pytest
 import torch
-from every_family import DISTINCT_FAMILIES
-from expected_errors import raises_code
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import run_blocks
@@ -13,6 +9,10 @@ from smelt.compress.share_weights import ShareWeightsSettings, share_layers
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import blocks_of
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 
 def rows_for(model, lengths=((2, 9), (3, 7))):

@@ -1,7 +1,5 @@
 """Statistics of inputs against the same sums written out in numpy."""
 
-import every_family
-import harness
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,8 @@ from smelt.calibration import statistics
 from smelt.calibration.samples import CalibrationSamples, observe_inputs
 from smelt.calibration.statistics import collect_statistics, empty_statistics, few_tokens_text
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.models import every_family
 
 
 @pytest.fixture(scope="module")

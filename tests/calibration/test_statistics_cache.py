@@ -2,10 +2,7 @@
 
 import shutil
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
 
@@ -18,6 +15,8 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.core.stage_cache import StageCache
 from smelt.core.store import Store
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.models import every_family, tiny
 
 
 @pytest.fixture

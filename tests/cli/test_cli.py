@@ -7,16 +7,16 @@ import os
 import subprocess
 import sys
 
-import fake_workers
-import forked_workers
-import harness
 import pytest
-import tiny
-from expected_errors import command_error
 
 import smelt
 from smelt.cli.main import _checkout_commit, main
 from smelt.cli.output import open_standard_streams
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.models import tiny
+from tests.support.processes import forked_workers
+from tests.support.standins import fake_workers
 
 RECIPE = """
 model: m

@@ -3,15 +3,13 @@
 import json
 import shutil
 
-import harness
-import init_models
 import pytest
-import seq2seq
-import tiny
-from expected_errors import command_error, raises_code
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import command_error, raises_code
+from tests.support.models import init_models, seq2seq, tiny
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,14 @@ import shutil
 import subprocess
 import sys
 
-import exported_artifacts
-import harness
 import pytest
-import standalone_packages
-import tiny
-from expected_errors import command_error
 
 from smelt.api.package import PACKAGE_FORMATS
 from smelt.export.package import write_package
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.graphs import exported_artifacts, standalone_packages
+from tests.support.models import tiny
 
 
 def test_it_writes_and_says_how_to_run_it(tmp_path):

@@ -5,16 +5,16 @@ import json
 import subprocess
 import sys
 
-import exported_artifacts
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code
 
 import smelt
 from smelt.cli.commands import _stdin_lines
 from smelt.cli.main import main
 from smelt.core.errors import InputError
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
 
 LONG = " ".join(tiny.SENTENCES * 4)
 

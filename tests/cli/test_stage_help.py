@@ -3,7 +3,6 @@
 from typing import Annotated, Literal
 
 import pytest
-from expected_errors import raises_code
 from pydantic import Field
 from ruamel.yaml import YAML
 
@@ -12,6 +11,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Settings, StepName
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, load_stage
 from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight, default_options, supported_targets
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -9,12 +9,7 @@ import threading
 import time
 from dataclasses import replace
 
-import harness
 import pytest
-import tiny
-from concurrent_processes import disable_file_locks
-from expected_errors import command_error
-from expected_errors import raises_code as expected
 
 from smelt.cli.store import find_damaged_files, find_store, find_unused, remove_unused, stored_artifacts
 from smelt.core.errors import InputError
@@ -22,6 +17,11 @@ from smelt.core.locks import STALE_AFTER_S, read_owner, write_owner
 from smelt.core.stage_cache import commit_cached_files
 from smelt.core.store import Store
 from smelt.pipeline.execute.run_folder import cleaning_lock, list_runs, register_run
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.expected_errors import raises_code as expected
+from tests.support.models import tiny
+from tests.support.processes.concurrent_processes import disable_file_locks
 
 RECIPE = """
 model: m

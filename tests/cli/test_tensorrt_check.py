@@ -5,18 +5,18 @@ import re
 import subprocess
 import sys
 
-import graph_exports
-import harness
 import numpy as np
 import onnx
 import pytest
-import tensorrt_rig
-from expected_errors import command_error
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export.tensorrt import preflight as module
 from smelt.export.tensorrt.preflight import run_parser
 from smelt.runtimes import tensorrt_engine
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.graphs import graph_exports
+from tests.support.processes import tensorrt_rig
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,6 @@
 """Every torch stage on every decoder-only family: its loss, and save, load, same outputs."""
 
-import causal
-import every_family
-import harness
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +10,8 @@ from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.training.losses import label_objective
 from smelt.training.samples import collate, encode_split
+from tests.support import harness
+from tests.support.models import causal, every_family, tiny
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama", "opt"])

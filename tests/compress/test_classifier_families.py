@@ -1,11 +1,7 @@
 """Every stage that works in torch, on every family of classifiers and every problem type."""
 
-import classifiers
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from transformers import AutoModelForSequenceClassification
 
 from smelt.compress.distill.settings import DistillSettings
@@ -18,6 +14,9 @@ from smelt.data.splits import Columns, Example
 from smelt.models.checkpoint import load_model
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_runner
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import classifiers, tiny
 
 TASK = "text-classification"
 SHORT = {"max_steps": 3, "batch_size": 4, "num_evals": 1, "precision": "fp32"}

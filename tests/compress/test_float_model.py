@@ -3,14 +3,14 @@
 import json
 
 import pytest
-import tiny
-from expected_errors import raises_code
 from safetensors import safe_open
 
 from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 pytestmark = pytest.mark.quick
 

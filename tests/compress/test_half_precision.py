@@ -2,17 +2,12 @@
 
 import json
 
-import causal
-import harness
 import numpy as np
 import onnx
 import onnx.numpy_helper
 import pytest
-import seq2seq
-import tiny
 import torch
 import transformers
-from matrix import matrix_cells
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.distill.settings import DistillSettings
@@ -27,6 +22,9 @@ from smelt.data.splits import Columns, Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, save_model
+from tests.support import harness
+from tests.support.models import causal, seq2seq, tiny
+from tests.support.pairs.matrix import matrix_cells
 
 PAIRS = zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)
 MADE = {

@@ -2,16 +2,11 @@
 
 import json
 
-import every_family
-import harness
 import numpy as np
 import onnx
 import pytest
 import torch
-from every_family import SEPARATE_BLOCKS
-from expected_errors import raises_code, raises_setting_codes
 from safetensors.torch import load_file
-from weight_sharing import linear_names_by_block, three_layer_model
 
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers
@@ -33,6 +28,11 @@ from smelt.models.checkpoint import load_model
 from smelt.models.edits import is_masked, read_edits
 from smelt.models.layers import SharedLinear
 from smelt.pipeline.inspect.model_folder import check_file_consistency
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family
+from tests.support.models.every_family import SEPARATE_BLOCKS
+from tests.support.weight_sharing import linear_names_by_block, three_layer_model
 
 
 def settings(rank=4, **more):

@@ -1,13 +1,8 @@
 """Stages on a pretended GPU: no operator mixes devices, and results are those of the CPU."""
 
-import causal
-import harness
 import pytest
-import seq2seq
-import tiny
 import torch
 import transformers
-from pretend_gpu import pretend_gpu
 from safetensors.torch import load_file
 
 import smelt.training.lora
@@ -15,6 +10,9 @@ import smelt.training.trainer  # noqa: F401  (imported before a GPU is pretended
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.pipeline.recipe.stages import load_stage
+from tests.support import harness
+from tests.support.models import causal, seq2seq, tiny
+from tests.support.standins.pretend_gpu import pretend_gpu
 
 _ = transformers.Trainer  # likewise
 TRAINING = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "max_steps": 3, "num_evals": 1}

@@ -1,11 +1,7 @@
 """Every stage that works in torch on sentence embedders: what comes out makes vectors of length 1 again."""
 
-import embedders
-import harness
 import numpy as np
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
@@ -19,6 +15,9 @@ from smelt.data.splits import Columns, Split
 from smelt.models.checkpoint import load_model
 from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.registry import open_folder
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import embedders, tiny
 
 SHORT = {"max_steps": 3, "batch_size": 4, "num_evals": 1, "precision": "fp32"}
 STAGES = {

@@ -1,9 +1,6 @@
 """T5, BART and mBART through the stages that change a torch model, against transformers itself."""
 
-import harness
 import pytest
-import seq2seq
-import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
@@ -15,6 +12,8 @@ from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model, write_text_rules
 from smelt.models.text_rules import TextRules
 from smelt.training.samples import collate, encode_split
+from tests.support import harness
+from tests.support.models import seq2seq, tiny
 
 MADE = {
     "t5": seq2seq.write_t5,

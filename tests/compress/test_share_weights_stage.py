@@ -1,13 +1,8 @@
 """Sharing on every family: what is shared, what it weighs, what stays apart and why."""
 
-import every_family
-import harness
 import pytest
 import torch
-from every_family import SEPARATE_BLOCKS
-from expected_errors import raises_code, raises_setting_codes
 from safetensors.torch import load_file
-from weight_sharing import assert_first_two_shared, linear_names_by_block, share_weights, three_layer_model
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
@@ -18,6 +13,16 @@ from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import blocks_of
 from smelt.models.layers import skip_sublayer
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family
+from tests.support.models.every_family import SEPARATE_BLOCKS
+from tests.support.weight_sharing import (
+    assert_first_two_shared,
+    linear_names_by_block,
+    share_weights,
+    three_layer_model,
+)
 
 
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)

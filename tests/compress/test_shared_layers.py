@@ -3,15 +3,10 @@
 import hashlib
 from collections import Counter
 
-import every_family
-import harness
 import onnx
 import pytest
 import torch
-from matrix import is_full_matrix
-from ort_sessions import needs_vnni
 from safetensors.torch import load_file
-from weight_sharing import assert_first_two_shared, linear_names_by_block, share_weights, three_layer_model
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
@@ -22,6 +17,16 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import blocks_of
+from tests.support import harness
+from tests.support.graphs.ort_sessions import needs_vnni
+from tests.support.models import every_family
+from tests.support.pairs.matrix import is_full_matrix
+from tests.support.weight_sharing import (
+    assert_first_two_shared,
+    linear_names_by_block,
+    share_weights,
+    three_layer_model,
+)
 
 SOME = ["gpt2", "phi3", "t5"] if is_full_matrix() else ["phi3", "t5"]
 

@@ -1,11 +1,7 @@
 """The stage: what it learns, what it says of it, what stays when others follow."""
 
-import every_family
-import harness
 import numpy as np
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
@@ -20,6 +16,9 @@ from smelt.export.settings import OnnxSettings
 from smelt.generation.config import SHORTLIST_FILE, make_shortlist, read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family, tiny
 
 CONFIG = {"vocab_size": 8}
 ROWS = [([4, 5], [5, 4, 0]), ([4, 6], [5, 6, 0]), ([7, 5], [7, 4, 0])]

@@ -1,8 +1,6 @@
 """Stages that change a model's structure leave one with which everything else can still be done."""
 
-import every_family
 import pytest
-import usability_checks
 
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers
@@ -14,6 +12,8 @@ from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings
 from smelt.compress.trim_vocabulary.stage import TrimVocabulary
+from tests.support import usability_checks
+from tests.support.models import every_family
 
 STAGES = {
     "trim-vocabulary": (TrimVocabulary(), TrimVocabularySettings(coverage=0.8)),

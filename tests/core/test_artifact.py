@@ -5,12 +5,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord, Manifest, read_artifact, read_manifest
 from smelt.core.errors import InputError
 from smelt.core.files import write_hashed_json
 from smelt.core.store import Store
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

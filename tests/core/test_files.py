@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.core.files import (
@@ -22,6 +21,7 @@ from smelt.core.files import (
     write_atomically,
     write_json,
 )
+from tests.support.expected_errors import raises_code
 
 UMASKS = pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
 

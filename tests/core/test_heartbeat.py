@@ -7,11 +7,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from concurrent_processes import WITHOUT_LOCKS, disable_file_locks, start
 
 from smelt.core import locks as heartbeats
 from smelt.core.files import seconds_since_written
 from smelt.core.locks import STALE_AFTER_S, current_owner, heartbeat, is_active, read_owner, write_owner
+from tests.support.processes.concurrent_processes import WITHOUT_LOCKS, disable_file_locks, start
 
 WORKER = """
 import sys, time

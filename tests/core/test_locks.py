@@ -8,10 +8,10 @@ import signal
 import time
 
 import pytest
-from concurrent_processes import WITHOUT_LOCKS, disable_file_locks, run_at_once, start
 
 from smelt.core import locks
 from smelt.core.locks import current_owner, file_lock, is_locked, read_owner, remove_stale_lock, try_lock
+from tests.support.processes.concurrent_processes import WITHOUT_LOCKS, disable_file_locks, run_at_once, start
 
 HOLDER = """
 import sys, time

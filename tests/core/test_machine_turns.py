@@ -4,12 +4,11 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from types import SimpleNamespace
 
-from harness import smelt
-from search_recipes import small, write
-
 from smelt.core.locks import MachineTurns, current_owner
 from smelt.pipeline.execute import cluster_tasks
 from smelt.pipeline.execute.latency_scores import LatencyScores
+from tests.support.harness import smelt
+from tests.support.search_recipes import small, write
 
 
 def test_a_measurement_waits_for_running_steps_and_holds_back_new_ones(tmp_path):

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.core.system import (
@@ -17,6 +16,7 @@ from smelt.core.system import (
     require_memory,
     reset_peak_memory,
 )
+from tests.support.expected_errors import raises_code
 
 
 def test_available_is_what_psutil_sees_where_no_container_limits_it(tmp_path):

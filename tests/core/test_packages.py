@@ -1,9 +1,9 @@
 import pytest
-from expected_errors import raises_code
 
 from smelt.core import system
 from smelt.core.errors import MissingDependencyError
 from smelt.core.system import package_problem, require_package
+from tests.support.expected_errors import raises_code
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import uuid
 
 import fsspec
 import pytest
-from expected_errors import raises_code
-from s3_server import s3_server
 
 from smelt.core import remote_store
 from smelt.core.artifact import Manifest
@@ -16,6 +14,8 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
 from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import CHECKPOINT_FILE, StepCheckpoints, Store
+from tests.support.expected_errors import raises_code
+from tests.support.processes.s3_server import s3_server
 
 KEY = "ab" * 32
 

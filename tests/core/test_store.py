@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from concurrent_processes import disable_file_locks
-from expected_errors import raises_code
 
 from smelt.core.artifact import Manifest, read_artifact
 from smelt.core.errors import InputError, RunError
@@ -22,6 +20,8 @@ from smelt.core.files import MANIFEST
 from smelt.core.locks import STALE_AFTER_S, current_owner, read_owner, write_owner
 from smelt.core.messages import message_codes
 from smelt.core.store import Store
+from tests.support.expected_errors import raises_code
+from tests.support.processes.concurrent_processes import disable_file_locks
 
 KEY = "ab" * 32
 

@@ -1,11 +1,11 @@
 """BLEU's tokenizer by language and script, against sacrebleu's own choice and numbers."""
 
 import pytest
-from expected_errors import raises_code
 from sacrebleu.metrics.bleu import BLEU
 
 from smelt.core.errors import InputError
 from smelt.data.bleu_tokenizer import bleu_tokenizer
+from tests.support.expected_errors import raises_code
 
 CHINESE = ["一个男人在街上骑自行车。", "两只狗在草地上奔跑。", "孩子们在河边玩耍。"]
 JAPANESE = [

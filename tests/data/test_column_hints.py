@@ -4,7 +4,6 @@ import json
 import shlex
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.api.evaluate import read_texts
 from smelt.api.predict import read_examples
@@ -13,6 +12,7 @@ from smelt.data.column_hints import column_options, columns_hint
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.pipeline.inspect.data_files import inspect_data, parse_columns
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

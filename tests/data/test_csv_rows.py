@@ -5,10 +5,10 @@ import gzip
 import threading
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.csv_rows import MAX_FIELD_CHARACTERS, detect_delimiter, read_csv_rows
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

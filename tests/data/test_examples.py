@@ -4,12 +4,12 @@ import gzip
 import json
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

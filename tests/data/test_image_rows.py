@@ -2,10 +2,8 @@
 
 import json
 
-import images
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data import images as module
@@ -13,6 +11,8 @@ from smelt.data.examples import read_split
 from smelt.data.images import read_image_bytes
 from smelt.data.split_division import divide_split
 from smelt.data.splits import Columns
+from tests.support.expected_errors import raises_code
+from tests.support.models import images
 
 pytestmark = pytest.mark.quick
 

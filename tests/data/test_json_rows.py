@@ -5,11 +5,11 @@ import json
 import tracemalloc
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.json_rows import read_json_rows
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

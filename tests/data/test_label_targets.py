@@ -1,7 +1,6 @@
 """The labels of rows as targets, and what is said of those that can be none."""
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.labels import (
@@ -14,6 +13,7 @@ from smelt.data.labels import (
     regression_targets,
 )
 from smelt.data.splits import Example
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -1,7 +1,6 @@
 """Labels: what a classifier does, and what its outputs are called."""
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.labels import (
@@ -14,6 +13,7 @@ from smelt.data.labels import (
     problem_type,
     similar_labels,
 )
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.npz_arrays import read_npz, read_npz_headers, write_npz
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.examples import parse_prompt, read_split
 from smelt.data.prompt_rows import assistant_turns, conversation_text, parse_conversation, prompt_messages
 from smelt.data.splits import Columns
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 USER, ASSISTANT, SYSTEM = ({"role": role, "content": role[:1]} for role in ("user", "assistant", "system"))

@@ -2,14 +2,14 @@
 
 import io
 
-import images
 import numpy as np
 import pytest
-from expected_errors import raises_code
 from PIL import Image, ImageOps
 
 from smelt.core.errors import InputError
 from smelt.data.images import upright_rgb
+from tests.support.expected_errors import raises_code
+from tests.support.models import images
 
 SHADES = np.arange(0, 65536, 257 * 17, dtype=np.uint16).reshape(4, 4)  # white is 65535
 

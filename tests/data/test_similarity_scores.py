@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.examples import read_split
 from smelt.data.labels import parse_score, require_all_or_none
 from smelt.data.splits import SENTENCE_SIMILARITY, Columns, Example, Split, input_texts
+from tests.support.expected_errors import raises_code
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3, 3.0), ("3.5", 3.5), (0, 0.0), (None, None), ("", None)])

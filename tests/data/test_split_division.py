@@ -8,7 +8,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from smelt.core.errors import InputError
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import Example, Split, Windows, split_from_arrays
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.examples import read_split, read_unlabelled
 from smelt.data.splits import Columns
+from tests.support.expected_errors import raises_code
 
 TASK = "text-classification"
 

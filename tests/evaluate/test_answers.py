@@ -7,7 +7,6 @@ import string
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.evaluate.metrics import RESPONSE_PERPLEXITY
@@ -19,6 +18,7 @@ from smelt.evaluate.significance import (
     metric_value,
     wilson_interval,
 )
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 PREDICTIONS = [

@@ -1,12 +1,9 @@
 """Accuracy of choices by their likelihood, against the numbers of lm-evaluation-harness."""
 
-import causal
 import numpy as np
 import pytest
-import tiny
 import torch
 import transformers
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.core.stage import no_progress
@@ -16,6 +13,8 @@ from smelt.evaluate.significance import compare_steps
 from smelt.models.checkpoint import load_tokenizer
 from smelt.pipeline.execute import scoring
 from smelt.runtimes.registry import open_runner
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, tiny
 
 WORDS = causal.TEXT.split()
 

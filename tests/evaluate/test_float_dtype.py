@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-import tiny
 from safetensors.numpy import save_file
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord
 from smelt.evaluate.environment import float_dtype
+from tests.support.models import tiny
 
 pytestmark = pytest.mark.quick
 

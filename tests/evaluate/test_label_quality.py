@@ -5,8 +5,6 @@ import re
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
-from expected_intervals import student_interval
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import (
     accuracy_score,
@@ -36,6 +34,8 @@ from smelt.evaluate.metrics import find_metric
 from smelt.evaluate.quality import score_choices, score_labels, score_responses, score_windows
 from smelt.evaluate.significance import compare_steps, wilson_interval
 from smelt.runtimes.runner import predictions_from_logits
+from tests.support.expected_errors import raises_code
+from tests.support.expected_intervals import student_interval
 
 pytestmark = pytest.mark.quick
 

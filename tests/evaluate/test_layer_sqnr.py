@@ -2,10 +2,7 @@
 
 import copy
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
 from torch.ao.ns.fx.utils import compute_sqnr
 
@@ -28,6 +25,8 @@ from smelt.evaluate.layer_sqnr import (
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import blocks_of
 from smelt.pipeline.execute.baseline_comparisons import kept_blocks
+from tests.support import harness
+from tests.support.models import every_family, tiny
 
 BATCHES = [
     {

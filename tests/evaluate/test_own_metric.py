@@ -6,18 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import causal
-import harness
 import numpy as np
 import pytest
-from expected_errors import command_error, raises_code
-from expected_intervals import student_interval
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.evaluate.own_metric import copy_own_metrics, load_own_metric, score_own_metric
 from smelt.evaluate.significance import compare_steps
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import command_error, raises_code
+from tests.support.expected_intervals import student_interval
+from tests.support.models import causal
 
 MODULE = """
 import sys

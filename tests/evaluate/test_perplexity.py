@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
-from expected_intervals import student_interval
 
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import score_windows
 from smelt.evaluate.significance import compare_steps
+from tests.support.expected_errors import raises_code
+from tests.support.expected_intervals import student_interval
 
 LOSSES = [10.0, 30.0, 8.0, 12.0, 11.0, 9.0, 13.0]
 TOKENS, SIZES = [5, 10, 4, 5, 6, 3, 7], [20, 50, 15, 21, 25, 14, 30]

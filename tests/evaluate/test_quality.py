@@ -3,8 +3,6 @@ import json
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
-from expected_intervals import student_interval
 from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 from sacrebleu.metrics.bleu import BLEU
@@ -17,6 +15,8 @@ from smelt.evaluate.label_quality import score_label_sets, score_regression
 from smelt.evaluate.metrics import find_metric
 from smelt.evaluate.quality import TEXT_METRICS, UnicodeTokenizer, score_labels, score_texts, score_windows
 from smelt.evaluate.significance import Statistics
+from tests.support.expected_errors import raises_code
+from tests.support.expected_intervals import student_interval
 
 WORDS = [
     "ein",

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 from scipy import stats
 
 from smelt.core.errors import InputError
 from smelt.evaluate.label_quality import ReferenceVectors, paired_cosines, score_vectors
 from smelt.evaluate.metrics import EMBEDDING_METRICS
 from smelt.evaluate.significance import compare_steps
+from tests.support.expected_errors import raises_code
 
 DRAW = np.random.default_rng(0)
 VECTORS = DRAW.normal(size=(40, 6)).astype(np.float32)

@@ -4,8 +4,6 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
-from expected_intervals import student_interval as expected_interval
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from scipy.optimize import brentq, minimize_scalar
@@ -26,6 +24,8 @@ from smelt.evaluate.significance import (
     tango_interval,
     wilson_interval,
 )
+from tests.support.expected_errors import raises_code
+from tests.support.expected_intervals import student_interval as expected_interval
 
 WORDS = [
     "a",

@@ -4,11 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
 from smelt.evaluate.metrics import OUTPUT_METRICS
 from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
+from tests.support.expected_errors import raises_code
 
 
 def scores(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:

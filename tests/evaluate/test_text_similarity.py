@@ -1,11 +1,11 @@
 """METEOR against nltk on a small WordNet, BERTScore against the numbers of bert-score."""
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.evaluate import text_similarity
 from smelt.evaluate.quality import score_texts
+from tests.support.expected_errors import raises_code
 
 TOKENS = [
     "[PAD]",

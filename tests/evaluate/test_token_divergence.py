@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-from exported_artifacts import exported_artifact
 from torch.nn import functional
 
 from smelt.evaluate import layer_sqnr
@@ -12,6 +11,7 @@ from smelt.evaluate.layer_sqnr import TokenComparison, summed_divergence
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtimes.registry import open_folder
+from tests.support.graphs.exported_artifacts import exported_artifact
 
 TEXTS = ["the cat sat on the red mat", "two dogs", "a man walks near the river"]
 GENERATION = GenerationSettings(max_new_tokens=6)

@@ -6,8 +6,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from expected_errors import raises_code
-from ort_sessions import needs_vnni
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
@@ -16,6 +14,8 @@ from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.emit import exporting_to
 from smelt.quantization.schemes.registry import default_options, find_scheme
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS, compile_graph
+from tests.support.expected_errors import raises_code
+from tests.support.graphs.ort_sessions import needs_vnni
 
 
 def coded(inputs, outputs, scheme="int4", **options):

@@ -1,12 +1,9 @@
 """Scales of int8 caches are those of torch's own keys and values, on rows of the data, padding aside."""
 
-import causal
-import exported_artifacts
 import numpy as np
 import onnx
 import pytest
 import torch
-from expected_errors import raises_code
 from onnx import numpy_helper
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,6 +12,9 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split, Windows
 from smelt.export import kv_cache
 from smelt.export.kv_cache import cache_calibration_rows, cache_calibration_split, cache_scales
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import causal
 
 
 class Words:

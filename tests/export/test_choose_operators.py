@@ -2,14 +2,8 @@
 
 import re
 
-import causal
-import every_family
-import graph_exports
-import harness
 import onnx
 import pytest
-import tiny
-from expected_errors import raises_setting_codes
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.messages import message_codes
@@ -21,6 +15,10 @@ from smelt.export.parity import check_parity
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.registry import default_options, find_scheme
+from tests.support import harness
+from tests.support.expected_errors import raises_setting_codes
+from tests.support.graphs import graph_exports
+from tests.support.models import causal, every_family, tiny
 
 DYNAMIC, BLOCKS = "DynamicQuantizeMatMul", "MatMulNBits"
 

@@ -1,8 +1,8 @@
-import graph_exports
 import pytest
 
 from smelt.export import autotune
 from smelt.export.autotune import fewest_threads, measure_threads, thread_counts
+from tests.support.graphs import graph_exports
 
 
 @pytest.mark.quick

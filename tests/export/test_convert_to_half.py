@@ -4,7 +4,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import RunError
@@ -12,6 +11,7 @@ from smelt.export.convert_to_half import convert_to_half
 from smelt.export.parity.references import widen_to_float32
 from smelt.export.tensorrt.preflight import preflight
 from smelt.export.value_types import values_of_type
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

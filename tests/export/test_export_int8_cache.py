@@ -2,17 +2,11 @@
 
 import shutil
 
-import causal
-import every_family
-import harness
 import numpy as np
 import onnx
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from onnx import numpy_helper
-from shared_folders import make_once
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -29,6 +23,10 @@ from smelt.generation.runners import token_nll
 from smelt.generation.search import generate, generate_in_graph, generate_resolved
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, every_family, tiny
+from tests.support.shared_folders import make_once
 
 INT8 = OnnxSettings(kv_cache="int8")
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))

@@ -6,12 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-import causal
-import classifiers
-import published_tokenizers
 import pytest
-import seq2seq
-import tiny
 
 from smelt.data.splits import Example, Split
 from smelt.export import tokenizer as code
@@ -25,6 +20,7 @@ from smelt.export.tokenizer import (
 from smelt.models.checkpoint import copy_tokenizer, load_tokenizer
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import EDGE_CASE_TEXTS, RustTokenizer, open_tokenizer, read_tokenizer_info
+from tests.support.models import causal, classifiers, published_tokenizers, seq2seq, tiny
 
 pytestmark = pytest.mark.quick
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import graph_exports
 import numpy as np
 import onnx
 import onnxruntime
@@ -10,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export.graphs.export_graph import fuse_biases
+from tests.support.graphs import graph_exports
 
 
 def graph(nodes, shape=("r", 1, 4), outputs=("y",)):

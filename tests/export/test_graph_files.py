@@ -3,15 +3,10 @@
 import os
 import shutil
 
-import causal
-import graph_exports
-import matrix
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import tiny
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Manifest, read_artifact
@@ -33,6 +28,10 @@ from smelt.export.parity.parity_samples import example_feeds
 from smelt.export.settings import OnnxSettings
 from smelt.runtimes.registry import open_runner
 from smelt.runtimes.tensorrt_engine import external_data_files, graph_hash
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import graph_exports
+from tests.support.models import causal, tiny
+from tests.support.pairs import matrix
 
 LIMIT = 2000
 # each family and target once; and what else there is

@@ -1,16 +1,9 @@
 """Models whose FFN overflows in float16 leave as graphs that agree with float32, and say what they kept."""
 
-import embedders
-import every_family
-import graph_exports
-import images
-import matrix
 import numpy as np
 import onnx
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from pydantic import ValidationError
 
 from smelt.core.errors import ParityError
@@ -22,6 +15,10 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import preflight
 from smelt.models.checkpoint import load_model, save_model
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import graph_exports
+from tests.support.models import embedders, every_family, images, tiny
+from tests.support.pairs import matrix
 
 # the product that is made too large, its graph, and the factor: its weights are still below 65,504
 PLANTED = {

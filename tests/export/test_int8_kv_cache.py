@@ -1,7 +1,5 @@
 """The graph with int8 caches: what becomes of its attentions, and wirings that are refused."""
 
-import exported_artifacts
-from expected_errors import raises_code
 from onnx import TensorProto, helper
 
 from smelt.core.errors import RunError
@@ -12,6 +10,8 @@ from smelt.export.kv_cache import (
     quantize_kv_cache,
     rotated_keys,
 )
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
 
 
 def float_graph():

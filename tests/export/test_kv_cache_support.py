@@ -3,16 +3,15 @@
 import json
 import re
 
-import causal
-import graph_exports
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings, unsupported_head_dim, unsupported_model, unsupported_task
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.graphs import graph_exports
+from tests.support.models import causal, tiny
 
 INT8 = OnnxSettings(kv_cache="int8")
 TARGETS = ("ort-cuda", "tensorrt", "openvino", "ort-tensorrt")

@@ -1,15 +1,15 @@
 """An export whose copies of the weights cannot fit is refused before it begins."""
 
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core import system
 from smelt.core.errors import RunError
 from smelt.export import onnx_stage
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 
 def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):

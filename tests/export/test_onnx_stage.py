@@ -2,13 +2,11 @@ import json
 from collections import Counter
 from types import SimpleNamespace
 
-import harness
 import numpy as np
 import onnx
 import pytest
 import torch
 import transformers
-from expected_errors import raises_code, raises_setting_codes
 from pydantic import ValidationError
 
 from smelt.compress.quantize.plan_layers import quantize_module
@@ -24,6 +22,8 @@ from smelt.models.tokenizer import RustTokenizer, open_tokenizer, read_tokenizer
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.graph_walk import iter_initializers
 from smelt.runtimes.registry import open_folder
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
 
 
 def tokenizer_files(folder):

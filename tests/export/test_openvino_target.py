@@ -1,19 +1,19 @@
 """The onnx stage with target openvino: its settings, what it refuses, how it is compared."""
 
-import graph_exports
 import numpy as np
 import onnx
 import pytest
-import tiny
-from expected_errors import raises_code, raises_setting_codes
-from matrix import is_full_matrix, matrix_cells
-from ort_sessions import needs_vnni
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.runtimes import openvino_backend
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.graphs import graph_exports
+from tests.support.graphs.ort_sessions import needs_vnni
+from tests.support.models import tiny
+from tests.support.pairs.matrix import is_full_matrix, matrix_cells
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"] if is_full_matrix() else ["bert"])

@@ -4,11 +4,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import RunError
 from smelt.export.graph_files import SHARED_WEIGHTS_FILE, external_data_path, share_weights
+from tests.support.expected_errors import raises_code
 
 RANDOM = np.random.default_rng(0)
 BOTH = RANDOM.normal(size=(32, 32)).astype(np.float32)

@@ -3,7 +3,6 @@
 import numpy as np
 import onnx
 import pytest
-import schemes
 import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
@@ -15,6 +14,7 @@ from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.schemes.registry import default_options, find_scheme
 from smelt.runtimes.onnx_backend import open_onnx_session
+from tests.support import schemes
 
 
 def coded(module, size=64):

@@ -2,20 +2,19 @@
 
 import shutil
 
-import graph_exports
-import mutations
 import numpy as np
 import onnx
 import onnxsim
 import pytest
-from graph_edits import insert_after_value, replace_values
-from matrix import matrix_cells
 
 from smelt.core.messages import Message
 from smelt.export import graph_files, simplify_graph
 from smelt.export.parity.parity_samples import EXAMPLE_LENGTHS, OTHER_EXAMPLE_LENGTHS
 from smelt.export.simplify_graph import run_onnxsim, simplify_file
 from smelt.runtimes.graph_walk import external_locations
+from tests.support.graphs import graph_exports, mutations
+from tests.support.graphs.graph_edits import insert_after_value, replace_values
+from tests.support.pairs.matrix import matrix_cells
 
 TOKENS = np.arange(2, 40)
 

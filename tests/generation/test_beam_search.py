@@ -2,16 +2,15 @@
 
 from itertools import pairwise
 
-import generation_models
-import matrix
 import numpy as np
 import pytest
-import tiny
 
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import _top_k, generate
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_runner
+from tests.support.models import generation_models, tiny
+from tests.support.pairs import matrix
 
 KINDS = (*generation_models.SEQ2SEQ, *generation_models.CAUSAL)
 

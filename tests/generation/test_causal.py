@@ -5,13 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-import causal
-import every_family
 import numpy as np
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,6 +25,8 @@ from smelt.pipeline.execute.scoring import Scorer
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, every_family, tiny
 
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
 from smelt.generation.config import GenerationConfig
@@ -12,6 +11,7 @@ from smelt.generation.runners import DecoderOnlyRunner, prefill
 from smelt.generation.search import generate_resolved
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import ModelFiles
+from tests.support.expected_errors import raises_code
 
 VOCABULARY = 5
 

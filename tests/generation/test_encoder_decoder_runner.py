@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.generation.config import make_shortlist, write_shortlist
@@ -12,6 +11,7 @@ from smelt.generation.runners import EncoderDecoderRunner
 from smelt.generation.search import generate_resolved
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import ModelFiles
+from tests.support.expected_errors import raises_code
 
 BATCH = Batch(np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]]))
 

@@ -4,10 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
+from tests.support.expected_errors import raises_code
 
 CONFIG = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id": 1, "pad_token_id": 0}
 CONFIG |= {"vocab_size": 20}

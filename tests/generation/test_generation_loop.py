@@ -1,15 +1,14 @@
 """The loop gives what Hugging Face `generate` gives, token for token; the settings are checked."""
 
-import generation_models
 import numpy as np
 import pytest
-import tiny
 
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.models.checkpoint import load_tokenizer
 from smelt.runtimes.predict_texts import generate_texts, make_batches
 from smelt.runtimes.registry import open_runner
+from tests.support.models import generation_models, tiny
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,8 @@ import shutil
 from pathlib import Path
 from typing import ClassVar
 
-import causal
-import published_tokenizers
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from smelt.core.errors import InputError
@@ -26,6 +22,8 @@ from smelt.models.checkpoint import load_tokenizer
 from smelt.models.tokenizer import encode_prompts, truncate_prompt
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, published_tokenizers, tiny
 
 SENTENCE = "The old house stands near the river."
 LONG = " ".join(causal.TEXT.split())

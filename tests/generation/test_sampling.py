@@ -1,10 +1,8 @@
 """Sampling: the filters are those of transformers, the draws have the probabilities that are left."""
 
-import generation_models
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises_code
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -16,6 +14,8 @@ from smelt.core.errors import RunError
 from smelt.generation.config import GenerationSettings
 from smelt.generation.logits_processors import filter_logits, sample_tokens
 from smelt.generation.search import generate
+from tests.support.expected_errors import raises_code
+from tests.support.models import generation_models
 
 pytestmark = pytest.mark.quick
 

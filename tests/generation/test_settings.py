@@ -1,9 +1,9 @@
 """Settings of generation: what contradicts itself, and what it is called."""
 
 import pytest
-from expected_errors import raises_setting_codes
 
 from smelt.generation.config import GenerationSettings
+from tests.support.expected_errors import raises_setting_codes
 
 pytestmark = pytest.mark.quick
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
@@ -18,6 +17,7 @@ from smelt.generation.config import (
     write_shortlist,
 )
 from smelt.runtimes.backend import Batch
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -3,10 +3,10 @@
 import ast
 from pathlib import Path
 
-import every_family
 import pytest
 
 from smelt.models.families.registry import FAMILIES
+from tests.support.models import every_family
 
 pytestmark = pytest.mark.quick
 

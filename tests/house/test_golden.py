@@ -8,13 +8,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import golden
 import numpy as np
 import onnx
 import pytest
-from golden import CASES
 
 from smelt.pipeline.recipe.stages import STAGE_CLASSES
+from tests.support.goldens import golden
+from tests.support.goldens.golden import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 MEND = (
@@ -67,7 +67,7 @@ SEARCHES = [  # quick cases that choose among candidates by what a model compute
 @pytest.fixture(scope="module")
 def fingerprints_of_old_processor():
     code = (
-        "import golden, json, sys;"
+        "import json, sys; from tests.support.goldens import golden;"
         "print(json.dumps({name: golden.fingerprint(golden.CASES[name]) for name in sys.argv[1:]}))"
     )
     environment = os.environ | OLD_PROCESSOR | {"PYTHONPATH": os.pathsep.join(sys.path)}

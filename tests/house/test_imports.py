@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import tiny
+from tests.support.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][

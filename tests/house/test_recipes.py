@@ -43,9 +43,8 @@ def at_first_values(value: Any) -> Any:
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmark_recipe_has_no_mistake_in_its_text(path: Path) -> None:
-    from parsed_recipes import parse_recipe
-
     from smelt.pipeline.recipe.recipe import METRICS_BY_TASK
+    from tests.support.parsed_recipes import parse_recipe
 
     text = path.read_text()
     if YAML(typ="safe").load(text).get("search"):
@@ -57,7 +56,7 @@ def test_benchmark_recipe_has_no_mistake_in_its_text(path: Path) -> None:
 
 
 def test_quickstart_shows_every_kind_of_stage() -> None:
-    from parsed_recipes import parse_recipe
+    from tests.support.parsed_recipes import parse_recipe
 
     path = ROOT / "configs" / "quickstart.yaml"
     words = {entry.stage for entry in parse_recipe(path.read_text(), path).stages}

@@ -9,16 +9,24 @@ import subprocess
 import sys
 
 import pytest
-from output_hashes import CASES_OF_STAGES, TOKENIZERS, output_hashes
 
 from smelt.pipeline.recipe.stages import STAGE_CLASSES
+from tests.support.goldens.output_hashes import CASES_OF_STAGES, TOKENIZERS, output_hashes
 
 
 @pytest.fixture(scope="module")
 def hashes_of_another_process():
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = [sys.executable, "-W", "ignore", "-m", "output_hashes", *TOKENIZERS, *CASES_OF_STAGES.values()]
+    program = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.support.goldens.output_hashes",
+        *TOKENIZERS,
+        *CASES_OF_STAGES.values(),
+    ]
     result = subprocess.run(program, env=environment, check=True, capture_output=True, text=True)
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import golden
 import pytest
 
 from smelt.quantization.schemes.registry import (
@@ -15,6 +14,7 @@ from smelt.quantization.schemes.registry import (
     format_option_value,
     schemes_by_option,
 )
+from tests.support.goldens import golden
 from tools import settings_tables
 
 pytestmark = pytest.mark.quick

@@ -3,11 +3,10 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import harness
-import matrix
 import pytest
-import pytest_smelt
-import shared_folders
+
+from tests.support import harness, pytest_smelt, shared_folders
+from tests.support.pairs import matrix
 
 pytestmark = pytest.mark.quick
 

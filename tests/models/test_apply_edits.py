@@ -3,9 +3,7 @@
 import contextlib
 
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -13,6 +11,8 @@ from torch import nn
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import _OPS, apply_edits
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 NUMBERS = st.sampled_from([0, 1, 2, 8, -1, 2**31, 2**70, 1.5, True, None, "8", [8]])
 MODULES = st.sampled_from(

@@ -5,12 +5,12 @@ import signal
 import sys
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.models import chat_rendering
 from smelt.models.chat_rendering import ChatRequest
 from smelt.models.prompt_template import PromptTemplate
+from tests.support.expected_errors import raises_code
 
 TURN = [{"role": "user", "content": "a"}]
 ERRORS = {

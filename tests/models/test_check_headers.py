@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import causal
 import numpy as np
 import pytest
-import quantized_checkpoints
-from expected_errors import raises_code
 from safetensors.numpy import load_file, save_file
 
 from smelt.core.errors import InputError
@@ -17,6 +14,8 @@ from smelt.models.quantization_config import (
     require_quantized_tensors,
 )
 from smelt.models.weight_files import weight_tensors
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, quantized_checkpoints
 
 AUTO_ROUND = Path(__file__).parent / "written_by_auto_round"
 GPTQ, AWQ = QuantizationConfig("gptq", 32, 1), QuantizationConfig("awq", 32, 0)

@@ -4,10 +4,7 @@ import json
 import subprocess
 import sys
 
-import harness
-import tiny
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BertModel, MarianMTModel
@@ -18,6 +15,9 @@ from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import apply_edits
 from smelt.models.import_model import import_model
 from smelt.models.model_size import count_parameters
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 
 def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import every_family
 import pytest
 import torch
 import transformers
@@ -14,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from smelt.models.costs import Batch, SampleLengths, Work, activation_bytes, block_flops, forward_work
 from smelt.models.model_size import read_model_size, size_from_config
 from smelt.training.samples import EncodedSample, group_by_length
+from tests.support.models import every_family
 
 LLAMA_1B = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,

@@ -1,13 +1,13 @@
 """Weights are counted as what codes stand for: quantizing changes no count."""
 
-import every_family
-import matrix
 import pytest
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.models.model_size import count_parameters
 from smelt.quantization.schemes.registry import SCHEMES
+from tests.support.models import every_family
+from tests.support.pairs import matrix
 
 
 @pytest.mark.parametrize(("scheme", "kind"), matrix.matrix_cells(list(SCHEMES), ["t5", "gpt2", "bert"]))

@@ -1,10 +1,10 @@
 """The empty model that weights are read into: nothing is drawn for it."""
 
 import pytest
-import tiny
 import torch
 
 from smelt.models.checkpoint import load_model
+from tests.support.models import tiny
 
 pytestmark = pytest.mark.quick
 

@@ -3,15 +3,14 @@
 import shutil
 from pathlib import Path
 
-import causal
 import pytest
-import tiny
 import transformers
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
 from smelt.models.weight_files import WEIGHTS_FILE, require_finite_weights
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, tiny
 
 UP = "transformer.h.1.mlp.c_fc.weight"
 

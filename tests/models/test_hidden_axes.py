@@ -1,12 +1,8 @@
 """The axes that carry the hidden states: against torch-pruning's graph, and by making models narrower."""
 
-import embedders
-import every_family
-import family_models
 import pytest
 import torch
 import transformers
-from expected_errors import raises_code
 
 from smelt.compress.factorize.svd import ErrorMetric, low_rank_layer
 from smelt.compress.prune.units import AttentionGroup
@@ -15,6 +11,8 @@ from smelt.models.edits import replace_module
 from smelt.models.empty_model import replace_conv1d
 from smelt.models.families.registry import FAMILIES, blocks_of, model_attentions
 from smelt.models.hidden_width import hidden_axes
+from tests.support.expected_errors import raises_code
+from tests.support.models import embedders, every_family, family_models
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,9 @@
 import copy
 import json
 
-import every_family
-import harness
-import images
 import pytest
 import torch
 import transformers
-from every_family import DISTINCT_FAMILIES
-from expected_errors import raises_code
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
@@ -21,6 +16,10 @@ from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import apply_edits
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family, images
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 SAYABLE = {"t5", "llama", "mistral", "qwen2", "qwen3", "phi3"}
 

@@ -3,11 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import seq2seq
-import tiny
 
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.tokenizer import HubTokenizer, as_text_tokenizer
+from tests.support.models import seq2seq, tiny
 
 TEXTS = [" ".join(tiny.SENTENCES[:n]) for n in range(1, 9)]
 

@@ -2,13 +2,8 @@
 
 import json
 
-import classifiers
-import embedders
 import pytest
-import seq2seq
-import tiny
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -27,6 +22,8 @@ from smelt.models.import_model import import_model
 from smelt.models.model_size import count_parameters
 from smelt.models.weight_files import source_files
 from smelt.pipeline.inspect.model_info import inspect_model
+from tests.support.expected_errors import raises_code
+from tests.support.models import classifiers, embedders, seq2seq, tiny
 
 
 @pytest.fixture

@@ -3,13 +3,9 @@
 import json
 from pathlib import Path
 
-import causal
-import every_family
 import numpy as np
 import pytest
-import quantized_checkpoints
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -22,6 +18,8 @@ from smelt.models.edits import read_edits
 from smelt.models.import_model import import_model
 from smelt.models.model_size import count_parameters
 from smelt.quantization.layers import is_quantized
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, every_family, quantized_checkpoints
 
 GATE = "model.layers.0.mlp.gate_proj"
 AUTO_ROUND = Path(__file__).parent / "written_by_auto_round"

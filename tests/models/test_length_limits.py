@@ -3,8 +3,6 @@
 import json
 
 import pytest
-import seq2seq
-import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
@@ -14,6 +12,7 @@ from smelt.models.text_rules import NO_LIMIT, max_input_length, position_limit, 
 from smelt.models.tokenizer import encode_texts
 from smelt.runtimes.predict_texts import generate_texts, pad_batch
 from smelt.runtimes.registry import open_runner
+from tests.support.models import seq2seq, tiny
 
 pytestmark = pytest.mark.quick
 

@@ -3,15 +3,14 @@
 import json
 import shutil
 
-import published_tokenizers
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.export.tokenizer import read_tokenizer_facts
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.tokenizer import MarianTokenizer
+from tests.support.expected_errors import raises_code
+from tests.support.models import published_tokenizers, tiny
 
 SMILE, FROWN = "\U0001f642", "\u2639"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import every_family
 import pytest
 import torch
 import transformers
@@ -14,6 +13,7 @@ from torch import nn
 from smelt.models.empty_model import empty_model
 from smelt.models.families.registry import blocks_of
 from smelt.models.model_size import count_parameters, read_model_size, size_from_config
+from tests.support.models import every_family
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,8 @@ import re
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import transformers
-from expected_errors import raises_code
-from untrained_models import CONFIGS, ENCODER, make_untrained
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
@@ -16,6 +13,9 @@ from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.generation.config import make_shortlist, write_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.new_model import config_for_tokenizer, create_model
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
+from tests.support.models.untrained_models import CONFIGS, ENCODER, make_untrained
 
 
 @pytest.mark.parametrize("family", ["marian", "t5", "bart", "bert", "gpt2", "llama"])

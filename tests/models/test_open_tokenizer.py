@@ -1,8 +1,6 @@
 """Who reads an artifact's texts: the light reader where it was compared, else transformers."""
 
-import published_tokenizers
 import pytest
-import tiny
 
 from smelt.export.tokenizer import read_tokenizer_facts
 from smelt.models.checkpoint import load_tokenizer
@@ -13,6 +11,7 @@ from smelt.models.tokenizer import (
     read_tokenizer_info,
     write_tokenizer_info,
 )
+from tests.support.models import published_tokenizers, tiny
 
 
 @pytest.fixture

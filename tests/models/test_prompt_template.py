@@ -2,11 +2,7 @@
 
 import json
 
-import causal
-import chat_templates
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.models.chat_rendering import ChatRequest
@@ -18,6 +14,8 @@ from smelt.models.prompt_template import (
     read_special_tokens,
 )
 from smelt.models.text_rules import TextRules, read_prompt_template, read_text_rules
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, chat_templates, tiny
 
 TALK = [
     {"role": "system", "content": "Be <brief> & kind."},

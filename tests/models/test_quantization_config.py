@@ -1,11 +1,11 @@
 """What configs say of codes: the words of GPTQ's and AWQ's tools, and those that are not read."""
 
-import matrix
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.models.quantization_config import QuantizationConfig, parse_quantization_config
+from tests.support.expected_errors import raises_code
+from tests.support.pairs import matrix
 
 pytestmark = pytest.mark.quick
 

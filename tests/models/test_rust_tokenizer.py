@@ -3,9 +3,7 @@
 import json
 import random
 
-import classifiers
 import pytest
-from expected_errors import raises_code
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from smelt.core.errors import InputError
@@ -15,6 +13,8 @@ from smelt.models.tokenizer import (
     clean_up_tokenization,
     indices_after_truncation,
 )
+from tests.support.expected_errors import raises_code
+from tests.support.models import classifiers
 
 PATTERNS = {
     "bert": processors.TemplateProcessing(

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.models.text_rules import (
@@ -13,6 +12,7 @@ from smelt.models.text_rules import (
     read_sentence_rules,
     write_sentence_rules,
 )
+from tests.support.expected_errors import raises_code
 
 OLD = "sentence_transformers.models"
 NEW = "sentence_transformers.sentence_transformer.modules.pooling"

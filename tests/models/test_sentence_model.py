@@ -1,11 +1,8 @@
 """Vectors of texts: pooled as sentence-transformers pools, without a trace of padding; files for others."""
 
-import embedders
 import numpy as np
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from safetensors import safe_open
 
 from smelt.core.errors import InputError
@@ -15,6 +12,8 @@ from smelt.models.sentence_model import pool_hidden_states
 from smelt.models.text_rules import POOLINGS, SentenceRules, is_sentence_model
 from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.registry import open_folder
+from tests.support.expected_errors import raises_code
+from tests.support.models import embedders, tiny
 
 TEXTS = [*tiny.SENTENCES[:3], "she", " ".join(tiny.SENTENCES * 3)]
 

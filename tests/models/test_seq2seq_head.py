@@ -3,15 +3,15 @@
 import shutil
 
 import pytest
-import seq2seq
 import torch
-from expected_errors import raises_code
 from transformers import AutoModelForSeq2SeqLM, BartModel
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.models.import_model import import_model
+from tests.support.expected_errors import raises_code
+from tests.support.models import seq2seq
 
 
 @pytest.fixture

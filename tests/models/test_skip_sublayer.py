@@ -1,16 +1,9 @@
 """A part that is gone computes and stores nothing, in torch and in graphs; caches count what is left."""
 
-import every_family
-import graph_exports
-import harness
-import matrix
 import numpy as np
 import onnx
 import pytest
-import tiny
 import torch
-from every_family import SEPARATE_BLOCKS
-from expected_errors import raises_code
 
 from smelt.compress.distill.inner_losses import InnerLosses
 from smelt.compress.distill.settings import LossWeights
@@ -25,6 +18,12 @@ from smelt.models.families.registry import FAMILIES, blocks_of, norm_consumers
 from smelt.models.layers import skip_sublayer
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import graph_exports
+from tests.support.models import every_family, tiny
+from tests.support.models.every_family import SEPARATE_BLOCKS
+from tests.support.pairs import matrix
 
 
 def without(family, out, which=((0, 0), (1, -1), (2, 1))):

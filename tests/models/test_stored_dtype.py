@@ -2,20 +2,18 @@
 
 import json
 
-import causal
-import matrix
 import pytest
-import seq2seq
-import tiny
 import torch
 import transformers
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.empty_model import StoredDtypes, cast_to_stored, config_dtype, stored_dtypes
 from smelt.models.weight_files import weight_files_size
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, seq2seq, tiny
+from tests.support.pairs import matrix
 
 MADE = {
     "marian": tiny.write_marian,

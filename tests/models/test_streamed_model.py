@@ -3,12 +3,9 @@
 import platform
 from pathlib import Path
 
-import every_family
-import harness
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file
 
 from smelt.compress.drop_layers.settings import DropLayersSettings
@@ -30,6 +27,9 @@ from smelt.models.families.registry import blocks_of
 from smelt.models.streamed_model import open_streamed
 from smelt.runtimes import torch_backend
 from smelt.runtimes.registry import open_folder
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@
 import contextlib
 import json
 
-from expected_errors import raises_code
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
 from smelt.models.edits import read_edits
+from tests.support.expected_errors import raises_code
 
 KEYS = st.just("edits") | st.text(max_size=3)
 JSON = st.recursive(

@@ -2,10 +2,8 @@
 
 import gzip
 
-import causal
 import pytest
 import torch
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.core.errors import InputError
 from smelt.data.examples import read_split
@@ -14,6 +12,8 @@ from smelt.generation.runners import window_nll
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import cut_windows, join_texts, window_length
 from smelt.runtimes.registry import open_folder
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import causal
 
 pytestmark = pytest.mark.quick
 

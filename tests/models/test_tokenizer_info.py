@@ -1,10 +1,10 @@
 """What stands in tokenizing.json."""
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.models.tokenizer import TOKENIZER_INFO_FILE, read_tokenizer_info
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

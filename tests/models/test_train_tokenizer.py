@@ -2,15 +2,15 @@
 
 import json
 
-import matrix
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.families.registry import FAMILIES
 from smelt.models.new_model import train_tokenizer, unsupported_tokenizer
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
+from tests.support.pairs import matrix
 
 KINDS = {"bpe": 300, "unigram": 90, "wordpiece": 110}
 CASES = [

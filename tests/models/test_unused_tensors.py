@@ -1,17 +1,17 @@
 """What old checkpoints hold for nothing is left aside; nothing else is."""
 
-import every_family
-import matrix
 import pytest
 import torch
 import transformers
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.model_size import count_parameters
 from smelt.models.weight_files import is_unused_tensor
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family
+from tests.support.pairs import matrix
 
 FAMILIES = ["marian", "t5", "bart", "mbart", "bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "opt"]
 NOBODYS = [

@@ -4,9 +4,7 @@ import json
 import struct
 
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -15,6 +13,8 @@ from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.models.weight_files import find_weights, has_weights, read_header, value_count, weight_tensors
 from smelt.pipeline.inspect.model_folder import check_model_folder
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 
 @pytest.fixture

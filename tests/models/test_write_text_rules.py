@@ -3,14 +3,13 @@
 import json
 
 import pytest
-import seq2seq
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import copy_tokenizer, load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules, read_text_rules
 from smelt.models.tokenizer import encode_texts
+from tests.support.expected_errors import raises_code
+from tests.support.models import seq2seq, tiny
 
 pytestmark = pytest.mark.quick
 

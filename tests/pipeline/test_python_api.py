@@ -6,17 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import embedders
-import family_models
 import numpy
 import pandas
 import pytest
-import tiny
-from expected_errors import message_locations, raises_code
 from ruamel.yaml import YAML
 
 import smelt
 from smelt.core.messages import message_codes
+from tests.support.expected_errors import message_locations, raises_code
+from tests.support.models import embedders, family_models, tiny
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +132,7 @@ def test_overrides_of_another_kind_are_refused(home: Path) -> None:
 
 
 def test_a_plan_says_what_the_command_says(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import harness
+    from tests.support import harness
 
     made = smelt.plan(recipe(home), overrides={"quantize.scheme": "int4"})
     assert [(step.name, step.stage) for step in made.steps] == [("quantize", "quantize"), ("graph", "onnx")]

@@ -1,12 +1,12 @@
 import pytest
 import torch
-from expected_errors import raises_code
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.core.errors import InputError
 from smelt.models.edits import apply_edits
 from smelt.quantization.layers import LowRankCorrectedLinear
+from tests.support.expected_errors import raises_code
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from onnx import TensorProto, helper
-from ort_sessions import ort_session
 
 from smelt.quantization.schemes import int8
 from smelt.quantization.schemes.int8 import (
@@ -14,6 +13,7 @@ from smelt.quantization.schemes.int8 import (
     fake_quantize_dynamic,
     is_int8_matmul_exact,
 )
+from tests.support.graphs.ort_sessions import ort_session
 
 pytestmark = pytest.mark.quick
 

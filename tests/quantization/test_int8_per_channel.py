@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-import schemes
 import torch
 from onnx import TensorProto
 from onnxruntime.quantization.quant_utils import quantize_data
-from ort_sessions import needs_vnni
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +15,8 @@ from smelt.export.parity.references import dequantize_graph
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.layers import concat_quantized
 from smelt.quantization.schemes.registry import find_scheme, is_row_independent
+from tests.support import schemes
+from tests.support.graphs.ort_sessions import needs_vnni
 
 WHOLE = {"granularity": "tensor"}
 # the operator of a product, and which of its inputs holds the scales of the weights

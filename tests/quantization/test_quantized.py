@@ -1,7 +1,5 @@
 import pytest
-import schemes
 import torch
-from expected_errors import raises_code
 from torch import nn
 
 from smelt.compress.quantize import plan_layers
@@ -11,6 +9,8 @@ from smelt.models.empty_model import quantized_bytes, quantized_dtypes
 from smelt.quantization import layers
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, concat_quantized, empty_quantized
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
+from tests.support import schemes
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

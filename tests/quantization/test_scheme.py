@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import schemes
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -22,6 +21,7 @@ from smelt.quantization.schemes.registry import (
     supported_targets,
 )
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
+from tests.support import schemes
 
 EACH = pytest.mark.parametrize(("scheme", "options"), schemes.SCHEME_CASES, ids=schemes.SCHEME_IDS)
 TABLES = [case for case in schemes.SCHEME_CASES if SCHEMES[case[0]].supports_embeddings]

@@ -1,12 +1,12 @@
 """A layer that is the sum of two."""
 
 import torch
-from expected_errors import raises_code
 from torch import nn
 
 from smelt.core.errors import InputError
 from smelt.models.edits import apply_edits
 from smelt.quantization.layers import QuantizedLinear, SplitLinear, make_split_linear
+from tests.support.expected_errors import raises_code
 
 
 def test_it_adds_up_and_has_one_bias():

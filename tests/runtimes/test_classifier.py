@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.generation.search import generate_resolved
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.runner import ClassifierRunner, ModelFiles
+from tests.support.expected_errors import raises_code
 
 IDS, MASK = np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]])
 

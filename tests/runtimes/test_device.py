@@ -3,12 +3,9 @@
 import os
 from types import SimpleNamespace
 
-import harness
 import numpy as np
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
 from smelt.pipeline.inspect import machine
@@ -17,6 +14,9 @@ from smelt.runtimes.backend import Batch
 from smelt.runtimes.device import onnx_device, torch_device
 from smelt.runtimes.onnx_backend import open_onnx_session
 from smelt.runtimes.registry import open_runner
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """An embedder's folder is opened as one, and asks for vectors."""
 
-import embedders
 import numpy as np
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, runner_class_for
 from smelt.runtimes.runner import ClassifierRunner, EmbedderRunner
+from tests.support.expected_errors import raises_code
+from tests.support.models import embedders
 
 CLASSIFIER = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
 

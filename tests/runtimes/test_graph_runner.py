@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 
 from smelt.core.errors import RunError
 from smelt.data.npz_arrays import read_npz
 from smelt.runtimes.registry import open_runner
 from smelt.runtimes.runner import GraphRunner, outputs_by_sample
+from tests.support.graphs import third_party_graphs as graphs
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
 

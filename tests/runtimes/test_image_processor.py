@@ -2,14 +2,14 @@
 
 import json
 
-import images
 import numpy as np
 import pytest
-from expected_errors import raises_code
 from PIL import Image
 
 from smelt.core.errors import InputError
 from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, read_processor
+from tests.support.expected_errors import raises_code
+from tests.support.models import images
 
 pytestmark = pytest.mark.quick
 

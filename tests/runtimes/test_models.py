@@ -3,10 +3,8 @@
 import re
 import shutil
 
-import images
 import pytest
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
@@ -14,6 +12,8 @@ from smelt.models.checkpoint import load_model
 from smelt.models.hidden_width import hidden_axes
 from smelt.models.import_model import import_model
 from smelt.training.checkpoint_selector import CheckpointSelector
+from tests.support.expected_errors import raises_code
+from tests.support.models import images
 
 OLDER = {
     r"^vit\.layers\.": "vit.encoder.layer.",

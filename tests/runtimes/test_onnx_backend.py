@@ -4,18 +4,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
-import counting_graphs as graphs
-import exported_artifacts
 import numpy as np
 import pytest
-from counting_graphs import (
-    BATCH,
-    assert_explains_broken_graph,
-    assert_rejects_other_encoder,
-    assert_reorders_rows,
-    language_model,
-)
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.generation.config import GenerationSettings, resolve_generation
@@ -23,6 +13,16 @@ from smelt.generation.search import run_generation_graph
 from smelt.runtimes import onnx_backend
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import counting_graphs as graphs
+from tests.support.graphs import exported_artifacts
+from tests.support.graphs.counting_graphs import (
+    BATCH,
+    assert_explains_broken_graph,
+    assert_rejects_other_encoder,
+    assert_reorders_rows,
+    language_model,
+)
 
 
 def opened(folder):

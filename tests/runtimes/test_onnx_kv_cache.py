@@ -2,20 +2,19 @@
 
 from itertools import pairwise
 
-import causal
-import counting_graphs as graphs
-import every_family
-import exported_artifacts
-import harness
 import numpy as np
 import pytest
-from shared_folders import make_once
 
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.onnx_backend import grow_cache
 from smelt.runtimes.registry import open_folder
+from tests.support import harness
+from tests.support.graphs import counting_graphs as graphs
+from tests.support.graphs import exported_artifacts
+from tests.support.models import causal, every_family
+from tests.support.shared_folders import make_once
 
 IDS = np.random.default_rng(0).integers(5, 60, (3, 9))
 MASK = np.ones_like(IDS)

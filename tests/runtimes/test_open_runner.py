@@ -1,14 +1,14 @@
 """Who feeds a model is told by its config, who computes by its folder's format."""
 
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.generation.runners import DecoderOnlyRunner, EncoderDecoderRunner
 from smelt.runtimes.registry import open_folder, open_runner, runner_class_for
 from smelt.runtimes.runner import ClassifierRunner
 from smelt.runtimes.torch_backend import TorchBackend
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 
 @pytest.mark.parametrize(

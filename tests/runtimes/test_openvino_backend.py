@@ -3,22 +3,8 @@
 import threading
 from pathlib import Path
 
-import counting_graphs as graphs
-import generation_models
-import graph_exports
-import matrix
 import numpy as np
 import pytest
-from counting_graphs import (
-    BATCH,
-    FLOAT,
-    assert_explains_broken_graph,
-    assert_rejects_other_encoder,
-    assert_reorders_rows,
-    language_model,
-    write,
-)
-from expected_errors import raises_code
 from onnx import helper
 
 from smelt.core.errors import InputError, MissingDependencyError
@@ -29,6 +15,20 @@ from smelt.runtimes import openvino_backend
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.openvino_backend import compile_graph, cpu_plugin_options, import_openvino
 from smelt.runtimes.registry import open_folder
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import counting_graphs as graphs
+from tests.support.graphs import graph_exports
+from tests.support.graphs.counting_graphs import (
+    BATCH,
+    FLOAT,
+    assert_explains_broken_graph,
+    assert_rejects_other_encoder,
+    assert_reorders_rows,
+    language_model,
+    write,
+)
+from tests.support.models import generation_models
+from tests.support.pairs import matrix
 
 
 def opened(folder, dtype="fp32"):

@@ -7,13 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import graph_exports
 import numpy as np
 import onnxruntime
 import pytest
-import tensorrt_graphs
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
 from smelt.export.settings import ProviderSettings
@@ -30,6 +26,9 @@ from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, write_provider_
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 from smelt.runtimes.predict_texts import class_logits, pad_batch
 from smelt.runtimes.registry import open_folder
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import graph_exports, tensorrt_graphs
+from tests.support.models import tiny
 
 # two rows at once, sixteen tokens of a text, twelve of what is put out; four of a prompt
 TEXTS = {"batch": SizeRange(1, 1, 2), "input": SizeRange(1, 6, 16), "past": SizeRange(0, 4, 11)}

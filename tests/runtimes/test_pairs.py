@@ -1,9 +1,7 @@
 """Text pairs, token types and length limits of the classifiers, against transformers' own pipeline."""
 
-import classifiers
 import numpy as np
 import pytest
-import tiny
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.data.splits import Example
@@ -12,6 +10,7 @@ from smelt.models.text_rules import max_input_length, position_limit
 from smelt.models.tokenizer import encode_texts
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_runner
+from tests.support.models import classifiers, tiny
 
 pytestmark = pytest.mark.quick
 

@@ -1,10 +1,7 @@
 """Logits of images are transformers' own, and an image that cannot be read is told with its row."""
 
-import images
 import numpy as np
 import pytest
-import tiny
-from expected_errors import raises_code
 from PIL import Image
 
 from smelt.core.errors import InputError
@@ -12,6 +9,8 @@ from smelt.data.splits import Example
 from smelt.runtimes.images import image_logits
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_runner
+from tests.support.expected_errors import raises_code
+from tests.support.models import images, tiny
 
 
 @pytest.fixture(scope="module", params=images.CONFIGS)

@@ -1,10 +1,7 @@
 """Outputs that are not numbers are an error: argmax of NaN is class 0, and a cosine with it is no number."""
 
-import images
 import numpy as np
 import pytest
-import tiny
-from expected_errors import raises_code
 from safetensors.numpy import load_file, save_file
 
 from smelt.core.errors import RunError
@@ -12,6 +9,8 @@ from smelt.data.splits import Example
 from smelt.runtimes.images import image_logits
 from smelt.runtimes.predict_texts import class_logits, embed_texts
 from smelt.runtimes.registry import open_folder
+from tests.support.expected_errors import raises_code
+from tests.support.models import images, tiny
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from expected_errors import raises_code
 from packaging.requirements import Requirement
 
 from smelt.core.errors import MissingDependencyError
@@ -14,6 +13,7 @@ from smelt.runtimes.ort_tensorrt_provider import (
     missing_requirement,
     provider_device,
 )
+from tests.support.expected_errors import raises_code
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("libnvinfer.so.10", "libnvonnxparser.so.10")

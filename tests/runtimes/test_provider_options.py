@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtimes.ort_tensorrt_backend import (
@@ -16,6 +15,7 @@ from smelt.runtimes.ort_tensorrt_backend import (
     read_provider_options,
     write_provider_options,
 )
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,6 @@ from typing import Any
 import onnx
 import onnxruntime
 import pytest
-from expected_errors import raises_code
 from onnx import TensorProto, helper
 
 from smelt.core.errors import InputError, MissingDependencyError
@@ -15,6 +14,7 @@ from smelt.runtimes import ort_tensorrt_backend
 from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, engine_key, open_provider_session
 from smelt.runtimes.ort_tensorrt_provider import PROVIDER
 from smelt.runtimes.tensorrt_engine import graph_hash
+from tests.support.expected_errors import raises_code
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import tiny
 
 from smelt.evaluate.latency.worker import TimedRunner
 from smelt.generation.config import GenerationSettings
@@ -13,6 +12,7 @@ from smelt.models.text_rules import position_limit
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
 from smelt.runtimes.runner import ClassifierRunner, read_model_files
+from tests.support.models import tiny
 
 
 def test_facts_are_the_backends_and_its_end_is_the_runners(tmp_path):

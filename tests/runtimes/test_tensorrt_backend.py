@@ -3,15 +3,10 @@
 import contextlib
 from types import SimpleNamespace
 
-import fake_tensorrt
 import numpy as np
 import onnx
 import pytest
-import tensorrt_graphs
-import third_party_graphs
-import tiny
 import torch
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Artifact, Manifest
@@ -29,6 +24,10 @@ from smelt.runtimes.backend import Batch
 from smelt.runtimes.predict_texts import class_logits, pad_batch
 from smelt.runtimes.registry import open_folder, open_runner
 from smelt.runtimes.tensorrt_engine import find_tensorrt
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import tensorrt_graphs, third_party_graphs
+from tests.support.models import tiny
+from tests.support.standins import fake_tensorrt
 
 # two rows and four tokens at once, sixteen in all
 CAUSAL = {"batch": SizeRange(1, 1, 2)} | causal_ranges(prompt=4, max_new_tokens=12, limit=64)

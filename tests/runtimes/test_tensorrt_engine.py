@@ -10,19 +10,19 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import fake_tensorrt
 import numpy as np
 import onnx
 import pytest
-import tensorrt_rig
 import torch
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import InputError, RunError
 from smelt.runtimes import tensorrt_backend
 from smelt.runtimes.tensorrt_backend import TensorrtEngine
 from smelt.runtimes.tensorrt_engine import EngineSidecar, graph_hash, write_sidecar
+from tests.support.expected_errors import raises_code
+from tests.support.processes import tensorrt_rig
+from tests.support.standins import fake_tensorrt
 
 SHAPES = {"x": [[1, 4], [2, 4], [8, 4]]}
 W = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -1,8 +1,6 @@
 """What is next to an engine is compared with what is here, and each refusal says both and what to do."""
 
 import pytest
-import tiny
-from expected_errors import raises_code
 
 import smelt
 from smelt.api.predict import Predictor
@@ -17,6 +15,8 @@ from smelt.runtimes.tensorrt_engine import (
     write_sidecar,
 )
 from smelt.runtimes.third_party import trial_run
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
 A40 = {"name": "NVIDIA A40", "compute_capability": "8.6"}

@@ -1,13 +1,12 @@
 """What torch holds: rows that are repeated, moved and dropped go on as their own would."""
 
-import generation_models
 import numpy as np
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtimes.registry import open_runner
+from tests.support.expected_errors import raises_code
+from tests.support.models import generation_models, tiny
 
 
 @pytest.fixture(scope="module", params=generation_models.SEQ2SEQ)

@@ -4,14 +4,14 @@ import gc
 import threading
 
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtimes import device
 from smelt.runtimes.device import TorchThreads
 from smelt.runtimes.registry import open_runner
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import tiny
-
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.data.splits import Split, Task
 from smelt.pipeline.inspect.machine import MachineSpeed
+from tests.support.models import tiny
 
 
 def make_context(

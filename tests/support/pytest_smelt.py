@@ -1,6 +1,7 @@
 """What pytest does otherwise in this project: the quick part, failures in few lines, processor time by room.
 
-Loaded by `-p pytest_smelt` in pyproject.toml; a conftest.py would shadow other packages' (see CONTRIBUTING).
+Loaded by `-p tests.support.pytest_smelt` in pyproject.toml; a conftest.py would shadow other packages'
+(see CONTRIBUTING).
 """
 
 from __future__ import annotations
@@ -17,22 +18,21 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import blank_figures
-import export_speed
-import forked_workers
 import pytest
-import shared_folders
 from _pytest.logging import LogCaptureHandler
+
+from tests.support import blank_figures, export_speed, shared_folders
+from tests.support.processes import forked_workers
 
 # where they are imported from, their assertions show values as those of tests do
 pytest.register_assert_rewrite(
-    "expected_errors",
-    "harness",
-    "init_models",
-    "invalid_recipes",
-    "stage_stand_ins",
-    "usability_checks",
-    "weight_sharing",
+    "tests.support.expected_errors",
+    "tests.support.harness",
+    "tests.support.models.init_models",
+    "tests.support.standins.invalid_recipes",
+    "tests.support.standins.stage_stand_ins",
+    "tests.support.usability_checks",
+    "tests.support.weight_sharing",
 )
 
 MAX_FAILURE_LINES = 80

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matrix import is_full_matrix
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
@@ -19,6 +18,7 @@ from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix, empty_qu
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, StoredTensor, UnpackedWeights
 from smelt.quantization.schemes.int8 import Int8Dynamic
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
+from tests.support.pairs.matrix import is_full_matrix
 
 
 def rounded_matrix(scheme: str, weight: torch.Tensor, **options: Any) -> QuantizedMatrix:

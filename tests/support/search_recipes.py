@@ -4,11 +4,10 @@ import gzip
 import itertools
 from pathlib import Path
 
-from shared_folders import make_once
-
 import smelt.configs
 from smelt.pipeline.search.study import Search, SearchOptions
 from smelt.pipeline.search.trials import TrialResult
+from tests.support.shared_folders import make_once
 
 ROWS = 300
 

@@ -2,8 +2,8 @@
 
 import json
 
-import harness
-import tiny
+from tests.support import harness
+from tests.support.models import tiny
 
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT |= {"intermediate_size": 64, "max_position_embeddings": 32}

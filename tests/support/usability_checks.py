@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import every_family
-import harness
-
 from smelt.models.families.registry import FAMILIES
+from tests.support import harness
+from tests.support.models import every_family
 
 
 def check_usable(made: Path, family: str, space: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import every_family
-
 from smelt.models.families.registry import blocks_of
+from tests.support.models import every_family
 
 
 def three_layer_model(family: str) -> Path:

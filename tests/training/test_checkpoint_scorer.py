@@ -2,11 +2,8 @@
 
 import json
 
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
 from safetensors.torch import load_file
 
 import smelt
@@ -19,6 +16,9 @@ from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, save_model
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.training.checkpoints import CheckpointScorer
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import tiny
 
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
 TASK = "text-classification"

@@ -5,9 +5,7 @@ import math
 import re
 from functools import partial
 
-import harness
 import pytest
-import tiny
 import torch
 
 from smelt.compress.finetune import FinetuneSettings
@@ -21,6 +19,8 @@ from smelt.training.losses import label_objective
 from smelt.training.samples import EncodedSample
 from smelt.training.train import _may_be_best_after_start, starts_random
 from smelt.training.trainer import run_training
+from tests.support import harness
+from tests.support.models import tiny
 
 ROWS = [EncodedSample([2, 5, 7, 3], None, 1), EncodedSample([2, 6, 8, 3], None, 0)]
 

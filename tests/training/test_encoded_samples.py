@@ -3,10 +3,7 @@
 import random
 
 import pytest
-import seq2seq
-import tiny
 import torch
-from expected_errors import raises_code
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -28,6 +25,8 @@ from smelt.training.samples import (
     plan_batches,
     spread_indices,
 )
+from tests.support.expected_errors import raises_code
+from tests.support.models import seq2seq, tiny
 
 
 def rows_of(count, seed=0):

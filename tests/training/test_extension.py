@@ -2,9 +2,7 @@
 
 import contextlib
 
-import harness
 import pytest
-import tiny
 import torch
 
 from smelt.compress.finetune import FinetuneSettings
@@ -14,6 +12,8 @@ from smelt.training.extension import ParameterGroup, TrainingExtension
 from smelt.training.losses import label_objective
 from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
+from tests.support import harness
+from tests.support.models import tiny
 
 ROWS = [EncodedSample([2, 5, 7, 3], None, 1), EncodedSample([2, 6, 8, 3], None, 0)]
 PLAIN = {

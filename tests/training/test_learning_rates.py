@@ -1,8 +1,6 @@
 """Learning rates that nobody said: by family, by width, by what trains."""
 
-import harness
 import pytest
-import tiny
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
@@ -12,6 +10,8 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.training.settings import default_learning_rate
+from tests.support import harness
+from tests.support.models import tiny
 
 SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "num_evals": 0}
 

@@ -1,13 +1,7 @@
 """Adapters: what trains, what is stored, and where there can be none."""
 
-import causal
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from every_family import DISTINCT_FAMILIES
-from expected_errors import raises_code
 from safetensors.torch import load_file
 
 from smelt.compress.distill.settings import DistillSettings
@@ -30,6 +24,10 @@ from smelt.models.model_size import count_parameters
 from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedMatrix
 from smelt.training.lora import LoraAdapters, QuantizedLoraLinear, find_lora_layers
 from smelt.training.settings import LoraSettings
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, every_family, tiny
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
 SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "fp32", "lora": {"rank": 2}}

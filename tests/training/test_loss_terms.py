@@ -1,6 +1,5 @@
 """A loss of several parts: each counts by its own items, and the report distinguishes them."""
 
-import harness
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,6 +9,7 @@ from smelt.training.extension import LossTerm, count_batch_items, mean_loss, tot
 from smelt.training.losses import multi_label_loss, token_loss
 from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
+from tests.support import harness
 
 pytestmark = pytest.mark.quick
 

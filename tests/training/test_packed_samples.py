@@ -3,12 +3,8 @@
 import json
 import random
 
-import causal
-import every_family
-import harness
 import pytest
 import torch
-from expected_errors import setting_codes
 from pydantic import ValidationError
 
 from smelt.compress.distill.settings import DistillSettings
@@ -21,6 +17,9 @@ from smelt.models.families.registry import FAMILIES_BY_TASK
 from smelt.training.extension import count_batch_items
 from smelt.training.losses import IGNORE_INDEX, label_objective
 from smelt.training.samples import EncodedSample, collate, pack_samples
+from tests.support import harness
+from tests.support.expected_errors import setting_codes
+from tests.support.models import causal, every_family
 
 LENGTHS = (3, 9, 2, 6, 12, 5, 7)
 PACKING_FAMILIES = sorted(set(FAMILIES_BY_TASK["text-generation"]) - {"opt"})

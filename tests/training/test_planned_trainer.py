@@ -3,12 +3,7 @@
 import math
 import random
 
-import causal
-import classifiers
-import harness
 import pytest
-import seq2seq
-import tiny
 import torch
 from torch.nn import functional as F
 
@@ -23,6 +18,8 @@ from smelt.training.extension import total_loss
 from smelt.training.losses import label_objective
 from smelt.training.samples import EncodedSample, collate
 from smelt.training.trainer import run_training
+from tests.support import harness
+from tests.support.models import causal, classifiers, seq2seq, tiny
 
 PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_schedule": "constant", "warmup": 0}
 MADE = {

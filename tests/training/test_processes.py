@@ -2,16 +2,16 @@
 
 import json
 
-import parallel_training
 import pytest
 import torch
-from expected_errors import raises_code, raises_setting_codes
-from parallel_training import CASES, DIVIDED, SHORT
 
 from smelt.compress.finetune import FinetuneSettings
 from smelt.training.processes import LaunchSettings
 from smelt.training.sharding import sharded
 from smelt.training.trainer import divide_batch, require_trainable
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.processes import parallel_training
+from tests.support.processes.parallel_training import CASES, DIVIDED, SHORT
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,6 @@
 
 import json
 
-import causal
-import chat_templates
-import harness
 import pytest
 import torch
 
@@ -16,6 +13,8 @@ from smelt.models.text_rules import TextRules
 from smelt.models.tokenizer import encode_prompts
 from smelt.training.losses import IGNORE_INDEX
 from smelt.training.samples import collate, encode_split
+from tests.support import harness
+from tests.support.models import causal, chat_templates
 
 TALK = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "sleeps"}]
 LONGER = [*TALK, {"role": "user", "content": "The river"}]

@@ -6,11 +6,8 @@ import os
 import re
 import signal
 
-import harness
 import pytest
-import tiny
 import torch
-from fork_server import shared_server
 from safetensors.torch import load_file
 
 from smelt.compress.distill.settings import DistillSettings
@@ -20,6 +17,9 @@ from smelt.core.store import StepCheckpoints, Store, list_step_checkpoints
 from smelt.training import checkpoints
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.checkpoints import CHECKPOINT_FILE
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.processes.fork_server import shared_server
 
 STEPS = 8
 SHORT = {

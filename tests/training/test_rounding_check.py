@@ -1,8 +1,6 @@
 """How much of a training is lost when its weights are stored in 16 bits again."""
 
-import harness
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -14,6 +12,8 @@ from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
 from smelt.training.checkpoints import RoundingCheck
+from tests.support import harness
+from tests.support.models import tiny
 
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))

@@ -6,12 +6,8 @@ import math
 import re
 from dataclasses import replace
 
-import causal
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError, RunError
@@ -26,6 +22,9 @@ from smelt.training.samples import EncodedSample
 from smelt.training.train import train
 from smelt.training.trainer import run_training
 from smelt.training.training_state import pick_precision
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, tiny
 
 
 def context(tmp_path, task, data, **more):

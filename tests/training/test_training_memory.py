@@ -4,11 +4,8 @@ import math
 import re
 from functools import partial
 
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.finetune import FinetuneSettings
 from smelt.core.errors import RunError
@@ -20,6 +17,9 @@ from smelt.training.processes import LaunchSettings
 from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
 from smelt.training.training_state import require_training_memory
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 pytestmark = pytest.mark.quick
 

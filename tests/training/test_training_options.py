@@ -1,12 +1,7 @@
 """Optimizers by name, gradient checkpointing, early stopping and fp16."""
 
-import causal
-import harness
 import pytest
-import seq2seq
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.optimization import Adafactor
 from transformers.training_args import OptimizerNames
@@ -20,6 +15,9 @@ from smelt.training.samples import EncodedSample, collate
 from smelt.training.settings import OPTIMIZERS
 from smelt.training.trainer import run_training
 from smelt.training.training_state import gradient_checkpointing, training_state
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import causal, seq2seq, tiny
 
 PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_schedule": "constant", "warmup": 0,
          "max_grad_norm": 1e9, "weight_decay": 0.0, "learning_rate": 1e-2, "max_steps": 1}  # fmt: skip

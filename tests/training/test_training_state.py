@@ -3,17 +3,14 @@
 import subprocess
 import sys
 
-import causal
-import classifiers
-import harness
 import pytest
-import seq2seq
-import tiny
 import torch
 from torch import nn
 
 from smelt.models.checkpoint import load_model
 from smelt.training.training_state import denormals_as_zero, training_state
+from tests.support import harness
+from tests.support.models import causal, classifiers, seq2seq, tiny
 
 CPU = torch.device("cpu")
 # each family with its own rates set apart, so that one which is left as it was is seen

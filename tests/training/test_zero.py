@@ -4,15 +4,15 @@ import json
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-import parallel_training
 import pytest
-import tiny
 import torch
 from accelerate.utils import other
-from expected_errors import raises_setting_codes
 
 from smelt.training.processes import LaunchSettings
 from smelt.training.zero import ZeroModel, zero_config
+from tests.support.expected_errors import raises_setting_codes
+from tests.support.models import tiny
+from tests.support.processes import parallel_training
 
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="the extra 'deepspeed' is not installed"

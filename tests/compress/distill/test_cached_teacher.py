@@ -5,14 +5,8 @@ import json
 import shutil
 from dataclasses import replace
 
-import causal
-import embedders
-import harness
-import images
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.distill import logit_cache
 from smelt.compress.distill import logit_cache as cached_teacher
@@ -29,6 +23,9 @@ from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.runtimes.images import read_processor
 from smelt.training.extension import total_loss
 from smelt.training.samples import collate, encode_split
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, embedders, images, tiny
 
 ALL = 10**6
 WHO = {"artifacts": ["a"]}

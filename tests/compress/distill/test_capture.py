@@ -1,13 +1,13 @@
 """What is read of a model while it computes is what transformers gives of it, in every family."""
 
-import every_family
 import pytest
 import torch
-from every_family import DISTINCT_FAMILIES
 
 from smelt.compress.distill.capture import CapturedTensors, CaptureRequest, capture_tensors
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import blocks_of, model_attentions
+from tests.support.models import every_family
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 SCORED = [name for name in DISTINCT_FAMILIES if name != "mpnet"]  # which makes them inside of its forward
 

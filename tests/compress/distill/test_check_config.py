@@ -3,9 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import tiny
-from every_family import TEXT_FAMILIES
-from expected_errors import raises_code
 
 from smelt.compress.distill.check_config import STACK_NAMES, check_student
 from smelt.compress.distill.settings import StudentSettings
@@ -13,6 +10,9 @@ from smelt.compress.drop_layers.layer_selection import _find_stack, keep_layers
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
+from tests.support.models.every_family import TEXT_FAMILIES
 
 pytestmark = pytest.mark.quick
 

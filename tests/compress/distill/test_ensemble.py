@@ -3,11 +3,8 @@
 import json
 from types import SimpleNamespace
 
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
 from transformers import BertConfig
 
 from smelt.compress.distill.settings import DistillSettings
@@ -16,6 +13,9 @@ from smelt.compress.distill.teachers import average_logits, combine_label_logits
 from smelt.core.errors import InputError
 from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
 from smelt.data.splits import Example, Split
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import tiny
 
 T = 2.0
 SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "num_evals": 1}

@@ -3,11 +3,7 @@
 import json
 import shutil
 
-import classifiers
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code, raises_setting_codes
 
 import smelt
 from smelt.compress.distill.settings import DistillSettings, StudentSettings
@@ -19,6 +15,9 @@ from smelt.data.splits import Columns
 from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_model
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import classifiers, tiny
 
 SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
 SMALL = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

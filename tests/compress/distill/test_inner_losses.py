@@ -2,15 +2,8 @@
 
 import random
 
-import causal
-import every_family
-import harness
-import images
 import pytest
-import tiny
 import torch
-from every_family import DISTINCT_FAMILIES
-from expected_errors import raises_code
 from torch.nn import functional as F
 
 from smelt.compress.distill.inner_losses import relation_loss
@@ -22,6 +15,10 @@ from smelt.models.families.registry import FAMILIES
 from smelt.training.extension import TrainingExtension
 from smelt.training.samples import EncodedSample, collate
 from smelt.training.trainer import run_training
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, every_family, images, tiny
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 ALL = {"hidden_states": 1.0, "input_embeddings": 0.5, "attention": 0.7, "self_attention_relations": 0.3}
 TEXTS = [

@@ -1,11 +1,7 @@
 """Teachers and students of one tokenizer whose matrices are padded to different numbers of rows."""
 
-import causal
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from torch.nn import functional as F
 
 from smelt.compress.distill.settings import DistillSettings
@@ -15,6 +11,9 @@ from smelt.core.errors import InputError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, tiny
 
 TOKENS = 320
 SHORT = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}

@@ -1,13 +1,13 @@
 """Trainings one after the other, and what the plan says of losses that cannot be."""
 
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.core.errors import InputError
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import tiny
 
 SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
 

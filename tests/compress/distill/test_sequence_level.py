@@ -1,10 +1,7 @@
 """Targets that a teacher wrote: which rows get them, of what candidates, and never twice."""
 
-import harness
 import pytest
 import sacrebleu
-import tiny
-from expected_errors import raises_code, raises_setting_codes
 
 import smelt
 from smelt.compress.distill import stage
@@ -15,6 +12,9 @@ from smelt.generation.config import GenerationSettings
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.runtimes.predict_texts import generate_candidates
 from smelt.runtimes.registry import open_runner
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import tiny
 
 
 @pytest.fixture

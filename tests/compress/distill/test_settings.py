@@ -2,13 +2,13 @@
 
 import json
 
-import harness
 import pytest
-import tiny
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.models import tiny
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 import json
 
-import harness
 import pytest
 import torch
-from expected_errors import raises_code, raises_setting_codes
 from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -17,6 +15,8 @@ from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.training.extension import total_loss
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
 

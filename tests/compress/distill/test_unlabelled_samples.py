@@ -1,14 +1,13 @@
 """A student learns on texts of which the teacher alone says what they are."""
 
-import embedders
-import harness
 import pytest
-import tiny
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
+from tests.support import harness
+from tests.support.models import embedders, tiny
 
 TEXTS = Split("texts", tuple(Example(text) for text in tiny.SENTENCES * 4))
 LABELLED = Split("labelled", tuple(Example(text[::-1], label=i % 2) for i, text in enumerate(tiny.SENTENCES)))

@@ -1,6 +1,5 @@
 """The loss of a student of vectors: its parts, weighed, from the same batch."""
 
-import embedders
 import pytest
 import torch
 
@@ -9,6 +8,7 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.models.checkpoint import load_model
 from smelt.training.extension import total_loss
 from smelt.training.losses import cosent_loss
+from tests.support.models import embedders
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Losses that go on from the layer that is tried are, to the bit, those of whole runs."""
 
-import every_family
-import harness
 import pytest
 import torch
 
@@ -11,6 +9,8 @@ from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import family_of
+from tests.support import harness
+from tests.support.models import every_family
 
 
 @pytest.mark.parametrize(

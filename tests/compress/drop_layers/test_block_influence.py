@@ -2,15 +2,15 @@
 
 from itertools import pairwise
 
-import every_family
 import pytest
 import torch
-from every_family import DISTINCT_FAMILIES
 from torch.nn.functional import normalize
 
 from smelt.compress.drop_layers.select_layers import block_influence, drop_units_by_loss, without_layers
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import family_of
+from tests.support.models import every_family
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 
 def _inputs(model):

@@ -2,17 +2,17 @@
 
 import json
 
-import every_family
-import harness
 import pytest
 import torch
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.drop_layers.settings import DropLayersSettings, check_layer_counts
 from smelt.compress.drop_layers.stage import DropLayers
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family
 
 
 def run(settings, out, family="llama", source=None):

@@ -1,15 +1,15 @@
 """What a part of a layer does, against the hidden states between the parts; models without parts."""
 
-import every_family
-import harness
 import pytest
 import torch
-from every_family import SEPARATE_BLOCKS
 from torch.nn.functional import normalize
 
 from smelt.compress.drop_layers.drop_parts import layer_parts, part_influence, without_parts
 from smelt.models.checkpoint import load_model
 from smelt.models.layers import skip_sublayer
+from tests.support import harness
+from tests.support.models import every_family
+from tests.support.models.every_family import SEPARATE_BLOCKS
 
 
 def _loaded(family, layers=3):

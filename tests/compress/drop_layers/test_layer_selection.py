@@ -1,15 +1,15 @@
 """Which layers a student copies, and what becomes of the edits."""
 
-import every_family
 import pytest
 import torch
-from expected_errors import raises_code
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.drop_layers.layer_selection import keep_layers, layers_to_copy
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import apply_edits
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family
 
 
 def marian(decoder_layers=4):

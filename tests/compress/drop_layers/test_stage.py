@@ -3,14 +3,9 @@
 import json
 import re
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
 import transformers
-from every_family import DISTINCT_FAMILIES, SEPARATE_BLOCKS
-from expected_errors import raises_code
 
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.compress.drop_layers.stage import DropLayers
@@ -21,6 +16,10 @@ from smelt.core.messages import message_codes
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family, tiny
+from tests.support.models.every_family import DISTINCT_FAMILIES, SEPARATE_BLOCKS
 
 
 def _with_idle_layer(family, out):

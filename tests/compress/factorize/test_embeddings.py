@@ -1,12 +1,7 @@
 """Embeddings as pairs: the best projection, by hand; heads that are the same matrix; what follows."""
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_setting_codes
-from matrix import matrix_cells
 from onnx import numpy_helper
 
 from smelt.compress.factorize.settings import FactorizeSettings
@@ -26,6 +21,10 @@ from smelt.models.checkpoint import load_model, save_model
 from smelt.models.hidden_width import hidden_axes
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
 from smelt.runtimes.graph_walk import iter_initializers
+from tests.support import harness
+from tests.support.expected_errors import raises_setting_codes
+from tests.support.models import every_family, tiny
+from tests.support.pairs.matrix import matrix_cells
 
 
 def thin(family, out, layers=3, **settings):
@@ -118,11 +117,10 @@ def test_without_rows_all_tokens_count_alike_and_that_is_said(tmp_path):
 
 def _counted_by_hand(model, space):
     """How often each token is read, or written, in the texts that every_family takes."""
-    import tiny
-
     from smelt.data.examples import read_split
     from smelt.data.splits import Columns
     from smelt.models.checkpoint import load_tokenizer
+    from tests.support.models import tiny
 
     file = tiny.write_pairs(space / "again.jsonl")
     split = read_split(str(file), "translation", Columns(), space)

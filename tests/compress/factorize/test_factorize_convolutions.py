@@ -1,10 +1,7 @@
 """Convolutions become thinner ones: the operations that were asked for, saved, trained, exported."""
 
-import harness
-import images
 import pytest
 import torch
-from expected_errors import raises_code, raises_setting_codes
 from torch import nn
 
 from smelt.compress.factorize import ranks as rank_rules
@@ -17,6 +14,9 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.model_size import count_macs
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import images
 
 WIDE = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 1]}
 CONVS = {

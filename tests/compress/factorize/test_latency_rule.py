@@ -1,10 +1,10 @@
 """The rule of where a pair is faster, against what was measured; and which layers get whole texts."""
 
-import every_family
 import pytest
 
 from smelt.compress.factorize.ranks import faster_below_rank, full_sequence_layers
 from smelt.models.checkpoint import load_model
+from tests.support.models import every_family
 
 # outputs, inputs, share of the weights that a pair keeps, rows, its time in those of the whole matrix
 # (docs/measurements/techniques.md)

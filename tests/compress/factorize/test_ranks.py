@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.factorize.ranks import LayerSpectrum, allocate_ranks, rank_of_energy, smaller_below_rank
 from smelt.core.errors import InputError
+from tests.support.expected_errors import raises_code
 
 
 def test_the_rank_is_the_smallest_that_holds_the_energy():

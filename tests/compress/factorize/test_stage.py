@@ -2,11 +2,8 @@
 
 import json
 
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
 from transformers import MarianConfig, MarianMTModel
 
 from smelt.calibration.samples import load_calibration_samples, model_outputs, observe_inputs
@@ -19,6 +16,9 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.models.layers import LowRankLinear
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import tiny
 
 
 @pytest.fixture

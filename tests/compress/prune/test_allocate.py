@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises_code
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from smelt.compress.prune.budget import allocate_units
 from smelt.compress.prune.costs import UnitCosts
 from smelt.core.errors import InputError
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

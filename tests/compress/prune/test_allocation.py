@@ -1,9 +1,6 @@
 """`prune` with a budget: met, said, and refused where it leaves nothing."""
 
-import every_family
 import pytest
-from expected_errors import raises_code, raises_setting_codes
-from matrix import matrix_cells
 from transformers import AutoTokenizer
 
 from smelt.compress.prune import latency_costs
@@ -11,6 +8,9 @@ from smelt.compress.prune.costs import resolve_sequence_length
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters, load_model
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family
+from tests.support.pairs.matrix import matrix_cells
 
 MEASURES = {
     "parameters": {"parameters": 0.75},

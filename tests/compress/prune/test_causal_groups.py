@@ -1,10 +1,7 @@
 """Pruning of decoder-only models: cutting equals masking; whole groups of queries go with their key."""
 
-import causal
-import harness
 import pytest
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.prune.importances.magnitude import magnitude_scores
 from smelt.compress.prune.stage import Prune, PruneSettings
@@ -13,6 +10,9 @@ from smelt.core.errors import InputError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal
 
 
 @pytest.fixture(scope="module", params=causal.FAMILIES)

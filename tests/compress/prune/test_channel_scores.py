@@ -1,6 +1,5 @@
 """What a channel is worth, against loops over what norms give, and against losses."""
 
-import every_family
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ from smelt.compress.prune.importances.taylor import gradient_scores
 from smelt.models.checkpoint import load_model
 from smelt.models.hidden_width import hidden_width
 from smelt.training.losses import label_objective
+from tests.support.models import every_family
 
 pytestmark = pytest.mark.quick
 

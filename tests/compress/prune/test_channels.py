@@ -1,7 +1,5 @@
 """The stage with what: [channels]: which channels of convolutions go, and what goes with them."""
 
-import harness
-import images
 import pytest
 import torch
 import torch_pruning
@@ -17,6 +15,8 @@ from smelt.compress.prune.stage import Prune
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import read_edits
+from tests.support import harness
+from tests.support.models import images
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 2]}
 KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}

@@ -1,12 +1,12 @@
 """What is said of units before torch is imported is what cutting them would say."""
 
 import pytest
-from every_family import TEXT_FAMILIES
-from expected_errors import raises_code
 
 from smelt.compress.prune.settings import check_units, fixed_heads_warnings
 from smelt.core.errors import InputError
 from smelt.models.families.registry import FAMILIES
+from tests.support.expected_errors import raises_code
+from tests.support.models.every_family import TEXT_FAMILIES
 
 pytestmark = pytest.mark.quick
 

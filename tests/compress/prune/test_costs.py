@@ -1,10 +1,7 @@
 """What units are said to cost is what the model has less without them, counted by torch."""
 
-import every_family
 import pytest
 import torch
-from expected_errors import raises_code
-from matrix import matrix_cells
 from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.compress.factorize.settings import FactorizeSettings
@@ -14,6 +11,9 @@ from smelt.compress.prune.units import AttentionGroup, cut_heads, cut_neurons, f
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import count_stored_parameters, load_model
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family
+from tests.support.pairs.matrix import matrix_cells
 
 FAMILIES = ("marian", "t5", "bert", "gpt2", "llama", "qwen3", "modernbert", "mpnet")
 STAGES = {

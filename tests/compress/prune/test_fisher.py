@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from pruning_models import bert_model, example_batch, marian_model
 from torch.nn.functional import cross_entropy
 
 from smelt.compress.prune.importances.fisher import fisher_scores
 from smelt.compress.prune.units import find_groups, linear_with_inputs
+from tests.support.models.pruning_models import bert_model, example_batch, marian_model
 
 
 def _rows(batch):

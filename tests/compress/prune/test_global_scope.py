@@ -1,6 +1,5 @@
 """Where all layers compete, those lose most whose units say least."""
 
-import every_family
 import pytest
 import torch
 from torch import tensor
@@ -10,6 +9,7 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import allocate_globally
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import blocks_of
+from tests.support.models import every_family
 
 
 def test_heads_go_wherever_they_say_least_and_one_stays_in_each_layer():

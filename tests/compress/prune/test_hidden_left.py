@@ -2,20 +2,9 @@
 
 import json
 
-import causal
-import embedders
-import every_family
-import harness
-import images
-import learned_mask_models
 import pytest
-import seq2seq
-import tiny
 import torch
 import transformers
-import usability_checks
-from every_family import SEPARATE_BLOCKS
-from expected_errors import raises_code
 
 from smelt.compress.distill.stage import Distill, DistillSettings
 from smelt.compress.factorize.settings import FactorizeSettings
@@ -29,6 +18,10 @@ from smelt.data.splits import SENTENCE_SIMILARITY, Columns
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width
+from tests.support import harness, usability_checks
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, embedders, every_family, images, learned_mask_models, seq2seq, tiny
+from tests.support.models.every_family import SEPARATE_BLOCKS
 
 
 def agrees(masks, model, edits, source, out, outputs):

@@ -2,13 +2,13 @@
 
 import math
 
-import learned_mask_models
 import pytest
 import torch
 from torch.nn import functional
 
 from smelt.compress.prune.importances.scores import hidden_norms
 from smelt.models.families.registry import blocks_of, hidden_state_locations
+from tests.support.models import learned_mask_models
 
 
 def cdf_qz(x, loga):

@@ -1,13 +1,13 @@
 """The table of timings: how often a text has each part, with a clock that counts multiplications."""
 
-import every_family
-import harness
 import pytest
 
 from smelt.compress.prune import latency_costs
 from smelt.compress.prune.costs import flop_costs
 from smelt.compress.prune.units import AttentionGroup, find_groups
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.models import every_family
 
 TOKENS = 12
 

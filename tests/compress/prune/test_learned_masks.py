@@ -1,11 +1,7 @@
 """Masks that are learned: their distribution, the budget, and a cut that changes nothing any more."""
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned_masks import LearnedMasks
@@ -16,6 +12,9 @@ from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family, tiny
 
 
 def masks_of(family, **settings):

@@ -2,12 +2,8 @@
 
 import json
 
-import every_family
-import harness
-import images
 import pytest
 import torch
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.prune.settings import PruneSettings, check_units, fixed_width_error
 from smelt.compress.prune.stage import Prune
@@ -17,6 +13,9 @@ from smelt.data.splits import SENTENCE_SIMILARITY, Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
 from smelt.models.hidden_width import hidden_width
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family, images
 
 
 def run(out, family="bert", **settings):

@@ -1,7 +1,5 @@
 """Compensation: least squares as numpy solves it, and models that stay nearer to what they were."""
 
-import every_family
-import harness
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,8 @@ from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import mark_masked
 from smelt.models.layers import LowRankLinear
+from tests.support import harness
+from tests.support.models import every_family
 
 KEPT = torch.tensor([0, 2, 5])
 

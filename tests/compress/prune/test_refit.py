@@ -2,8 +2,6 @@
 
 import copy
 
-import every_family
-import harness
 import numpy as np
 import pytest
 import torch
@@ -18,6 +16,8 @@ from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width, prune_hidden_width
+from tests.support import harness
+from tests.support.models import every_family
 
 
 class _One(nn.Module):
@@ -111,10 +111,8 @@ def test_layers_that_are_one_are_fitted_to_all_of_their_uses(family, tmp_path):
 
 
 def _rows(model, family, task, ctx, space):
-    import causal
-    import tiny
-
     from smelt.core.artifact import Artifact
+    from tests.support.models import causal, tiny
 
     source: Artifact = tiny.as_artifact(every_family.model_with_layers(family, 2), task)
     make = {"language-modeling": lambda p: causal.write_lines(p.with_suffix(".txt"), 2)}.get(

@@ -4,13 +4,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-import causal
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
-from pruning_models import bert_model, example_batch, factorized_model, marian_model
 from transformers import AutoModelForSeq2SeqLM
 
 from smelt.compress.prune.importances import registry
@@ -31,6 +26,10 @@ from smelt.core.messages import message_codes
 from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, save_model
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, tiny
+from tests.support.models.pruning_models import bert_model, example_batch, factorized_model, marian_model
 
 
 def outputs(model):

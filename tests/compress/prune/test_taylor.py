@@ -1,13 +1,7 @@
 """Scores of units, recomputed by hand; those of factorized layers are those of the products."""
 
-import causal
-import every_family
-import harness
 import pytest
-import seq2seq
-import tiny
 import torch
-from pruning_models import bert_model, example_batch, example_loss, factorized_model
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
@@ -18,6 +12,9 @@ from smelt.compress.prune.units import find_groups, linear_with_inputs, linear_w
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.layers import LowRankLinear
 from smelt.training.losses import label_objective
+from tests.support import harness
+from tests.support.models import causal, every_family, seq2seq, tiny
+from tests.support.models.pruning_models import bert_model, example_batch, example_loss, factorized_model
 
 RANK = 5
 MADE = {

@@ -1,12 +1,7 @@
 """Wanda's scores of units against its formula, weight by weight, and a model pruned without labels."""
 
-import embedders
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
-from pruning_models import bert_model, example_batch, factorized_model, marian_model
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.compress.prune.importances.wanda import wanda_scores
@@ -17,6 +12,10 @@ from smelt.core.errors import InputError
 from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import embedders, tiny
+from tests.support.models.pruning_models import bert_model, example_batch, factorized_model, marian_model
 
 
 def _rows(batch):

@@ -2,14 +2,8 @@
 
 import math
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-import usability_checks
-from every_family import SEPARATE_BLOCKS
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.finetune import Finetune, FinetuneSettings, check_training, provided_by_training
 from smelt.compress.prune.learned_masks import LearnedMasks
@@ -19,6 +13,10 @@ from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.layers import skip_sublayer
+from tests.support import harness, usability_checks
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family, tiny
+from tests.support.models.every_family import SEPARATE_BLOCKS
 
 KINDS = ("attention", "cross-attention", "ffn")
 

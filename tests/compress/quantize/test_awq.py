@@ -1,12 +1,7 @@
 """AWQ in the stage: a float model that stays what it was, less error than nearest, and graphs that agree."""
 
-import every_family
-import family_models
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.statistics import collect_statistics
@@ -22,6 +17,9 @@ from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import model_attentions
 from smelt.models.layers import LowRankLinear, ScaledLinear
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family, family_models, tiny
 
 DENSE = "bert.encoder.layer.0.intermediate.dense"
 AWQ = {"scheme": "int4", "method": "awq", "group_size": 16, "calibration_samples": 8}

@@ -4,10 +4,8 @@ import gc
 import json
 import shutil
 
-import every_family
 import pytest
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.quantize import block_by_block
@@ -20,6 +18,8 @@ from smelt.models import streamed_model, weight_files
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
 from smelt.quantization.layers import is_quantized
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family
 
 GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "calibration_samples": 6}
 RTN = {"scheme": "int4", "group_size": 16}

@@ -1,11 +1,7 @@
 """What no row reaches, what is fed no numbers, and on how many rows damage is told."""
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.quantize.calibrate_layers import calibrate_layers
 from smelt.compress.quantize.plan_layers import plan_layers
@@ -14,6 +10,9 @@ from smelt.core.errors import InputError
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family, tiny
 
 ASLEEP = "bert.encoder.layer.0.intermediate.dense"
 

@@ -2,13 +2,10 @@
 
 from dataclasses import replace
 
-import harness
-import images
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import tiny
 import torch
 from torch import nn
 
@@ -26,6 +23,8 @@ from smelt.models.edits import fold_batch_norms
 from smelt.models.weight_files import weight_files_size
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d
 from smelt.runtimes.registry import open_folder
+from tests.support import harness
+from tests.support.models import images, tiny
 
 BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [2, 1]}
 KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}

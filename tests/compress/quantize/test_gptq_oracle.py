@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import third_party_tools
 import torch
 
 from smelt.calibration.statistics import empty_statistics
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import scheme_grid
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, default_options
+from tests.support.processes import third_party_tools
 
 pytestmark = pytest.mark.peers
 CASES = [

@@ -4,13 +4,9 @@ import json
 import shutil
 import weakref
 
-import every_family
-import harness
 import numpy as np
 import pytest
-import tiny
 import torch
-from expected_errors import raises_setting_codes
 from safetensors.torch import load_file, save_file
 
 from smelt.calibration.samples import load_calibration_samples
@@ -27,6 +23,9 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.registry import find_scheme
+from tests.support import harness
+from tests.support.expected_errors import raises_setting_codes
+from tests.support.models import every_family, tiny
 
 
 def of(codes, scheme, options, width):

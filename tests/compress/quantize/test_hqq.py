@@ -1,9 +1,7 @@
 """HQQ against the loop of its published code, with the least squares for scale or zero point written out."""
 
-import every_family
 import numpy as np
 import pytest
-import third_party_tools
 import torch
 
 from smelt.compress.quantize.hqq import hqq_grid, shrink, zero_point_shift
@@ -12,6 +10,8 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.near_ties import NEAR_TIE
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
+from tests.support.models import every_family
+from tests.support.processes import third_party_tools
 
 HEAVY = torch.distributions.StudentT(3.0)
 

@@ -3,13 +3,9 @@
 import math
 from types import SimpleNamespace
 
-import every_family
-import harness
 import numpy as np
 import pytest
 import torch
-import usability_checks
-from expected_errors import raises_setting_codes
 from safetensors import safe_open
 
 from smelt.calibration.statistics import empty_statistics
@@ -31,6 +27,9 @@ from smelt.models.checkpoint import copy_tokenizer, load_model
 from smelt.models.edits import read_edits
 from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedMatrix
 from smelt.quantization.schemes.registry import default_options, find_scheme
+from tests.support import harness, usability_checks
+from tests.support.expected_errors import raises_setting_codes
+from tests.support.models import every_family
 
 INT4 = {"scheme": "int4", "group_size": 16}
 # what else moves the outputs: codes of head and tables, activations in int8 blocks

@@ -3,12 +3,8 @@
 import shutil
 from dataclasses import replace
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.distill.stage import Distill, DistillSettings
@@ -28,6 +24,9 @@ from smelt.core.messages import message_codes
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family, tiny
 
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES * 2)))

@@ -3,12 +3,8 @@
 import itertools
 import json
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, model_outputs
 from smelt.compress.quantize import mixed_precision
@@ -24,6 +20,9 @@ from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, save_model
 from smelt.quantization.layers import is_quantized
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family, tiny
 
 FEW = {
     "exclude": ["*.layer.1.*", "*.attention.*", "*.pooler.*"],

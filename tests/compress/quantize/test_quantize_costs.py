@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import every_family
 import pytest
 
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -13,6 +12,7 @@ from smelt.export.onnx_stage import OnnxSettings, export_cost
 from smelt.models.costs import CostInputs
 from smelt.models.model_size import read_model_size, size_from_config
 from smelt.models.weight_files import LARGE_BYTES, weight_files_size
+from tests.support.models import every_family
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Codes of a model that became smaller: those that are left are those that were there."""
 
-import harness
 import pytest
-import tiny
 import torch
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -20,6 +18,8 @@ from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import is_masked, read_edits
 from smelt.quantization.layers import is_quantized
+from tests.support import harness
+from tests.support.models import tiny
 
 GROUP = 32
 GROUPED = {"group_size": GROUP}

@@ -4,9 +4,7 @@ import json
 import shutil
 
 import pytest
-import tiny
 import torch
-from harness import run_stage
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -15,6 +13,8 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.messages import message_codes
 from smelt.quantization.schemes.registry import SCHEMES, default_options
+from tests.support.harness import run_stage
+from tests.support.models import tiny
 
 
 def layer(largest, scheme, dtype=torch.float32, **options):

@@ -1,10 +1,10 @@
 """What a recipe may say of `quantize`: what fits together, and nothing that means nothing."""
 
 import pytest
-from expected_errors import raises_setting_codes
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.quantization.schemes.registry import SCHEMES
+from tests.support.expected_errors import raises_setting_codes
 
 pytestmark = pytest.mark.quick
 

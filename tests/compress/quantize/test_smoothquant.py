@@ -1,11 +1,7 @@
 """SmoothQuant: the paper's formula, a float model that stays what it was, and an error that falls."""
 
-import family_models
-import harness
 import pytest
 import torch
-from every_family import DISTINCT_FAMILIES
-from expected_errors import raises_code, raises_setting_codes
 from torch import nn
 
 from smelt.calibration.samples import CalibrationSamples
@@ -14,6 +10,10 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.smoothquant import apply_smoothquant, smoothquant_scales
 from smelt.core.messages import message_codes
 from smelt.models.families.registry import FAMILIES, norm_consumers
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import family_models
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 STATIC = {"scheme": "int8-static", "smoothquant_alpha": 0.5}
 READS = ("q_proj", "k_proj", "v_proj")

@@ -1,8 +1,6 @@
-import harness
 import pytest
 import torch
 import transformers
-from expected_errors import raises_code
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
@@ -11,6 +9,8 @@ from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import apply_edits
 from smelt.models.layers import LowRankLinear
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from tests.support import harness
+from tests.support.expected_errors import raises_code
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 """The stage with 4 bits and fewer: bytes on disk, and what the vocabulary becomes."""
 
-import harness
-import images
 import pytest
-import tiny
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.models.checkpoint import load_model
 from smelt.models.model_size import count_parameters
 from smelt.quantization.layers import QuantizedLinear, layer_scheme
+from tests.support import harness
+from tests.support.models import images, tiny
 
 # bits a weight: codes, a float16 scale for each 64 inputs or for each row of 256, 512
 BITS = {

@@ -1,7 +1,4 @@
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
@@ -10,6 +7,9 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import layer_scheme
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 

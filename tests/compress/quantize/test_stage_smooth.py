@@ -1,10 +1,7 @@
 """SmoothQuant in the stage: planted outliers cost less, and what follows the stage goes on as before."""
 
-import causal
-import harness
 import pytest
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.quantize.qat import convert_qat, load_trainable
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
@@ -16,6 +13,9 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Split
 from smelt.models.checkpoint import load_model, save_model
 from smelt.quantization.layers import is_quantized
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal
 
 TASK = "language-modeling"
 READERS = {

@@ -1,10 +1,7 @@
 """Quantizing with a look at rows: ranges, damage, what stays float, and what is said of too few rows."""
 
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.quantize.mixed_precision import select_sensitive
 from smelt.compress.quantize.settings import MaxExcluded
@@ -13,6 +10,9 @@ from smelt.core.errors import InputError
 from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from smelt.quantization.layers import QuantizedLinear
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import tiny
 
 ROWS = Split("made.jsonl", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES))
 

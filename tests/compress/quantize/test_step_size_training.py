@@ -2,12 +2,8 @@
 
 import copy
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from torch import nn
 
 from smelt.compress.distill.stage import Distill, DistillSettings
@@ -26,6 +22,9 @@ from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
 from smelt.quantization.layers import is_quantized
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family, tiny
 
 TASK = "text-classification"
 LSQ = {"qat": {"scales": "lsq", "learning_rate": 0.05}}

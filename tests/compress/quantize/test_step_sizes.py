@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import schemes
 import torch
 
 from smelt.compress.quantize.plan_layers import quantize_into
 from smelt.compress.quantize.step_sizes import ActivationStepSize, StepSizes
+from tests.support import schemes
 
 pytestmark = pytest.mark.quick
 

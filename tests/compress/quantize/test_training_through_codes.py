@@ -1,9 +1,6 @@
 import contextlib
 
-import harness
 import pytest
-import schemes
-import tiny
 import torch
 from torch import nn
 
@@ -26,6 +23,8 @@ from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.quantization.layers import QuantizedEmbedding
+from tests.support import harness, schemes
+from tests.support.models import tiny
 
 SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "num_evals": 0, "dropout": 0.0}
 

@@ -1,7 +1,5 @@
 import pytest
-import schemes
 import torch
-from expected_errors import raises_code
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import (
@@ -12,6 +10,8 @@ from smelt.compress.quantize.plan_layers import (
 )
 from smelt.core.errors import InputError
 from smelt.quantization.schemes.int8 import fake_quantize_dynamic
+from tests.support import schemes
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -1,12 +1,8 @@
 """Ternary layers that become two binary ones compute the same, and go on from there (BinaryBERT)."""
 
-import every_family
-import harness
 import numpy as np
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from torch.nn import functional as F
 
 from smelt.compress.distill.stage import Distill, DistillSettings
@@ -25,6 +21,9 @@ from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import SplitLinear, layer_scheme
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family, tiny
 
 TERNARY = {"scheme": "ternary", "group_size": 32, "accuracy_level": 0}
 TRAIN = {"max_steps": 3, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "num_evals": 0}

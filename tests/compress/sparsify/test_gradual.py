@@ -1,11 +1,7 @@
 """Zeros that come while the weights train: which, when, by what gradient, and that they last."""
 
-import every_family
-import harness
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code, raises_setting_codes
 from torch.nn import functional as F
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -19,6 +15,9 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family, tiny
 
 SHORT = {"max_steps": 12, "batch_size": 4, "learning_rate": 3e-3, "precision": "fp32", "num_evals": 2}
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
 from smelt.core.errors import SettingError
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

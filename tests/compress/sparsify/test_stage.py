@@ -1,10 +1,7 @@
 """The stage on models of every kind, and zeros that last."""
 
-import every_family
-import harness
 import pytest
 import torch
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
@@ -17,6 +14,9 @@ from smelt.models.edits import read_edits
 from smelt.models.families.registry import blocks_of
 from smelt.training.lora import LoraAdapters
 from smelt.training.settings import LoraSettings
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.models import every_family
 
 TRAIN = FinetuneSettings(
     max_steps=3, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2, weight_decay=0.1

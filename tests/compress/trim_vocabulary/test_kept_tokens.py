@@ -1,7 +1,6 @@
 """Which words of a teacher are those of a student."""
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.compress.trim_vocabulary.select_tokens import (
     VOCABULARY_FILE,
@@ -12,6 +11,7 @@ from smelt.compress.trim_vocabulary.select_tokens import (
     write_kept_tokens,
 )
 from smelt.core.errors import InputError
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -3,16 +3,10 @@
 import json
 import shutil
 
-import causal
-import every_family
-import harness
 import pytest
 import sentencepiece
-import tiny
 import torch
 import transformers
-from every_family import DISTINCT_FAMILIES
-from expected_errors import raises_code
 from safetensors.torch import load_file
 
 from smelt.compress.distill.settings import TeacherSettings
@@ -30,6 +24,10 @@ from smelt.data.splits import Columns
 from smelt.generation.config import read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import FAMILIES
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, every_family, tiny
+from tests.support.models.every_family import DISTINCT_FAMILIES
 
 ROWS = {
     "translation": tiny.write_pairs,

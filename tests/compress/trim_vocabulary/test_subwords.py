@@ -4,8 +4,6 @@ import json
 import random
 
 import pytest
-import tiny
-from expected_errors import raises_code
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from smelt.compress.trim_vocabulary.select_tokens import select_tokens
@@ -19,6 +17,8 @@ from smelt.compress.trim_vocabulary.tokenizers import (
     trim_tokenizer_json,
 )
 from smelt.core.errors import InputError
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 TEXTS = [*tiny.SENTENCES, "unbelievable bells label the able table", "abcdefghijklmnopqrstuvwxyz .,!?"]
 OTHERS = ["a tab tells us", "lab", "unable", "the belt", "ta ble", "xyz!"]

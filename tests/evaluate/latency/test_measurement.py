@@ -5,12 +5,8 @@ import re
 import statistics
 from pathlib import Path
 
-import fake_workers
-import forked_workers
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from transformers import BertConfig, BertForSequenceClassification
 
 from smelt.core.artifact import Manifest, write_manifest
@@ -19,6 +15,10 @@ from smelt.core.store import Store
 from smelt.evaluate.latency import LatencySettings, measure_latency, measurement
 from smelt.evaluate.latency import measurement as worker_process
 from smelt.evaluate.report.schema import LatencyReport
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
+from tests.support.processes import forked_workers
+from tests.support.standins import fake_workers
 
 TEXTS = [f"{'word ' * n}end" for n in range(1, 13)]
 

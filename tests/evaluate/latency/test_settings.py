@@ -1,7 +1,7 @@
 import pytest
-from expected_errors import raises_setting_codes
 
 from smelt.evaluate.latency import LatencySettings
+from tests.support.expected_errors import raises_setting_codes
 
 pytestmark = pytest.mark.quick
 

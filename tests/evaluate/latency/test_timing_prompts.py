@@ -1,12 +1,12 @@
 from types import SimpleNamespace
 
-import causal
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.evaluate.latency.settings import prompt_texts, truncate_prompts
 from smelt.runtimes.runner import TextTools
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal
 
 pytestmark = pytest.mark.quick
 

@@ -3,14 +3,13 @@
 import gc
 import time
 
-import causal
 import numpy as np
 import pytest
-import tiny
 
 from smelt.core.store import Store
 from smelt.data.splits import Example
 from smelt.evaluate.latency.worker import TimingWorker, add_first_token_time, batch_by_length
+from tests.support.models import causal, tiny
 
 GENERATION = {"max_new_tokens": 5}
 

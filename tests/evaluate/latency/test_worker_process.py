@@ -2,12 +2,12 @@ import os
 import signal
 from pathlib import Path
 
-import forked_workers
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.evaluate.latency.measurement import WorkerProcess
+from tests.support.expected_errors import raises_code
+from tests.support.processes import forked_workers
 
 
 def test_worker_ends_when_its_pipe_closes() -> None:

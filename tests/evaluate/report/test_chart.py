@@ -9,7 +9,6 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from PIL import Image
-from sample_report import STEPS, HtmlOutline, ten_step_report
 
 from smelt.evaluate.report.chart import (
     CHART_FILES,
@@ -23,6 +22,7 @@ from smelt.evaluate.report.chart import (
 from smelt.evaluate.report.drawing import PALETTES, page_svg
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
+from tests.support.standins.sample_report import STEPS, HtmlOutline, ten_step_report
 
 pytestmark = pytest.mark.quick
 

@@ -6,10 +6,7 @@ import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import harness
 import pytest
-from expected_errors import raises_code
-from sample_report import mark_disturbed, ten_step_report
 
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import score_texts
@@ -25,6 +22,9 @@ from smelt.evaluate.report.comparison import (
 from smelt.evaluate.report.fail_rules import NotJudged, Regression, check_rules
 from smelt.evaluate.report.schema import SCORES_FOLDER
 from smelt.evaluate.significance import Statistics, compare_steps, holm
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.standins.sample_report import mark_disturbed, ten_step_report
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 from sacrebleu.metrics.bleu import BLEU
-from sample_report import HtmlOutline, ten_step_report, with_verdict
 from sklearn.metrics import confusion_matrix
 
 from smelt.data.splits import Example, Split
@@ -18,6 +17,7 @@ from smelt.evaluate.report.examples import MAX_CHARACTERS, compare_examples, mar
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import validate_report
+from tests.support.standins.sample_report import HtmlOutline, ten_step_report, with_verdict
 
 pytestmark = pytest.mark.quick
 

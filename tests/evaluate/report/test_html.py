@@ -4,10 +4,10 @@ import html
 import re
 
 import pytest
-from sample_report import HtmlOutline, make_message, ten_step_report
 
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.view import significant_digits
+from tests.support.standins.sample_report import HtmlOutline, make_message, ten_step_report
 
 pytestmark = pytest.mark.quick
 

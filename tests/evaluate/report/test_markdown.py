@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from sample_report import HtmlOutline, ten_step_report
 
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
+from tests.support.standins.sample_report import HtmlOutline, ten_step_report
 
 pytestmark = pytest.mark.quick
 

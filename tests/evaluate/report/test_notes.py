@@ -1,10 +1,10 @@
 import pytest
-from sample_report import mark_disturbed, ten_step_report
 
 from smelt.evaluate.report import view
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import GateReport, validate_report
+from tests.support.standins.sample_report import mark_disturbed, ten_step_report
 
 
 @pytest.fixture

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import sample_report
-from expected_errors import message_locations, raises_code
-from sample_report import ten_step_report
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
@@ -31,6 +28,9 @@ from smelt.evaluate.report.schema import (
     Verdict,
     validate_report,
 )
+from tests.support.expected_errors import message_locations, raises_code
+from tests.support.standins import sample_report
+from tests.support.standins.sample_report import ten_step_report
 
 pytestmark = pytest.mark.quick
 

@@ -2,10 +2,7 @@
 
 import json
 
-import harness
 import pytest
-import tiny
-from sample_report import HtmlOutline, ten_step_report
 
 from smelt.core.errors import RunError
 from smelt.evaluate import layer_sqnr
@@ -14,6 +11,9 @@ from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute.run_folder import step_row
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.standins.sample_report import HtmlOutline, ten_step_report
 
 
 def layer(name, part, db, removed=False):

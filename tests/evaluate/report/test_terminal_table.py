@@ -1,10 +1,10 @@
 """The table that a terminal shows."""
 
 import pytest
-from sample_report import make_message, ten_step_report
 
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_table
+from tests.support.standins.sample_report import make_message, ten_step_report
 
 pytestmark = pytest.mark.quick
 

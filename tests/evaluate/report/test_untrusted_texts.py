@@ -6,12 +6,18 @@ import re
 
 import pytest
 from pydantic import ValidationError
-from sample_report import HtmlOutline, make_message, mark_disturbed, ten_step_report, with_verdict
 
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import ReportData
 from smelt.pipeline.execute.run_folder import report_csv
+from tests.support.standins.sample_report import (
+    HtmlOutline,
+    make_message,
+    mark_disturbed,
+    ten_step_report,
+    with_verdict,
+)
 
 pytestmark = pytest.mark.quick
 

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from sample_report import make_latency, make_scores, make_step, mark_disturbed, ten_step_report, with_verdict
 
 from smelt.core.messages import message_codes
 from smelt.evaluate.report.markdown import render_markdown
@@ -11,6 +10,14 @@ from smelt.evaluate.report.pareto import pareto_front
 from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import validate_report
 from smelt.evaluate.report.verdict import decide, shortlisted, trial_text
+from tests.support.standins.sample_report import (
+    make_latency,
+    make_scores,
+    make_step,
+    mark_disturbed,
+    ten_step_report,
+    with_verdict,
+)
 
 pytestmark = pytest.mark.quick
 

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from sample_report import HtmlOutline, ten_step_report
 
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
@@ -18,6 +17,7 @@ from smelt.evaluate.report.view import (
     significant_digits,
     tree_rows,
 )
+from tests.support.standins.sample_report import HtmlOutline, ten_step_report
 
 pytestmark = pytest.mark.quick
 

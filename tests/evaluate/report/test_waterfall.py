@@ -4,13 +4,13 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from sample_report import HtmlOutline, mark_disturbed, ten_step_report, with_verdict
 
 from smelt.evaluate.report.chart import WATERFALL_NARROW, WATERFALL_WIDE, find_waterfall, waterfall_figure
 from smelt.evaluate.report.drawing import page_svg
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
+from tests.support.standins.sample_report import HtmlOutline, mark_disturbed, ten_step_report, with_verdict
 
 pytestmark = pytest.mark.quick
 

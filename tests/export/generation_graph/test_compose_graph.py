@@ -5,8 +5,6 @@ import os
 import random
 from pathlib import Path
 
-import generation_models
-import matrix
 import numpy as np
 import onnx
 import onnxruntime
@@ -18,6 +16,8 @@ from smelt.export.simplify_graph import expand_placeholders
 from smelt.generation import search
 from smelt.models.checkpoint import load_model
 from smelt.runtimes.registry import open_folder
+from tests.support.models import generation_models
+from tests.support.pairs import matrix
 
 KINDS = ("marian", "t5", "gpt2", "opt", "llama") if matrix.is_full_matrix() else ("marian", "gpt2", "llama")
 # Of each family; `make bench` draws more, of all eight.

@@ -2,16 +2,11 @@
 
 import shutil
 
-import every_family
-import matrix
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
-from ort_sessions import HAS_NO_VNNI
-from shared_folders import make_once
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import RunError
@@ -31,6 +26,11 @@ from smelt.generation.search import generate_in_graph, generate_resolved
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.onnx_backend import session_options
 from smelt.runtimes.registry import open_folder
+from tests.support.expected_errors import raises_code
+from tests.support.graphs.ort_sessions import HAS_NO_VNNI
+from tests.support.models import every_family
+from tests.support.pairs import matrix
+from tests.support.shared_folders import make_once
 
 FORCED = 7  # on no list
 WISHES = (

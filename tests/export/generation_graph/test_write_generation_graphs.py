@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import ParityError
 from smelt.export.generation_graph.write import _equally_likely, verify_generation_graphs
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.generation.search import generate_resolved
 from smelt.runtimes.backend import Batch
+from tests.support.expected_errors import raises_code
 
 PAD, EOS, START, VOCABULARY = 0, 1, 3, 8
 BATCH = Batch(np.ones((2, 3), np.int64), np.ones((2, 3), np.int64))

@@ -1,11 +1,8 @@
 """DistilBERT and RoBERTa as graphs, whole and cut, against torch; BERT's own tests are next to this one."""
 
-import classifiers
-import harness
 import numpy as np
 import onnxruntime
 import pytest
-import tiny
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
@@ -17,6 +14,8 @@ from smelt.export.settings import OnnxSettings, TensorrtSettings
 from smelt.export.tensorrt.stage import profile_ranges
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_folder, open_runner
+from tests.support import harness
+from tests.support.models import classifiers, tiny
 
 TASK = "text-classification"
 

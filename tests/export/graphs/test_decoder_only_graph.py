@@ -2,14 +2,10 @@
 
 from types import SimpleNamespace
 
-import causal
-import harness
 import numpy as np
 import onnx
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 from transformers import AutoModelForCausalLM
 
 from smelt.compress.prune.stage import Prune, PruneSettings
@@ -27,6 +23,9 @@ from smelt.generation.runners import token_nll
 from smelt.generation.search import generate
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, open_runner
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, tiny
 
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
 MASK = np.ones_like(IDS)

@@ -1,13 +1,8 @@
 """Graphs and the torch runner give the tokens and classes of transformers, family by family."""
 
-import every_family
-import graph_exports
-import matrix
 import numpy as np
 import pytest
-import tiny
 import torch
-from expected_errors import raises_code
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -19,6 +14,10 @@ from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import FAMILIES
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import graph_exports
+from tests.support.models import every_family, tiny
+from tests.support.pairs import matrix
 
 # of each kind one; the others go through all stages and the parity check in the matrix
 SOME = ["albert", "gemma", "m2m_100", "modernbert", "opt", "phi3"]

@@ -2,10 +2,8 @@
 
 from collections import Counter
 
-import every_family
 import onnx
 import pytest
-import tiny
 import torch
 
 from smelt.compress.factorize.settings import FactorizeSettings
@@ -17,6 +15,7 @@ from smelt.generation.config import GenerationSettings
 from smelt.models.layers import LowRankLinear
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_folder, open_runner
+from tests.support.models import every_family, tiny
 
 RANK = 6
 ENCODER = 2 * (1 + 2 + 2 * 3) + 1 + 4

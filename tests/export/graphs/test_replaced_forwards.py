@@ -6,13 +6,13 @@ of TensorRT, which torch computes too.
 
 from dataclasses import replace
 
-import family_models
 import pytest
 import torch
 
 from smelt.export.graphs.export_graph import model_graphs
 from smelt.models.families.registry import FAMILIES
 from smelt.quantization.emit import exporting_to
+from tests.support.models import family_models
 
 TARGET = "tensorrt"
 

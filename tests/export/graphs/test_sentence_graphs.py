@@ -1,14 +1,9 @@
 """Sentence embedders as graphs: one vector a text, from ids and mask alone, with padding as without."""
 
-import embedders
-import harness
-import matrix
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import tiny
-from expected_errors import raises_code
 from onnx import numpy_helper
 
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -22,6 +17,10 @@ from smelt.export.tensorrt.preflight import load_graph, preflight
 from smelt.export.tensorrt.stage import plan_graphs, profile_ranges
 from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.registry import open_folder
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import embedders, tiny
+from tests.support.pairs import matrix
 
 FAMILIES = embedders.FAMILIES if matrix.is_full_matrix() else ("distilbert", "modernbert")
 TEXTS = [*tiny.SENTENCES[:3], "she", " ".join(tiny.SENTENCES * 3)]

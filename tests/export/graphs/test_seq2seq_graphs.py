@@ -3,12 +3,8 @@
 import warnings
 from collections import Counter
 
-import harness
-import matrix
 import onnx
 import pytest
-import seq2seq
-import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
@@ -27,6 +23,9 @@ from smelt.models.checkpoint import load_model, load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules
 from smelt.runtimes.predict_texts import make_batches
 from smelt.runtimes.registry import open_folder, open_runner
+from tests.support import harness
+from tests.support.models import seq2seq, tiny
+from tests.support.pairs import matrix
 
 ROWS = Split("rows", tuple(Example(s, (s,)) for s in tiny.SENTENCES))
 EVERY = ["t5", "t5-gated", "bart", "mbart"]

@@ -1,12 +1,12 @@
 """What is replaced in a program gives torch's own graph; what is not known here is left to torch."""
 
-import graph_outline
 import pytest
 import torch
 from torch import nn
 from torch.onnx._internal.exporter import _fx_passes
 
 from smelt.export.graphs.single_trace import replace_unsupported_ops, single_trace
+from tests.support.graphs import graph_outline
 
 SECOND_TRACE = _fx_passes.decompose_with_registry
 

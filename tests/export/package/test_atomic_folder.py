@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
 from smelt.export.package import write_package as module
 from smelt.export.package.write_package import atomic_folder, require_empty_destination
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -4,12 +4,12 @@ import json
 import re
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.export.package.package_format import SupportedArtifacts
 from smelt.export.package.write_package import require_supported, unsupported_format
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

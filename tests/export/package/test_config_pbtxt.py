@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import third_party_tools
 from google.protobuf import text_format
-from triton_stand_in import ENUMS, SCHEMA, parse_model_config
 
 from smelt.export.package.triton_format import TritonTensor, model_config
+from tests.support.processes import third_party_tools
+from tests.support.standins.triton_stand_in import ENUMS, SCHEMA, parse_model_config
 
 SCALARS = {9: "string", 3: "int64", 5: "int32", 4: "uint64"}  # FieldDescriptor.Type
 INSIDE = {"ParametersEntry": "ModelConfig", "Kind": "ModelInstanceGroup"}

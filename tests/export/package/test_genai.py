@@ -9,11 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import exported_artifacts
 import onnx
 import pytest
-import third_party_tools
-from expected_errors import raises_code
 
 import smelt
 from smelt.core.artifact import read_artifact
@@ -22,6 +19,9 @@ from smelt.core.files import read_json_object
 from smelt.export.package.genai import GenaiFormat
 from smelt.export.package.package_format import PackageOrigin
 from smelt.models.text_rules import read_prompt_template
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.processes import third_party_tools
 
 PROMPTS = ["she sings", "the old house stands"]
 

@@ -1,14 +1,13 @@
 """An embedder's hidden states as an output: pooled by hand they are its vectors."""
 
-import exported_artifacts
 import numpy as np
 import onnx
-import translator_graphs
-from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.export.graph_files import read_graph
 from smelt.export.package.optimum import add_hidden_states_output
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts, translator_graphs
 
 
 def test_pooled_hidden_states_are_the_vectors():

@@ -6,15 +6,11 @@ import shlex
 import subprocess
 import sys
 
-import exported_artifacts
 import huggingface_hub
 import numpy as np
 import pytest
-import tiny
 import torch
 import transformers
-from expected_errors import raises_code
-from shared_folders import make_once
 
 import smelt
 from smelt.core.artifact import Artifact, read_artifact
@@ -22,6 +18,10 @@ from smelt.core.errors import InputError
 from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.package_format import OriginScore, PackageOrigin
 from smelt.export.package.write_package import write_package
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
+from tests.support.shared_folders import make_once
 
 TEXTS = [*tiny.SENTENCES[:3], "dogs"]
 SCORE = OriginScore("BLEU", "1.00 [0.50, 2.00]", None, 6, "nrefs:1", "bleu", 1.0)

@@ -3,11 +3,8 @@
 import json
 import shutil
 
-import exported_artifacts
 import numpy as np
 import pytest
-import translator_graphs
-from expected_errors import raises_code
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from smelt.core.artifact import read_artifact
@@ -17,6 +14,8 @@ from smelt.export.package.genai import GenaiFormat
 from smelt.export.package.hub_files import accept_any_empty_cache
 from smelt.export.package.optimum import OptimumFormat, optimum_graphs
 from smelt.export.package.transformers_js import TransformersJsFormat
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts, translator_graphs
 
 
 def layout(kind):

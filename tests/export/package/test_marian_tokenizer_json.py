@@ -3,15 +3,15 @@
 import json
 import shutil
 
-import exported_artifacts
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.export.package import transformers_js
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import MarianTokenizer, RustTokenizer, read_tokenizer_info, write_tokenizer_info
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
 
 
 @pytest.fixture

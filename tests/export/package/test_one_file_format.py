@@ -11,14 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import exported_artifacts
-import matrix
 import numpy as np
 import onnxruntime
 import pytest
-import tiny
-from expected_errors import raises_code
-from shared_folders import make_once
 
 import smelt
 from smelt.core.artifact import Artifact, read_artifact
@@ -26,6 +21,11 @@ from smelt.core.errors import InputError
 from smelt.export.package import one_file_format, text_graph
 from smelt.export.package.one_file_format import OneFileFormat
 from smelt.export.package.package_format import PackageOrigin, UsageNotes
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
+from tests.support.pairs import matrix
+from tests.support.shared_folders import make_once
 
 # ten thousand take seconds
 FEW = 300

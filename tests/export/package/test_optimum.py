@@ -2,14 +2,9 @@
 
 import shutil
 
-import exported_artifacts
 import numpy as np
 import onnx
 import pytest
-import third_party_tools
-import tiny
-import translator_graphs
-from shared_folders import make_once
 
 import smelt
 from smelt.core.artifact import read_artifact
@@ -18,6 +13,10 @@ from smelt.export.package.optimum import OptimumFormat
 from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.transformers_js import TransformersJsFormat
 from smelt.export.package.write_package import write_package
+from tests.support.graphs import exported_artifacts, translator_graphs
+from tests.support.models import tiny
+from tests.support.processes import third_party_tools
+from tests.support.shared_folders import make_once
 
 KINDS = ("translator", "t5", "writer", "gpt2", "classifier", "embedder")
 TEXTS = [*tiny.SENTENCES[:5], "A.", "dogs"]

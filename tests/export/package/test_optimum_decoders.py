@@ -1,16 +1,14 @@
 """The layouts of a translator's decoder that others know, made of smelt's two graphs: names and numbers."""
 
-import exported_artifacts
-import graph_exports
 import numpy as np
 import onnx
 import pytest
-import translator_graphs
-from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.export.graph_files import read_graph
 from smelt.export.package.optimum import optimum_graphs
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts, graph_exports, translator_graphs
 
 FOLDERS = {
     "marian": lambda: exported_artifacts.exported_artifact("translator"),

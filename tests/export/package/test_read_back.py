@@ -4,12 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
-import causal
 import pytest
-import third_party_tools
-import tiny
 
 import smelt
+from tests.support.models import causal, tiny
+from tests.support.processes import third_party_tools
 
 TEXTS = tiny.SENTENCES[:4]
 TASKS = {

@@ -1,10 +1,10 @@
 """The table of forms."""
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.api.package import PACKAGE_FORMATS, find_package_format
 from smelt.core.errors import InputError
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -3,10 +3,7 @@
 import json
 import shutil
 
-import exported_artifacts
 import pytest
-import tiny
-from expected_errors import raises_code
 from transformers import AutoTokenizer
 
 from smelt.core.errors import InputError
@@ -17,6 +14,9 @@ from smelt.export.package.hub_files import (
     with_prefix,
 )
 from smelt.models.checkpoint import load_tokenizer
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
 
 KINDS = ("translator", "t5", "classifier", "writer", "embedder", "roberta")
 TEXTS = [*tiny.SENTENCES, "", "UPPER  case?", "</s> a [SEP] b", "caf\u00e9 \u4f60\u597d"]

@@ -2,15 +2,9 @@
 
 import json
 
-import exported_artifacts
-import graph_exports
 import numpy as np
 import onnx
 import pytest
-import third_party_tools
-import tiny
-from expected_errors import raises_code
-from shared_folders import make_once
 
 import smelt
 from smelt.core.artifact import Artifact, read_artifact
@@ -21,6 +15,11 @@ from smelt.export.package.transformers_js import TransformersJsFormat, compariso
 from smelt.export.package.write_package import write_package
 from smelt.models.text_rules import NO_LIMIT
 from smelt.models.tokenizer import MarianTokenizer, TokenizerInfo, read_tokenizer_info, write_tokenizer_info
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts, graph_exports
+from tests.support.models import tiny
+from tests.support.processes import third_party_tools
+from tests.support.shared_folders import make_once
 
 KINDS = {"translator": "seq2seq", "t5": "seq2seq", "writer": "causal"}
 KINDS |= {"classifier": "classifier", "embedder": "sentence"}

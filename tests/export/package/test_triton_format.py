@@ -11,12 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import exported_artifacts
 import numpy as np
 import pytest
-import tiny
-from expected_errors import raises_code
-from triton_stand_in import ask_text_model, parse_model_config
 
 import smelt
 from smelt.core.artifact import Artifact, Manifest, read_artifact
@@ -24,6 +20,10 @@ from smelt.core.errors import InputError
 from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.triton_format import TritonFormat
 from smelt.runtimes.tensorrt_engine import EngineSidecar, write_sidecar
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
+from tests.support.standins.triton_stand_in import ask_text_model, parse_model_config
 
 PROMPTS = ["she sings", "the old house stands", "a"]
 

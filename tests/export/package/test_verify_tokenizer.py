@@ -8,10 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import exported_artifacts
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.export.package import text_graph
@@ -26,6 +24,8 @@ from smelt.export.package.text_graph import (
 )
 from smelt.export.package.text_nodes import TokenTexts
 from smelt.models.tokenizer import open_tokenizer
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
 
 pytest.importorskip("onnxruntime_extensions", reason="pip install onnxruntime-extensions")
 

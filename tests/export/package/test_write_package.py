@@ -6,10 +6,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 
-import exported_artifacts
-import harness
 import pytest
-from expected_errors import raises_code
 from markdown_it import MarkdownIt
 
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord, read_artifact
@@ -23,6 +20,9 @@ from smelt.export.package.package_format import (
     UsageNotes,
 )
 from smelt.export.package.write_package import copy_artifact, write_package
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
 
 HOW = UsageNotes("fetch it", "open it", (("python", "import it"),), ("Mind the gap.",))
 ORIGIN = PackageOrigin(

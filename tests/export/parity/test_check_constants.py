@@ -3,12 +3,12 @@ import re
 import numpy as np
 import onnx
 import torch
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import ParityError
 from smelt.export import graph_files
 from smelt.export.parity.references import check_constants
+from tests.support.expected_errors import raises_code
 
 
 class Layer(torch.nn.Module):

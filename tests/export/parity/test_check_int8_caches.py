@@ -2,7 +2,6 @@
 
 import shutil
 
-import exported_artifacts
 import numpy as np
 import pytest
 from onnx import numpy_helper
@@ -12,6 +11,7 @@ from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.kv_cache import cached_attentions, check_int8_caches
 from smelt.export.parity.references import TorchReference
 from smelt.generation.prompt_batches import pad_left
+from tests.support.graphs import exported_artifacts
 
 RNG = np.random.default_rng(0)
 

@@ -8,13 +8,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import graph_exports
-import harness
-import matrix
-import mutations
 import onnx
 import pytest
-from expected_errors import raises_code
 
 import smelt.configs
 from smelt.core.errors import ParityError
@@ -24,6 +19,10 @@ from smelt.export.graph_files import read_graph
 from smelt.export.parity.check_parity import check_exported_graphs
 from smelt.export.settings import OnnxSettings
 from smelt.quantization.schemes import registry
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import graph_exports, mutations
+from tests.support.pairs import matrix
 
 QUICKSTART = Path(smelt.configs.__file__).parent / "quickstart"
 ENCODER, DECODER, MODEL = "encoder_model", "decoder_with_past_model", "model"
@@ -189,9 +188,8 @@ def test_a_graph_that_cannot_be_run_is_an_error_in_words(tmp_path):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """The int8 graphs of a translator that was trained, and what parity asks of them."""
-    import tiny
-
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+    from tests.support.models import tiny
 
     folder = tmp_path_factory.mktemp("real")
     source = tiny.as_artifact(QUICKSTART / "model")

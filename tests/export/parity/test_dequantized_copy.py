@@ -1,4 +1,3 @@
-import graph_exports
 import numpy as np
 import onnx
 import onnxruntime
@@ -9,6 +8,7 @@ from smelt.export import graph_files
 from smelt.export.convert_to_half import convert_to_half
 from smelt.export.parity.references import dequantize_graph, make_dequantized_copy, widen_to_float32
 from smelt.runtimes.registry import open_folder
+from tests.support.graphs import graph_exports
 
 NUMBERS = np.random.default_rng(0)
 

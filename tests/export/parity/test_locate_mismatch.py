@@ -2,15 +2,15 @@
 
 import shutil
 
-import graph_exports
 import numpy as np
 import onnx
 import pytest
-from graph_edits import insert_after_node
-from matrix import matrix_cells
 
 from smelt.export.parity.check_parity import locate_first_mismatch
 from smelt.export.parity.references import dequantize_graph
+from tests.support.graphs import graph_exports
+from tests.support.graphs.graph_edits import insert_after_node
+from tests.support.pairs.matrix import matrix_cells
 
 # a product or norm somewhere in the middle, by a constant that its last node reads
 PLACES = {

@@ -1,11 +1,11 @@
 """Files of half precision are opened in the runtime that they are for, which knows what an operator takes."""
 
 import pytest
-import third_party_graphs
 from onnx import TensorProto, helper
 
 from smelt.core.errors import ParityError
 from smelt.export.parity.check_parity import _require_opens
+from tests.support.graphs import third_party_graphs
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Quantized operators alone, on inputs that int8 holds exactly."""
 
-import graph_exports
 import numpy as np
 import onnx
 import pytest
 import torch
-from expected_errors import raises_code
 
 from smelt.compress.quantize.plan_layers import quantize_into, quantize_module
 from smelt.core.errors import ParityError
@@ -13,6 +11,8 @@ from smelt.export.graph_files import read_graph
 from smelt.export.parity import operator_checks
 from smelt.export.parity.operator_checks import check_operators
 from smelt.quantization.schemes.registry import default_options, find_scheme
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import graph_exports
 
 
 def asked(scheme, graph=0):

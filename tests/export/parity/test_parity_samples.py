@@ -2,16 +2,13 @@
 
 import json
 
-import causal
-import classifiers
 import numpy as np
 import pytest
-import seq2seq
-import tiny
 
 from smelt.data.splits import Example, Split
 from smelt.export.parity.parity_samples import PARITY_LENGTH, PARITY_ROWS, causal_batch, parity_batch
 from smelt.models.checkpoint import load_tokenizer
+from tests.support.models import causal, classifiers, seq2seq, tiny
 
 pytestmark = pytest.mark.quick
 

@@ -1,10 +1,7 @@
 """Real prompts of text generation: parity batches, sizes of engines, candidates of a beam search."""
 
-import causal
-import harness
 import numpy as np
 import pytest
-import tiny
 
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
@@ -17,6 +14,8 @@ from smelt.models.text_rules import TextRules
 from smelt.models.tokenizer import encode_prompts
 from smelt.runtimes.predict_texts import generate_candidates, generate_texts
 from smelt.runtimes.registry import open_runner
+from tests.support import harness
+from tests.support.models import causal, tiny
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import ParityError
 from smelt.export.parity.references import check_output
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

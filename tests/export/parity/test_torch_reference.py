@@ -1,10 +1,7 @@
 """What torch computes with dequantized weights is what the model with those weights computes."""
 
-import causal
-import graph_exports
 import numpy as np
 import pytest
-import tiny
 import torch
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
@@ -13,6 +10,8 @@ from smelt.generation.runners import position_ids
 from smelt.models.checkpoint import load_model
 from smelt.quantization.layers import QuantizedLinear
 from smelt.runtimes.registry import open_runner
+from tests.support.graphs import graph_exports
+from tests.support.models import causal, tiny
 
 SETTINGS = {"int8": {}, "int4": {"scheme": "int4", "symmetric": False}, "binary": {"scheme": "binary"}}
 

@@ -12,9 +12,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tensorrt_rig import build, build_all
 
 from smelt.export.tensorrt.preflight import check_profile, load_graph, preflight
+from tests.support.processes.tensorrt_rig import build, build_all
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 SHAPES = {"x": ((1, 4), (1, 4), (8, 4))}

@@ -2,8 +2,6 @@
 
 import json
 
-import causal
-import harness
 import pytest
 
 from smelt.data.examples import read_split
@@ -12,6 +10,8 @@ from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import check_profile
 from smelt.export.tensorrt.stage import max_output_tokens, profile_ranges
+from tests.support import harness
+from tests.support.models import causal
 
 pytestmark = pytest.mark.quick
 

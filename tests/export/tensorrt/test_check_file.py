@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import third_party_graphs as graphs
 from onnx import helper
 
 from smelt.core.system import ProcessLimits
 from smelt.export.tensorrt import preflight as module
 from smelt.export.tensorrt.preflight import check_onnx_for_tensorrt, subprocess_main
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def found(path: Path) -> list[tuple[str, str]]:

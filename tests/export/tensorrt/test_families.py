@@ -6,15 +6,14 @@ Export and profiles as in a recipe; the engines are built on the rig (see proces
 from pathlib import Path
 from typing import Any
 
-import embedders
-import graph_exports
-import matrix
 import onnx
 import pytest
-import tensorrt_graphs
-import tensorrt_rig
 
 from smelt.models.families import registry
+from tests.support.graphs import graph_exports, tensorrt_graphs
+from tests.support.models import embedders
+from tests.support.pairs import matrix
+from tests.support.processes import tensorrt_rig
 
 
 def both(family: str) -> bool:

@@ -3,14 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import graph_exports
-import matrix
 import onnx
 import pytest
-import tensorrt_graphs
-import tensorrt_rig
 import torch
-from expected_errors import raises_code
 from onnx import TensorProto
 from torch import nn
 
@@ -24,6 +19,10 @@ from smelt.export.onnx_stage import tolerance_kind
 from smelt.export.settings import OnnxSettings
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.schemes.registry import default_options, find_scheme
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import graph_exports, tensorrt_graphs
+from tests.support.pairs import matrix
+from tests.support.processes import tensorrt_rig
 
 WIDE = 1024
 

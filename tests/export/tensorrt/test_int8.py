@@ -2,13 +2,8 @@
 
 from pathlib import Path
 
-import graph_exports
-import matrix
 import onnx
 import pytest
-import schemes
-import tensorrt_graphs
-import tensorrt_rig
 import torch
 from torch import nn
 
@@ -16,6 +11,10 @@ from smelt.export.graph_files import write_graph
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
 from smelt.export.simplify_graph import expand_placeholders
+from tests.support import schemes
+from tests.support.graphs import graph_exports, tensorrt_graphs
+from tests.support.pairs import matrix
+from tests.support.processes import tensorrt_rig
 
 WIDE = 1024
 

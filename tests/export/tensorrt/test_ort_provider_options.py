@@ -4,11 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import graph_exports
 import onnxruntime
 import pytest
-import tensorrt_graphs
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
@@ -21,6 +18,8 @@ from smelt.runtimes.ort_tensorrt_backend import (
     read_provider_options,
     with_cache_options,
 )
+from tests.support.expected_errors import raises_code, raises_setting_codes
+from tests.support.graphs import graph_exports, tensorrt_graphs
 
 SHAPES = {"input_ids": ((1, 1), (1, 8), (4, 32)), "past": ((1, 2, 0, 16), (1, 2, 4, 16), (4, 2, 11, 16))}
 ALL = ProviderSettings(optimization_level=5, hardware_compatibility="ampere+", context_memory="shared")

@@ -4,12 +4,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import RunError
 from smelt.export.tensorrt.build_engine import SizeRange, input_range, past_range, profile_shapes
 from smelt.export.tensorrt.preflight import TensorrtProblem, check_profile, load_graph, preflight
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import tensorrt_rig
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import RunError
 from smelt.export.tensorrt.operator_rules import _INTEGER_OPS, OUTCOMES, RULES, UNSUPPORTED_OPS
 from smelt.export.tensorrt.preflight import load_graph, preflight
+from tests.support.expected_errors import raises_code
+from tests.support.processes import tensorrt_rig
 
 FLOAT, HALF, INT8, INT32, INT64 = (
     TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.INT32, TensorProto.INT64,

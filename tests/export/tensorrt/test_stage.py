@@ -3,11 +3,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import onnx
 import pytest
-from expected_errors import raises_code, raises_setting_codes
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Artifact, Manifest
@@ -22,6 +20,8 @@ from smelt.export.tensorrt.build_engine import BuildOptions, ProfileShapes, Size
 from smelt.export.tensorrt.stage import TensorrtStage, profile_ranges
 from smelt.runtimes import tensorrt_engine
 from smelt.runtimes.tensorrt_engine import EngineSidecar, graph_hash, read_sidecar
+from tests.support import harness
+from tests.support.expected_errors import raises_code, raises_setting_codes
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] word"
 

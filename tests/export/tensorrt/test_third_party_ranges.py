@@ -3,11 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
-import tensorrt_rig
-import third_party_graphs as graphs
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
@@ -21,6 +17,10 @@ from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSet
 from smelt.export.third_party.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
 from smelt.runtimes.third_party.graph_files import graph_signature
 from smelt.runtimes.third_party.signature import write_signature
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
+from tests.support.processes import tensorrt_rig
 
 
 def image_model() -> Any:

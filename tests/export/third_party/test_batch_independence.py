@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from onnx import helper, numpy_helper
 
 from smelt.data.npz_arrays import SampleArrays
 from smelt.export.third_party.output_comparison import batch_dependence_warnings
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.validate_graph import subprocess_main
+from tests.support.graphs import third_party_graphs as graphs
 
 _X = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import CalibrationMethod, create_calibrator
 
 from smelt.export.third_party.ort_quantizers import CalibrationMethodName, calibrate_activations
+from tests.support.graphs import third_party_graphs as graphs
 
 METHODS: dict[CalibrationMethodName, Any] = {
     "minmax": CalibrationMethod.MinMax,

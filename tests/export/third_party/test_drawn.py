@@ -6,21 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
-import random_graphs
-import staged_graphs
 from hypothesis import find
 from onnxruntime import quantization  # noqa: F401  the processes that are forked have it
 
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx
+from tests.support.graphs import random_graphs
+from tests.support.processes import staged_graphs
 
 DRAWS = int(os.environ.get("SMELT_GRAPH_DRAWS", "4"))
 
 
 @pytest.mark.slow
 def test_drawn_graphs_give_valid_files_that_compute_the_same_or_an_explanation(tmp_path):
-    command = [sys.executable, Path(staged_graphs.__file__), str(DRAWS), tmp_path / "home"]
-    found = os.pathsep.join(place for place in sys.path if "support" in Path(place).parts)
-    environment = os.environ | {"PYTHONPATH": found}
+    command = [sys.executable, "-m", staged_graphs.__name__, str(DRAWS), tmp_path / "home"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
     assert f"drawn: {DRAWS}" in done.stderr  # not killed: it reports on all its draws

@@ -1,10 +1,10 @@
 """What a quantizer left float is told with its size and who reads it."""
 
 import numpy as np
-import third_party_graphs as graphs
 from onnx import TensorProto, numpy_helper
 
 from smelt.export.third_party.quantize_onnx import float_matrices_message
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def test_float_matrices_are_counted_and_the_largest_named() -> None:

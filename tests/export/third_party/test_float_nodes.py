@@ -3,11 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
-import third_party_graphs as graphs
-from matrix import matrix_cells
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.data.npz_arrays import SampleArrays
@@ -20,6 +17,9 @@ from smelt.export.third_party.prepare_for_quantizer import (
 )
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx
 from smelt.runtimes.onnx_backend import open_onnx_session
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
+from tests.support.pairs.matrix import matrix_cells
 
 N = helper.make_node
 LOWEST = float(np.finfo(np.float32).min)

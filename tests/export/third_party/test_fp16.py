@@ -3,13 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import third_party_graphs as graphs
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -21,6 +18,9 @@ from smelt.export import fp16_range, graph_files
 from smelt.export.convert_to_half import convert_to_half
 from smelt.export.third_party.prepare_for_quantizer import constants_to_initializers
 from smelt.export.third_party.stages import Fp16, Fp16Settings, float32_nodes
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
 
 pytestmark = pytest.mark.quick
 

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from onnx import helper, numpy_helper
 
 from smelt.core.messages import message_codes
@@ -16,6 +14,8 @@ from smelt.export.third_party.ort_quantizers import QuantizeOnnxSettings
 from smelt.export.third_party.prepare_for_quantizer import unfused_activations
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx
 from smelt.runtimes.onnx_backend import open_onnx_session
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
 
 N = helper.make_node
 RELU, CLIP = N("Relu", ["e"], ["r"], "activation"), N("Clip", ["e", "low", "high"], ["r"], "activation")

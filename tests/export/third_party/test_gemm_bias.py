@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from onnx import helper, numpy_helper
 
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def gemm(bias: Any, turned: int) -> Any:

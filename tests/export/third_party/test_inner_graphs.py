@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -19,6 +17,8 @@ from smelt.export.third_party.normalize_graph import normalize_graph
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.export.third_party.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
 from smelt.runtimes.graph_walk import all_nodes
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
 
 NODE, BOOL, INT64 = helper.make_node, TensorProto.BOOL, TensorProto.INT64
 STAGES = {

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from onnx import helper, numpy_helper
 
 from smelt.export.third_party.prepare_for_quantizer import fold_gemm_factors
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.runtimes.onnx_backend import open_onnx_session
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def model(constant: tuple[str, ...], alpha: float, beta: float) -> Any:

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
@@ -16,6 +14,8 @@ from smelt.export.third_party import quantize_onnx
 from smelt.export.third_party.output_comparison import OutputComparison
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.quantization.schemes.registry import GRAPH_SCHEMES, find_scheme
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
 
 RANDOM = np.random.default_rng(0)
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import harness
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 
 from smelt.export.third_party.output_comparison import remove_passthrough_outputs
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import onnx
 import pytest
-import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import RunError
@@ -16,6 +14,8 @@ from smelt.data.splits import split_from_arrays
 from smelt.export.third_party.prepare_for_quantizer import prepare_for_quantizer
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
 from smelt.runtimes.onnx_backend import open_onnx_session
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def tied() -> Any:

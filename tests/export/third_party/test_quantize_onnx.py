@@ -5,12 +5,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import onnx
 import pytest
-import third_party_graphs as graphs
-from expected_errors import raises_code
 from onnx import helper, numpy_helper
 from pydantic import ValidationError
 
@@ -19,6 +16,9 @@ from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import split_from_arrays
 from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def run(folder: Path, model: Any, **settings: Any) -> Any:

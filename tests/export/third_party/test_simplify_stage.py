@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import onnx
 import pytest
-import third_party_graphs as graphs
-from expected_errors import raises_code
 from onnx import helper, numpy_helper
 
 from smelt.core.errors import InputError
@@ -16,6 +13,9 @@ from smelt.core.messages import message_codes, warning
 from smelt.core.system import IsolatedProcessError
 from smelt.export.third_party import stages
 from smelt.export.third_party.stages import Simplify, SimplifySettings
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def nodes_of(path: Path) -> list[str]:

@@ -1,6 +1,5 @@
 """What a family says of its products, scales and config's words is what transformers' models do."""
 
-import family_models
 import pytest
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 from smelt.export.graphs.attention import AttentionModule
 from smelt.models.empty_model import replace_conv1d
 from smelt.models.families.registry import FAMILIES, blocks_of, model_attentions
+from tests.support.models import family_models
 
 EXACT = "donot_use_mm_for_euclid_dist"
 

@@ -2,8 +2,6 @@
 
 import json
 
-import every_family
-import matrix
 import pytest
 
 from smelt.models.families.family import (
@@ -14,6 +12,8 @@ from smelt.models.families.family import (
     layout_to_json,
 )
 from smelt.models.families.registry import FAMILIES
+from tests.support.models import every_family
+from tests.support.pairs import matrix
 from tools.family_layouts import derive_all, derive_layout
 from tools.family_trace import CannotDescribeError
 

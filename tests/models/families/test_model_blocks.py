@@ -1,6 +1,5 @@
 """A model's blocks, their units, the states between them and what no scheme codes, for every family."""
 
-import family_models
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ from smelt.models.families.registry import (
     model_attentions,
     output_modules,
 )
+from tests.support.models import family_models
 
 
 @pytest.fixture(scope="module", params=family_models.NAMES)

@@ -1,12 +1,12 @@
 """Which products read a norm, against what transformers' models hand from module to module."""
 
-import family_models
 import pytest
 import torch
 from torch import nn
 
 from smelt.models.families.registry import FAMILIES, blocks_of, norm_consumers
 from smelt.models.layers import LowRankLinear
+from tests.support.models import family_models
 
 
 @pytest.fixture(scope="module", params=family_models.NAMES)

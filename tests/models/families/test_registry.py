@@ -1,8 +1,6 @@
 """What a family says of its models is what transformers' models are."""
 
-import every_family
 import pytest
-from every_family import TEXT_FAMILIES
 from torch import nn
 
 from smelt.core.files import read_json_object
@@ -17,6 +15,8 @@ from smelt.models.families.registry import (
     model_attentions,
 )
 from smelt.models.weight_files import weight_tensors
+from tests.support.models import every_family
+from tests.support.models.every_family import TEXT_FAMILIES
 
 pytestmark = pytest.mark.quick
 

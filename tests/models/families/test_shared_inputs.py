@@ -2,11 +2,11 @@
 
 from collections import Counter
 
-import family_models
 import pytest
 import torch
 
 from smelt.models.families.registry import blocks_of, shared_inputs
+from tests.support.models import family_models
 
 # where the last product of an attention or a feed-forward part is fed by a product alone; all attentions are
 GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "modernbert"}

@@ -1,9 +1,6 @@
 """What is scored and printed of a classifier, against transformers' own pipeline."""
 
-import classifiers
 import pytest
-import tiny
-from expected_errors import raises_code
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.core.errors import InputError
@@ -14,6 +11,8 @@ from smelt.pipeline.execute.scoring import prediction_text
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_runner
 from smelt.runtimes.runner import predictions_from_logits
+from tests.support.expected_errors import raises_code
+from tests.support.models import classifiers, tiny
 
 NAMES = classifiers.CLASS_NAMES
 ID2LABEL = dict(enumerate(NAMES))

@@ -2,13 +2,13 @@
 
 import json
 
-import fake_workers
-import harness
 import pytest
-import tiny
 
 from smelt.evaluate.latency import measurement
 from smelt.evaluate.report.schema import validate_report
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.standins import fake_workers
 
 RECIPE = """
 model: m

@@ -17,11 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from unittest.mock import Mock, patch
 
-import harness
 import psutil
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core import process_group
 from smelt.core.artifact import read_artifact
@@ -43,6 +40,9 @@ from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.recipe import ResourceSettings
 from smelt.pipeline.search.space import read_space
 from smelt.pipeline.search.study import Search, SearchOptions
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 # `hold.py` blocks the first call that scores so many texts as the file `hold` says, and writes its process
 HOLD = """

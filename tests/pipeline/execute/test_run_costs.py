@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, RunError
@@ -18,6 +15,9 @@ from smelt.pipeline.execute import run_costs
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_costs import machine_limits, plan_costs, step_records, stored_steps
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 RECIPE = """
 model: m

@@ -5,11 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import harness
 import pytest
-import tiny
-from expected_errors import command_error, raises_code
-from parsed_recipes import parse_recipe
 
 from smelt.cli.store import find_unused, remove_unused
 from smelt.core.artifact import Artifact
@@ -21,6 +17,10 @@ from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute.run_folder import RunFolder, default_store, open_store, require_run_folder
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import command_error, raises_code
+from tests.support.models import tiny
+from tests.support.parsed_recipes import parse_recipe
 
 RECIPE = """
 model: m

@@ -3,9 +3,9 @@
 import shlex
 
 import pytest
-import sample_report
 
 from smelt.pipeline.execute.run_folder import Result, summary_lines
+from tests.support.standins import sample_report
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 import re
 
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.tokenizer import encode_texts
 from smelt.pipeline.execute.latency_scores import require_texts_fit
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 pytestmark = pytest.mark.quick
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import third_party_graphs as graphs
 
 from smelt.core.store import Store
 from smelt.data.examples import read_split
@@ -14,6 +13,7 @@ from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.inspect.model_info import ThirdPartyModel
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.validate_graph import subprocess_main
+from tests.support.graphs import third_party_graphs as graphs
 
 pytestmark = pytest.mark.quick
 

@@ -4,16 +4,16 @@ import json
 import sys
 from types import ModuleType, SimpleNamespace
 
-import harness
 import pytest
-import tiny
-from expected_errors import command_error
 
 from smelt.core import system
 from smelt.core.files import load_json
 from smelt.pipeline.execute import trackers
 from smelt.pipeline.execute.trackers import TRACKERS, TrackedRun
 from smelt.pipeline.recipe.recipe import TRACKER_PACKAGES
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.models import tiny
 
 RECIPE = """
 model: m

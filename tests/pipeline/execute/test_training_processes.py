@@ -11,11 +11,8 @@ import threading
 import time
 from unittest.mock import Mock
 
-import harness
 import psutil
 import pytest
-import tiny
-from expected_errors import raises_code
 
 import smelt
 from smelt.core.errors import RunError
@@ -28,6 +25,9 @@ from smelt.pipeline.search.shrink import shrink
 from smelt.pipeline.search.study import Search
 from smelt.training import processes
 from smelt.training.processes import external_machines, external_processes, external_rank
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
 
 RECIPE = """
 model: model

@@ -3,9 +3,10 @@
 import json
 
 import pytest
-import tiny
-import untrained_recipes
-from untrained_recipes import BART, BERT, CLASSIFIER, RECIPE_HEAD, run_recipe
+
+from tests.support import untrained_recipes
+from tests.support.models import tiny
+from tests.support.untrained_recipes import BART, BERT, CLASSIFIER, RECIPE_HEAD, run_recipe
 
 
 @pytest.fixture

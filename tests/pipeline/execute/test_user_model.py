@@ -2,14 +2,12 @@
 
 import json
 
-import causal
-import every_family
-import harness
 import pytest
-import quantized_checkpoints
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from tests.support import harness
+from tests.support.models import causal, every_family, quantized_checkpoints
 
 RECIPE = """\
 model: m

@@ -10,10 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import harness
 import pytest
-import tiny
-from fork_server import shared_server
 
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.stage import Prune
@@ -22,6 +19,9 @@ from smelt.core.errors import RunError
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute import run_folder
 from smelt.pipeline.execute.display import explain_step_error, unexpected_traceback, with_user_paths
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.processes.fork_server import shared_server
 
 RECIPE = """
 model: m

@@ -1,11 +1,11 @@
 """Mutated files of every kind end in an answer or in an explained error, in 20 seconds and 3 GB."""
 
 import os
-from pathlib import Path
 
-import fuzz
 import pytest
-from fork_server import shared_server
+
+from tests.support.processes import fuzz
+from tests.support.processes.fork_server import shared_server
 
 DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "8"))
 
@@ -14,7 +14,7 @@ DRAWS = int(os.environ.get("SMELT_FUZZ_DRAWS", "8"))
 def test_mutated_files_end_in_an_answer_or_an_explained_error(kind, tmp_path):
     fuzz.write_files(tmp_path / "home", kind)
     before = (
-        f"import sys; sys.path.insert(0, {str(Path(fuzz.__file__).parent)!r}); import fuzz\n"
+        "import sys; from tests.support.processes import fuzz\n"
         "from pathlib import Path\n"
         f"sys.exit(fuzz.main({kind!r}, {DRAWS}, Path({str(tmp_path / 'home')!r})))"
     )

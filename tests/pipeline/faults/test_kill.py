@@ -6,15 +6,15 @@ import random
 import signal
 import time
 
-import matrix
 import pytest
-import tiny
-from concurrent_processes import WITHOUT_LOCKS
-from fork_server import shared_server
 
 from smelt.core.artifact import read_artifact
 from smelt.core.files import partial_files
 from smelt.evaluate.report.schema import validate_report
+from tests.support.models import tiny
+from tests.support.pairs import matrix
+from tests.support.processes.concurrent_processes import WITHOUT_LOCKS
+from tests.support.processes.fork_server import shared_server
 
 RECIPE = """
 model: m

@@ -4,16 +4,16 @@ import hashlib
 import json
 import shutil
 
-import exported_artifacts
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code
 from transformers import BertTokenizer
 
 import smelt
 from smelt.core.errors import RunError
 from smelt.core.files import write_hashed_json
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
 
 TEXT = "a" * 60 + "!"
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}

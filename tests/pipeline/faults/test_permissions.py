@@ -8,10 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import fake_workers
-import harness
 import pytest
-import tiny
+
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.standins import fake_workers
 
 RECIPE = """
 model: m

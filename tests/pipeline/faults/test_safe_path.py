@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import third_party_graphs as graphs
-import tiny
-from standalone_packages import standalone_package
+
+from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs.standalone_packages import standalone_package
+from tests.support.models import tiny
 
 NAMES = (
     "smelt",

@@ -5,14 +5,13 @@ import os
 import signal
 from pathlib import Path
 
-import fake_workers
-import forked_workers
-import harness
-import tiny
-
 from smelt.core.artifact import read_artifact
 from smelt.evaluate.latency.measurement import WorkerProcess
 from smelt.evaluate.report.schema import validate_report
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.processes import forked_workers
+from tests.support.standins import fake_workers
 
 RECIPE = """
 model: m

@@ -6,17 +6,17 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import harness
 import pytest
-import tiny
-from concurrent_processes import WITHOUT_LOCKS, disable_file_locks
-from expected_errors import command_error
-from fork_server import shared_server
 
 from smelt.core.artifact import read_artifact
 from smelt.core.locks import read_owner
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.models import tiny
+from tests.support.processes.concurrent_processes import WITHOUT_LOCKS, disable_file_locks
+from tests.support.processes.fork_server import shared_server
 
 RECIPE = """
 model: m

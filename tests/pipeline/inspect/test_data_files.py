@@ -4,17 +4,15 @@ import gzip
 import json
 import shutil
 
-import embedders
-import init_models
-import matrix
 import pytest
-import tiny
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.pipeline.inspect.data_files import inspect_data
 from smelt.pipeline.inspect.init_recipe import init_recipe
 from smelt.pipeline.inspect.model_info import inspect_model
+from tests.support.expected_errors import raises_code
+from tests.support.models import embedders, init_models, tiny
+from tests.support.pairs import matrix
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
-from expected_errors import raises_code
 from onnx import helper, numpy_helper
 
 from smelt.core.errors import InputError
 from smelt.pipeline.inspect.model_info import ThirdPartyModel, infer_batch_axes
 from smelt.runtimes.third_party.signature import GraphSignature
 from smelt.runtimes.third_party.validate_graph import subprocess_main
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def found(folder: Path, model: Any, **arrays: Any) -> tuple[dict[str, int | None], list[str]]:

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
-from expected_errors import raises_code
 from onnx import TensorProto, helper, numpy_helper
 from ruamel.yaml import YAML
 
 from smelt.core.errors import InputError
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def test_names_that_yaml_does_not_allow_are_written_as_escapes(tmp_path: Path) -> None:

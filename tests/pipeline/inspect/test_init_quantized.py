@@ -5,12 +5,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import causal
 import numpy as np
 import pytest
-import quantized_checkpoints
-import tiny
-from expected_errors import raises_code
 
 import smelt
 from smelt.core.errors import InputError
@@ -19,6 +15,8 @@ from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
 from smelt.pipeline.inspect.init_stages import MachineInfo, quantized_model_steps
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, quantized_checkpoints, tiny
 
 CPU = MachineInfo(2, gpu=False, tensorrt=False)
 EVERYTHING = MachineInfo(2, gpu=True, tensorrt=True, openvino=True, ort_tensorrt=True)

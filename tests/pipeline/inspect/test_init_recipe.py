@@ -5,11 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
-import causal
-import embedders
-import init_models
 import pytest
-import tiny
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.messages import message_codes
@@ -20,6 +16,7 @@ from smelt.pipeline.inspect.init_recipe import MachineInfo, _yaml_scalar, init_r
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml
+from tests.support.models import causal, embedders, init_models, tiny
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,7 @@
 
 from dataclasses import replace
 
-import causal
-import embedders
-import images
-import init_models
 import pytest
-import tiny
 
 import smelt
 from smelt.data.splits import TEXT_TO_TEXT_TASKS
@@ -25,6 +20,7 @@ from smelt.pipeline.inspect.init_stages import (
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml
+from tests.support.models import causal, embedders, images, init_models, tiny
 
 # half of the layers, half of the neurons, one training
 NARROW = ["drop-layers", "prune", "distill", "onnx", "quantize", "onnx"]

@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import RunError
 from smelt.evaluate.latency import summary
@@ -16,6 +15,7 @@ from smelt.evaluate.latency.summary import CounterSnapshot
 from smelt.models.costs import Work
 from smelt.pipeline.inspect import machine as module
 from smelt.pipeline.inspect.machine import MachineSpeed, machine_speed, measure_speed
+from tests.support.expected_errors import raises_code
 
 SPEED = MachineSpeed(
     forward={"128": 1e9, "512": 4e9}, training={"128": 1e9}, decode={"128": 1e9}, matrix=1e10, solver=1e9,

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.models.families.registry import FAMILIES
 from smelt.pipeline.inspect.model_folder import check_model_folder, fetch_model, local_model_folder
+from tests.support.expected_errors import raises_code
 
 
 @pytest.fixture

@@ -2,11 +2,7 @@
 
 import json
 
-import causal
-import every_family
-import harness
 import pytest
-from expected_errors import raises_code
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -14,6 +10,9 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.pipeline.inspect.model_info import inspect_model, inspect_quantization
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import causal, every_family
 
 RECIPE = """\
 model: artifact

@@ -4,12 +4,10 @@ import json
 import subprocess
 import sys
 
-import causal
 import pytest
-import quantized_checkpoints
-import tiny
 
 from smelt.pipeline.inspect.model_folder import check_model_folder, quantization_problems
+from tests.support.models import causal, quantized_checkpoints, tiny
 
 TASK = "language-modeling"
 

@@ -2,14 +2,13 @@
 
 import json
 
-import causal
 import pytest
-import tiny
 
 from smelt.pipeline.inspect import init_stages
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.init_stages import ProposedStep, training_time_text
 from smelt.pipeline.inspect.model_info import inspect_model
+from tests.support.models import causal, tiny
 
 
 @pytest.fixture

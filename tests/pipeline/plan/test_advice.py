@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny
-from stage_stand_ins import plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+from tests.support.models import tiny
+from tests.support.standins.stage_stand_ins import plan_stages
+
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 import json
 
-import causal
-import harness
 import pytest
-import quantized_checkpoints
-import tiny
 
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.models import causal, quantized_checkpoints, tiny
 
 RECIPE = """\
 model: model

@@ -1,12 +1,12 @@
 """How long a text the engines of a recipe are built for."""
 
 import pytest
-import tiny
-from expected_errors import message_locations, raises_code
 
 from smelt.core.errors import InputError
 from smelt.pipeline.inspect import machine
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support.expected_errors import message_locations, raises_code
+from tests.support.models import tiny
 
 RECIPE = """
 model: m

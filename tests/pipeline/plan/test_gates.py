@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from expected_errors import message_locations
-from stage_stand_ins import STAGE_TREE, plan_mistakes, plan_stages
 
 from smelt.core.messages import message_codes
 from smelt.pipeline.plan.plan_checker import choose_judging_split
+from tests.support.expected_errors import message_locations
+from tests.support.standins.stage_stand_ins import STAGE_TREE, plan_mistakes, plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 

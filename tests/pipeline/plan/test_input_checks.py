@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-from expected_errors import message_locations
-from stage_stand_ins import RECIPE_HEAD, plan_mistakes, plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+from tests.support.expected_errors import message_locations
+from tests.support.standins.stage_stand_ins import RECIPE_HEAD, plan_mistakes, plan_stages
+
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from stage_stand_ins import plan_stages
 
 from smelt.core.messages import message_codes
+from tests.support.standins.stage_stand_ins import plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from expected_errors import raises_code
-from stage_stand_ins import plan_stages
 
 from smelt.core.errors import MissingDependencyError
 from smelt.export.onnx_stage import Onnx
 from smelt.pipeline.inspect import machine
+from tests.support.expected_errors import raises_code
+from tests.support.standins.stage_stand_ins import plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
 def test_a_missing_openvino_is_a_reason_for_its_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_mistakes, plan_stages
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe import stages as stage_table
+from tests.support.standins.stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_mistakes, plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 

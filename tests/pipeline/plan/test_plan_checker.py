@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from expected_errors import message_locations
-from stage_stand_ins import RECIPE_HEAD, plan_mistakes, plan_stages
 
 from smelt.core.messages import message_codes
+from tests.support.expected_errors import message_locations
+from tests.support.standins.stage_stand_ins import RECIPE_HEAD, plan_mistakes, plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 

@@ -6,11 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-import harness
 import pytest
-import tiny
-from expected_errors import raises_code
-from paired_techniques import TECHNIQUES
 
 from smelt.core.artifact import StepRecord
 from smelt.core.errors import InputError
@@ -27,6 +23,10 @@ from smelt.pipeline.plan.costs import (
 )
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.stages import load_stage
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
+from tests.support.pairs.paired_techniques import TECHNIQUES
 
 RECIPE = """
 model: m

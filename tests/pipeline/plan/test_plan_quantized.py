@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from expected_errors import message_locations, raises_code
-from matrix import matrix_cells
 
 from smelt.core import system
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import Message
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.plan.plan import Plan
+from tests.support.expected_errors import message_locations, raises_code
+from tests.support.pairs.matrix import matrix_cells
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
 def plan(translator: Path, stages: str) -> Plan:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import harness
 import pytest
-from stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_stages
 
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.standins.stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 

@@ -1,15 +1,14 @@
 """What cannot follow quantized weights, and an export with nothing to tune, are said by the plan."""
 
-import causal
-import harness
 import pytest
-import quantized_checkpoints
-from expected_errors import message_locations
 
 import smelt
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import message_locations
+from tests.support.models import causal, quantized_checkpoints
 
 RECIPE = """\
 model: MODEL

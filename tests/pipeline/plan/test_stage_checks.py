@@ -2,10 +2,9 @@
 
 import json
 
-from expected_errors import message_locations, raises_code
-
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support.expected_errors import message_locations, raises_code
 
 RECIPE = """\
 model: {config: llama.json, tokenizer: {train: bpe, vocab_size: 600}}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from expected_errors import message_locations
-from stage_stand_ins import plan_mistakes
 
-pytest_plugins = ["stage_stand_ins"]
+from tests.support.expected_errors import message_locations
+from tests.support.standins.stage_stand_ins import plan_mistakes
+
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
 # settings that are wrong each; code and place of the one mistake; what is named in it

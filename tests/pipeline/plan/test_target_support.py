@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from expected_errors import message_locations
-from stage_stand_ins import plan_mistakes, plan_stages
 
 from smelt.pipeline.plan.step_draft import RUNTIME_NAMES
 from smelt.quantization.scheme import EXPORT_TARGETS
+from tests.support.expected_errors import message_locations
+from tests.support.standins.stage_stand_ins import plan_mistakes, plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
 OPENVINO = ["int8-static", "int8-groupwise", "int4"]

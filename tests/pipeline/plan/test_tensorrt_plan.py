@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from expected_errors import raises_code
-from stage_stand_ins import plan_stages
 
 from smelt.core.errors import MissingDependencyError
 from smelt.pipeline.inspect import machine
+from tests.support.expected_errors import raises_code
+from tests.support.standins.stage_stand_ins import plan_stages
 
-pytest_plugins = ["stage_stand_ins"]
+pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from expected_errors import raises_code
-from parsed_recipes import parse_recipe
 
 from smelt.core.errors import InputError
 from smelt.models.text_rules import TextRules
 from smelt.pipeline.plan.task_checks import resolve_text_rules
+from tests.support.expected_errors import raises_code
+from tests.support.parsed_recipes import parse_recipe
 
 pytestmark = pytest.mark.quick
 

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-import tiny
-import untrained_recipes
-from expected_errors import raises_code
-from untrained_recipes import CLASSIFIER, run_recipe
 
 import smelt
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import untrained_recipes
+from tests.support.expected_errors import raises_code
+from tests.support.models import tiny
+from tests.support.untrained_recipes import CLASSIFIER, run_recipe
 
 
 @pytest.fixture

@@ -6,11 +6,8 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import harness
 import numpy as np
 import pytest
-import tiny
-from parsed_recipes import parse_recipe
 
 from smelt.core.messages import message_codes
 from smelt.data.npz_arrays import SampleArrays
@@ -23,6 +20,9 @@ from smelt.pipeline.plan.warnings import (
     few_windows_warnings,
     last_checkpoint_warnings,
 )
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.parsed_recipes import parse_recipe
 
 ROWS = 120
 

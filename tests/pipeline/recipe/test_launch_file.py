@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
-from expected_errors import raises_code, raises_setting_codes
 
 from smelt.core.messages import message_codes
 from smelt.pipeline.plan.warnings import launch_warnings
 from smelt.pipeline.recipe.launch_file import resolve_launch
 from smelt.training.processes import LaunchSettings
+from tests.support.expected_errors import raises_code, raises_setting_codes
 
 # As in the guides of transformers, without optimizer, scheduler and the numbers that Trainer fills in.
 DEEPSPEED = {

@@ -1,12 +1,12 @@
 """What other tools call a setting is known, and what it is called here is said."""
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.stage import Settings
 from smelt.pipeline.recipe.mistakes import Mistakes, validate_settings
 from smelt.pipeline.recipe.stages import load_stage
 from smelt.pipeline.recipe.yaml_file import parse_yaml
+from tests.support.expected_errors import raises_code
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from expected_errors import message_locations, raises_code
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parsed_recipes import parse_recipe
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
@@ -22,6 +20,8 @@ from smelt.pipeline.recipe.recipe import (
     ScoreSettings,
     find_recipe,
 )
+from tests.support.expected_errors import message_locations, raises_code
+from tests.support.parsed_recipes import parse_recipe
 
 pytestmark = pytest.mark.quick
 

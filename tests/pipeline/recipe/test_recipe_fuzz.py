@@ -3,14 +3,14 @@
 import contextlib
 
 import pytest
-import tiny
-from fuzz import TEXT_RECIPE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.stages import STAGE_CLASSES
+from tests.support.models import tiny
+from tests.support.processes.fuzz import TEXT_RECIPE
 
 PIECES = [
     *(

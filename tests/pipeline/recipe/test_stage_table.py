@@ -7,13 +7,13 @@ import sys
 from typing import Any, get_args
 
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError
 from smelt.core.stage import Need, Settings
 from smelt.data.splits import Task
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, all_stages, load_stage
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

@@ -6,13 +6,13 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from expected_errors import raises_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from smelt.core.errors import InputError
 from smelt.pipeline.recipe.yaml_file import MAX_BYTES, dump_yaml, parse_yaml, read_yaml
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

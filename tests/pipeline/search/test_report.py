@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from search_recipes import formula, search, small, write
 
 from smelt.core.errors import RunError
 from smelt.pipeline.search import trials as trials_module
@@ -16,6 +15,7 @@ from smelt.pipeline.search.report import _places, _time_text, exit_code, finish_
 from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.study import Search
 from smelt.pipeline.search.trials import Trial, TrialResult
+from tests.support.search_recipes import formula, search, small, write
 
 
 @pytest.fixture(scope="module")

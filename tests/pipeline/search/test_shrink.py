@@ -2,14 +2,7 @@
 
 import json
 
-import causal
-import classifiers
-import harness
-import init_models
 import pytest
-from every_family import make_model
-from expected_errors import command_error, raises_code
-from search_recipes import QUICKSTART
 
 import smelt
 from smelt.pipeline.inspect.model_info import inspect_model
@@ -27,6 +20,11 @@ from smelt.pipeline.search.shrink import (
 )
 from smelt.pipeline.search.space import read_space
 from smelt.pipeline.search.study import Search, SearchOptions
+from tests.support import harness
+from tests.support.expected_errors import command_error, raises_code
+from tests.support.models import causal, classifiers, init_models
+from tests.support.models.every_family import make_model
+from tests.support.search_recipes import QUICKSTART
 
 
 @pytest.mark.quick

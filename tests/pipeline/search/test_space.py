@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from expected_errors import error_codes
 from ruamel.yaml import YAML
-from search_recipes import QUICKSTART, RECIPE, small, write
 
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.search.sampling import grid_points
 from smelt.pipeline.search.space import read_space
+from tests.support.expected_errors import error_codes
+from tests.support.search_recipes import QUICKSTART, RECIPE, small, write
 
 
 @pytest.fixture(scope="module")

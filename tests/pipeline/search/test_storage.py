@@ -10,9 +10,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from expected_errors import raises_code
-from postgres_server import postgres_server
-from search_recipes import formula, search, small, write
 from sqlalchemy.exc import OperationalError
 
 from smelt.core.errors import InputError, RunError, SmeltError
@@ -22,6 +19,9 @@ from smelt.pipeline.search import storage as storage_module
 from smelt.pipeline.search.space import read_space
 from smelt.pipeline.search.storage import STUDY_FILE, StudyStorage, cut_half_line
 from smelt.pipeline.search.study import Search
+from tests.support.expected_errors import raises_code
+from tests.support.processes.postgres_server import postgres_server
+from tests.support.search_recipes import formula, search, small, write
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,6 @@ from dataclasses import replace
 
 import optuna
 import pytest
-from expected_errors import raises_code
-from postgres_server import postgres_server
-from search_recipes import formula, search, small, write
 
 from smelt.cli.commands import minutes_of
 from smelt.core.errors import InputError, RunError
@@ -25,6 +22,9 @@ from smelt.pipeline.search.space import read_space
 from smelt.pipeline.search.storage import StudyStorage
 from smelt.pipeline.search.study import Search, pareto_optimal, spread
 from smelt.pipeline.search.trials import Trial, TrialResult
+from tests.support.expected_errors import raises_code
+from tests.support.processes.postgres_server import postgres_server
+from tests.support.search_recipes import formula, search, small, write
 
 
 @pytest.fixture(scope="module")

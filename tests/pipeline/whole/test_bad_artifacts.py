@@ -3,14 +3,14 @@
 import json
 import shutil
 
-import harness
 import pytest
-from expected_errors import command_error
-from invalid_recipes import RECIPE
 
 from smelt.core.files import sha256_of, write_hashed_json
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.standins.invalid_recipes import RECIPE
 
-pytest_plugins = ["invalid_recipes"]
+pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 
 @pytest.fixture(scope="module")

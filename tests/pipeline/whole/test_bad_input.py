@@ -3,12 +3,13 @@
 import json
 import re
 
-import harness
 import pytest
-from invalid_recipes import RECIPE, TRANSLATION_RECIPE, assert_refused
-from sample_report import make_message
 
-pytest_plugins = ["invalid_recipes"]
+from tests.support import harness
+from tests.support.standins.invalid_recipes import RECIPE, TRANSLATION_RECIPE, assert_refused
+from tests.support.standins.sample_report import make_message
+
+pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 
 @pytest.mark.parametrize(

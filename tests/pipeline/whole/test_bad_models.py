@@ -4,15 +4,15 @@ import json
 import shutil
 import struct
 
-import causal
-import harness
 import pytest
-from expected_errors import message_locations
-from invalid_recipes import RECIPE, TRANSLATION_RECIPE, assert_refused
 
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import message_locations
+from tests.support.models import causal
+from tests.support.standins.invalid_recipes import RECIPE, TRANSLATION_RECIPE, assert_refused
 
-pytest_plugins = ["invalid_recipes"]
+pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 
 def _write(name, content):

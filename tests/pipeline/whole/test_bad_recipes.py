@@ -3,15 +3,16 @@
 import json
 import shutil
 
-import every_family
-import harness
 import pytest
-from expected_errors import command_error, message_locations
-from invalid_recipes import RECIPE, RECIPE_HEAD, assert_refused
+
+from tests.support import harness
+from tests.support.expected_errors import command_error, message_locations
+from tests.support.models import every_family
+from tests.support.standins.invalid_recipes import RECIPE, RECIPE_HEAD, assert_refused
 
 pytestmark = pytest.mark.quick
 
-pytest_plugins = ["invalid_recipes"]
+pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 
 @pytest.mark.parametrize(

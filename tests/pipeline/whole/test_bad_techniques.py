@@ -3,16 +3,16 @@
 import json
 import shutil
 
-import harness
 import pytest
-from expected_errors import command_error
-from invalid_recipes import RECIPE_HEAD
 
 from smelt.compress.distill.stage import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core import system
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.standins.invalid_recipes import RECIPE_HEAD
 
-pytest_plugins = ["invalid_recipes"]
+pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 # by the name of a step: the stage, the code of its error, and what is named in it
 AT_WORK = {

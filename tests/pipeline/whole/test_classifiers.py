@@ -3,15 +3,14 @@
 import gzip
 import json
 
-import classifiers
-import harness
 import pytest
-import tiny
-from expected_errors import command_error, error_codes
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from smelt.evaluate.metrics import DEFAULTS_BY_PROBLEM, METRICS_BY_PROBLEM
+from tests.support import harness
+from tests.support.expected_errors import command_error, error_codes
+from tests.support.models import classifiers, tiny
 
 CHAIN = """
 model: m

@@ -3,16 +3,16 @@
 import json
 import statistics
 
-import classifiers
-import harness
 import numpy as np
 import pytest
-from expected_errors import command_error, raises_code
 from sklearn.metrics import accuracy_score
 from sklearn.model_selection import StratifiedGroupKFold
 
 from smelt.data.split_division import divide_folds
 from smelt.data.splits import Example, Split
+from tests.support import harness
+from tests.support.expected_errors import command_error, raises_code
+from tests.support.models import classifiers
 
 TRAINING = """\
   - finetune: {max_steps: 2, batch_size: 4, num_evals: 0, learning_rate: 0.01}

@@ -6,13 +6,13 @@ import re
 import subprocess
 from pathlib import Path
 
-import images
 import pytest
-from services import run_service
-from standalone_packages import standalone_package
 
 from smelt.export.package.standalone import serve
 from smelt.export.package.standalone.http_requests import PATHS
+from tests.support.graphs.standalone_packages import standalone_package
+from tests.support.models import images
+from tests.support.processes.services import run_service
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "deploy.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^curl .*", PAGE, flags=re.M)

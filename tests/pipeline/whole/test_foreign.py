@@ -4,17 +4,17 @@ import json
 import re
 from pathlib import Path
 
-import forked_workers
-import harness
 import numpy as np
 import pytest
-import third_party_graphs as graphs
-from expected_errors import command_error, raises_code
 from onnx import TensorProto, helper, numpy_helper
 
 import smelt
 from smelt import InputError
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import command_error, raises_code
+from tests.support.graphs import third_party_graphs as graphs
+from tests.support.processes import forked_workers
 
 RECIPE = """
 model: m.onnx

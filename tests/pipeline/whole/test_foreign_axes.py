@@ -3,15 +3,15 @@
 import json
 from pathlib import Path
 
-import forked_workers
-import harness
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 
 import smelt
 from smelt import InputError
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.graphs import third_party_graphs as graphs
+from tests.support.processes import forked_workers
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
 NAMELESS = ([None, None, 4], [1, None, 8], [1, None, 8])

@@ -4,16 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
-import causal
-import embedders
-import exported_artifacts
-import harness
 import numpy as np
 import onnx
 import pytest
-import shared_folders
-import tiny
-from expected_errors import command_error
 
 import smelt
 from smelt.core.artifact import read_artifact
@@ -21,6 +14,10 @@ from smelt.core.messages import message_codes
 from smelt.export.package.optimum import OptimumFormat
 from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.write_package import write_package
+from tests.support import harness, shared_folders
+from tests.support.expected_errors import command_error
+from tests.support.graphs import exported_artifacts
+from tests.support.models import causal, embedders, tiny
 
 TEXTS = tiny.SENTENCES[:4]
 RECIPE = """

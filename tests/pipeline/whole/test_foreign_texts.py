@@ -5,15 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import onnx
 import pytest
-import shared_folders
-import tiny
-from expected_errors import command_error
 
 import smelt
+from tests.support import harness, shared_folders
+from tests.support.expected_errors import command_error
+from tests.support.models import tiny
 
 TEXTS = [*tiny.SENTENCES, "a"]
 RECIPE = """

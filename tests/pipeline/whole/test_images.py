@@ -3,15 +3,15 @@
 import json
 from pathlib import Path
 
-import forked_workers
-import harness
-import images
 import pytest
-from expected_errors import command_error, message_locations, raises_code
 from PIL import Image
 
 import smelt
 from smelt.core.errors import InputError
+from tests.support import harness
+from tests.support.expected_errors import command_error, message_locations, raises_code
+from tests.support.models import images
+from tests.support.processes import forked_workers
 
 TRAIN = "max_steps: 2, batch_size: 4, num_evals: 1, precision: fp32"
 CUT = [

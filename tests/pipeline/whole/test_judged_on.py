@@ -2,10 +2,7 @@
 
 import json
 
-import harness
 import pytest
-import tiny
-from sample_report import make_message
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import smelt
@@ -14,6 +11,9 @@ from smelt.evaluate.report import schema
 from smelt.evaluate.report.render import render_table
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute import run
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.standins.sample_report import make_message
 
 RECIPE = """
 model: m

@@ -3,12 +3,13 @@
 import json
 import re
 
-import causal
-import fake_workers
-import forked_workers
-import harness
 import pytest
-from expected_errors import command_error
+
+from tests.support import harness
+from tests.support.expected_errors import command_error
+from tests.support.models import causal
+from tests.support.processes import forked_workers
+from tests.support.standins import fake_workers
 
 RECIPE = """
 model: m

@@ -9,22 +9,16 @@ The fast part takes each family through a chain that ends in few bits. All cells
 import json
 from functools import partial
 
-import causal
-import classifiers
-import embedders
-import every_family
-import images
-import matrix
 import pytest
-import seq2seq
-import tiny
-from ort_sessions import HAS_NO_VNNI
 
 import smelt
 from smelt.data.splits import TEXT_TO_TEXT_TASKS
 from smelt.models.families.registry import FAMILIES
 from smelt.runtimes.ort_tensorrt_backend import read_provider_options
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
+from tests.support.graphs.ort_sessions import HAS_NO_VNNI
+from tests.support.models import causal, classifiers, embedders, every_family, images, seq2seq, tiny
+from tests.support.pairs import matrix
 
 MODELS = {
     "marian": ("translation", tiny.write_marian),

@@ -3,16 +3,14 @@
 import json
 import shutil
 
-import embedders
-import harness
-import images
 import pytest
-import tiny
-from expected_errors import command_error, message_locations
-from matrix import matrix_cells
 from safetensors.torch import load_file, save_file
 
 import smelt
+from tests.support import harness
+from tests.support.expected_errors import command_error, message_locations
+from tests.support.models import embedders, images, tiny
+from tests.support.pairs.matrix import matrix_cells
 
 TASKS = {
     "image-classification": (images.write_model, images.write_rows),

@@ -3,17 +3,16 @@
 import json
 import math
 
-import causal
-import every_family
-import harness
 import pytest
 import torch
-from invalid_recipes import assert_refused
 from transformers import AutoModelForCausalLM
 
 import smelt
 from smelt.core.files import read_json_object
 from smelt.models.checkpoint import load_model
+from tests.support import harness
+from tests.support.models import causal, every_family
+from tests.support.standins.invalid_recipes import assert_refused
 
 HEAD = """model: m
 task: language-modeling

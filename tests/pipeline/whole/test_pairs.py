@@ -6,16 +6,16 @@ a part of them.
 """
 
 import pytest
-import run_all_pairs
-from pair_cases import all_pairs, covering_pairs, impossible_pairs
-from pair_runner import PairRunner, plan_errors
-from paired_techniques import MODELS, TECHNIQUES, with_prerequisite
 
 from smelt.core.errors import DEFAULT_CODE
 from smelt.core.messages import message_codes
 from smelt.models.families.registry import FAMILIES
 from smelt.pipeline.recipe.stages import all_stages
 from smelt.quantization.schemes.registry import SCHEMES
+from tests.support.pairs import run_all_pairs
+from tests.support.pairs.pair_cases import all_pairs, covering_pairs, impossible_pairs
+from tests.support.pairs.pair_runner import PairRunner, plan_errors
+from tests.support.pairs.paired_techniques import MODELS, TECHNIQUES, with_prerequisite
 
 SMALL = "bert"
 

@@ -4,13 +4,13 @@ import gzip
 import json
 import sys
 
-import harness
 import pytest
-import tiny
 from sacrebleu.metrics.bleu import BLEU
 
 from smelt.core.remote_store import RemoteStore
 from smelt.evaluate.report.schema import validate_report
+from tests.support import harness
+from tests.support.models import tiny
 
 RECIPE = """
 model: m

@@ -2,14 +2,14 @@
 
 import json
 
-import forked_workers
-import harness
 import pytest
-import tiny
 
 import smelt
 from smelt.core.artifact import read_artifact
 from smelt.evaluate.report.schema import validate_report
+from tests.support import harness
+from tests.support.models import tiny
+from tests.support.processes import forked_workers
 
 RECIPE = """
 model: m

@@ -2,10 +2,9 @@
 
 import json
 
-import harness
-import tiny
-
 from smelt.core.artifact import MASTER_WEIGHTS_FILE
+from tests.support import harness
+from tests.support.models import tiny
 
 RECIPE = """
 model: m

@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
-import tensorrt_rig
-import tiny
-from fork_server import ForkServer
 
 from smelt.core.artifact import read_artifact
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.inspect.machine import has_cuda
+from tests.support.models import tiny
+from tests.support.processes import tensorrt_rig
+from tests.support.processes.fork_server import ForkServer
 
 RECIPE = """
 model: m

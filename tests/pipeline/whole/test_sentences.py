@@ -3,16 +3,15 @@
 import json
 import math
 
-import embedders
-import forked_workers
-import harness
 import numpy as np
 import pytest
-import tiny
-from expected_errors import command_error, raises_code
 
 import smelt
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support import harness
+from tests.support.expected_errors import command_error, raises_code
+from tests.support.models import embedders, tiny
+from tests.support.processes import forked_workers
 
 CHAIN = """
 model: m

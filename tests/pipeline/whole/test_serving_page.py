@@ -5,13 +5,13 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import exported_artifacts
 import pytest
-import tiny
-from services import run_service
-from standalone_packages import standalone_package
 
 import smelt
+from tests.support.graphs import exported_artifacts
+from tests.support.graphs.standalone_packages import standalone_package
+from tests.support.models import tiny
+from tests.support.processes.services import run_service
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
 

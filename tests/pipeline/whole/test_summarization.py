@@ -2,10 +2,10 @@
 
 import json
 
-import harness
 import pytest
-import seq2seq
-import tiny
+
+from tests.support import harness
+from tests.support.models import seq2seq, tiny
 
 RECIPE = """
 model: m

@@ -3,21 +3,20 @@
 import gzip
 import json
 
-import causal
-import chat_templates
-import fake_workers
-import forked_workers
-import harness
 import numpy as np
 import onnxruntime
 import pytest
-from expected_errors import command_error, error_codes
-from triton_stand_in import ask_text_model
 
 from smelt.evaluate.quality import UnicodeTokenizer
 from smelt.export.generation_graph.graph_builder import GraphBuilder
 from smelt.export.package import text_graph
 from smelt.models.checkpoint import load_tokenizer
+from tests.support import harness
+from tests.support.expected_errors import command_error, error_codes
+from tests.support.models import causal, chat_templates
+from tests.support.processes import forked_workers
+from tests.support.standins import fake_workers
+from tests.support.standins.triton_stand_in import ask_text_model
 
 PAIRS = [
     ("Where does the man walk?", "on the grass"), ("What is cold?", "the river"),

@@ -7,16 +7,16 @@ words are compared one by one, numbers up to what a scheme's own rounding does.
 
 from contextlib import contextmanager
 
-import graph_exports
-import matrix
 import numpy as np
 import pytest
-import tiny
 
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, open_runner
+from tests.support.graphs import graph_exports
+from tests.support.models import tiny
+from tests.support.pairs import matrix
 
 # words of exports.SCHEMES -> of the registry
 PROMISED = {"fp32": None, "static": "int8-static", "int4": "int4", "binary": "binary"}

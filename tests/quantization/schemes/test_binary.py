@@ -1,7 +1,5 @@
 import numpy as np
-import schemes
 import torch
-from expected_errors import raises_code
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import round_to_nearest
@@ -9,6 +7,8 @@ from smelt.core.errors import InputError
 from smelt.quantization.layers import empty_quantized
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.ternary import Binary
+from tests.support import schemes
+from tests.support.expected_errors import raises_code
 
 
 def random_layer(group, level):

@@ -3,15 +3,15 @@
 import logging
 
 import pytest
-import schemes
 import torch
-from expected_errors import raises_code
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.core.errors import InputError
 from smelt.quantization.emit import exporting_to
 from smelt.quantization.schemes.bitsandbytes import OUTLIER_THRESHOLD
+from tests.support import schemes
+from tests.support.expected_errors import raises_code
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
 functional = bitsandbytes.functional

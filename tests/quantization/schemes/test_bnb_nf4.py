@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-import schemes
 import torch
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.quantization.schemes.bitsandbytes import NF4_BLOCK_SIZE, NF4_QUANT_TYPE, NF4_TABLE
+from tests.support import schemes
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
 functional = bitsandbytes.functional

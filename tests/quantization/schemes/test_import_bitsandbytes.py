@@ -4,13 +4,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from expected_errors import raises_code
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.core import system
 from smelt.core.errors import MissingDependencyError
 from smelt.quantization.schemes.bitsandbytes import BITSANDBYTES_PACKAGES, import_bitsandbytes
+from tests.support.expected_errors import raises_code
 
 SCHEMES = pytest.mark.parametrize("scheme", ["bnb-nf4", "bnb-int8"])
 ROOT = Path(__file__).resolve().parents[3]

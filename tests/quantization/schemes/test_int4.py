@@ -4,9 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-import schemes
 import torch
-from expected_errors import raises_code, raises_setting_codes
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from torch import nn
 
@@ -16,6 +14,8 @@ from smelt.core.errors import InputError
 from smelt.models.edits import apply_edits
 from smelt.quantization.groupwise import unpack_nibbles
 from smelt.quantization.schemes.registry import default_options, find_scheme
+from tests.support import schemes
+from tests.support.expected_errors import raises_code, raises_setting_codes
 
 GROUPS = {"int2": (32, 64, 128), "int3": (16, 32, 64, 128), "int4": (16, 32, 64, 128)}
 GROUPS["int8-groupwise"] = GROUPS["int4"]

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
-import schemes
 import torch
 from onnx import TensorProto, helper
-from ort_sessions import ort_session
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.quantization.schemes.int8 import dynamic_scale_zero_point
+from tests.support import schemes
+from tests.support.graphs.ort_sessions import ort_session
 
 pytestmark = pytest.mark.quick
 

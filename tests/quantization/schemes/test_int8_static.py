@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-import schemes
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from ort_sessions import needs_vnni, ort_session
 from torch import nn
 
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.scheme import UnpackedWeights
+from tests.support import schemes
+from tests.support.graphs.ort_sessions import needs_vnni, ort_session
 
 
 def layer(outputs: int = 40, inputs: int = 48, largest: float = 2.5) -> QuantizedLinear:

@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
-import schemes
 import torch
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.quantization.schemes.registry import find_scheme
+from tests.support import schemes
 
 OPTIONS = {"group_size": 128, "accuracy_level": 0}
 

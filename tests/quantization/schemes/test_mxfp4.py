@@ -5,13 +5,13 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-import schemes
 import torch
 from torch import nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
 from smelt.quantization.schemes.float4 import Mxfp4
+from tests.support import schemes
 
 OPTIONS = {"group_size": 32, "accuracy_level": 4}
 

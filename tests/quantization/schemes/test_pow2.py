@@ -4,11 +4,11 @@ import itertools
 import math
 
 import pytest
-import schemes
 import torch
 from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
+from tests.support import schemes
 
 SIZES = (16, 32, 64, 128)
 

@@ -1,5 +1,4 @@
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.quantization.scheme import GRAPH_TARGETS
@@ -17,6 +16,7 @@ from smelt.quantization.schemes.registry import (
     unsupported_scheme_options,
     validate_scheme_options,
 )
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

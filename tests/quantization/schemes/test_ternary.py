@@ -2,11 +2,11 @@ import itertools
 
 import numpy as np
 import pytest
-import schemes
 import torch
 
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.ternary import Ternary
+from tests.support import schemes
 
 LAYOUTS = list(itertools.product((32, 64, 128), ("group", "channel"), (0, 4)))
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.models.text_rules import SentenceRules
 from smelt.runtimes.onnx_backend import open_onnx_session
 from smelt.runtimes.third_party.import_graph import add_pooling
+from tests.support.graphs import third_party_graphs as graphs
 
 IDS = np.array([[3, 4, 5], [1, 2, 0]])
 MASK = np.array([[1, 1, 1], [1, 1, 0]])

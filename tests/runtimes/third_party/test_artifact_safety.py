@@ -4,7 +4,6 @@ import itertools
 import json
 
 import pytest
-import third_party_graphs
 from onnx import helper
 
 import smelt
@@ -15,6 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, write_hashed_json
 from smelt.runtimes.third_party import trial_run
 from smelt.runtimes.third_party.trial_run import record_verified_graphs, require_safe_artifact
+from tests.support.graphs import third_party_graphs
 
 
 @pytest.fixture(autouse=True)

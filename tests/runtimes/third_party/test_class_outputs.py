@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from onnx import helper, numpy_helper
 
 from smelt.runtimes.third_party.class_outputs import class_outputs
+from tests.support.graphs import third_party_graphs as graphs
 
 pytestmark = pytest.mark.quick
 

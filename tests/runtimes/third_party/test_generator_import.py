@@ -5,13 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import exported_artifacts
 import numpy as np
 import onnx
 import pytest
-import shared_folders
-import tiny
-from expected_errors import raises_code
 from onnx import numpy_helper
 
 from smelt.core.artifact import read_artifact
@@ -25,6 +21,10 @@ from smelt.runtimes.registry import open_folder
 from smelt.runtimes.third_party import import_graph as generator_import
 from smelt.runtimes.third_party.convert_optimum import required_graphs
 from smelt.runtimes.third_party.import_graph import import_generator, subprocess_main
+from tests.support import shared_folders
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
 
 TEXTS = [*tiny.SENTENCES[:4], "dogs"]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.runtimes.third_party.convert_optimum import resolve_if_branch
+from tests.support.graphs import third_party_graphs as graphs
 
 pytestmark = pytest.mark.quick
 

@@ -6,11 +6,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import third_party_graphs as graphs
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.runtimes.third_party.import_graph import import_graph
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
 
 pytestmark = pytest.mark.quick
 

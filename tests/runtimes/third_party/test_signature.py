@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expected_errors import raises_code
 
 from smelt.core.errors import InputError
 from smelt.data.npz_arrays import ArrayHeader, SampleArrays, count_array_samples
 from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec, read_signature, write_signature
+from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
 

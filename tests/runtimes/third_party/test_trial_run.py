@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
-from expected_errors import raises_code
 from onnx import TensorProto, helper
 
 from smelt.core.errors import InputError
 from smelt.runtimes.third_party.trial_run import subprocess_main, trial_limits, trial_run
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def test_an_input_may_have_any_name(tmp_path: Path) -> None:

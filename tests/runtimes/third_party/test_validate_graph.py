@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import third_party_graphs as graphs
 from onnx import AttributeProto, SparseTensorProto, TensorProto, helper, numpy_helper
 
 from smelt.runtimes.third_party.validate_graph import subprocess_main, validate_graph
+from tests.support.graphs import third_party_graphs as graphs
 
 
 def problems(path: Path) -> dict[str, str]:

@@ -21,12 +21,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import causal
-import graph_outline
-import images
 import numpy as np
-import tiny
-from golden_cases import CASES, MAKERS, THIRD_PARTY_GRAPH, Case
+
+from tests.support.goldens.golden_cases import CASES, MAKERS, THIRD_PARTY_GRAPH, Case
+from tests.support.graphs import graph_outline
+from tests.support.models import causal, images, tiny
 
 FILE = Path(__file__).with_name("golden.json")
 LIBRARIES = ("torch", "transformers", "tokenizers", "sentencepiece", "onnx", "onnxscript", "onnxsim")
@@ -135,10 +134,9 @@ def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, 
 
 def _run_on_graph(case: Case, folder: Path) -> tuple[Path, Path]:
     """Run a stage on an imported graph; return the folders of the graph and of the result."""
-    import harness
-    import third_party_graphs
-
     from smelt.pipeline.recipe.stages import load_stage
+    from tests.support import harness
+    from tests.support.graphs import third_party_graphs
 
     stage = load_stage(case.stage)
     source = third_party_graphs.make_artifact(folder / "source", third_party_graphs.two_layer_classifier())

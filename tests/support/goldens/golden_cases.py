@@ -8,10 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import causal
-import images
-import seq2seq
-import tiny
+from tests.support.models import causal, images, seq2seq, tiny
 
 TRAINING: dict[str, Any] = {
     "max_steps": 8, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "dropout": 0.0,

@@ -11,9 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import golden
-import tiny
-from golden_cases import CASES
+from tests.support.goldens import golden
+from tests.support.goldens.golden_cases import CASES
+from tests.support.models import tiny
 
 # A case of each stage, a quick one.
 CASES_OF_STAGES = {

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from expected_errors import raises_code
 from onnx import TensorProto, helper, save
 
 from smelt.core.errors import InputError
 from smelt.runtimes.backend import Batch
+from tests.support.expected_errors import raises_code
 
 
 def write(path: Path, nodes: Any, inputs: Any, outputs: Any) -> None:

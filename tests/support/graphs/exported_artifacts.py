@@ -7,14 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import causal
-import classifiers
-import embedders
-import every_family
-import images
-import seq2seq
-import tiny
-from shared_folders import make_once
+from tests.support.models import causal, classifiers, embedders, every_family, images, seq2seq, tiny
+from tests.support.shared_folders import make_once
 
 RECIPE = """
 model: m

@@ -12,19 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import causal
-import classifiers
-import embedders
-import every_family
-import harness
-import images
 import pytest
-import seq2seq
-import tiny
-from shared_folders import make_once
 
 from smelt.core.stage import Context
 from smelt.data.splits import Example, Split
+from tests.support import harness
+from tests.support.models import causal, classifiers, embedders, every_family, images, seq2seq, tiny
+from tests.support.shared_folders import make_once
 
 ROWS = tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES)
 ONE_LAYER_PER_STACK: dict[str, Any] = dict.fromkeys(every_family.ENCODER_DECODER_LAYERS, 1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from graph_edits import (
+from onnx import helper
+
+from tests.support.graphs.graph_edits import (
     ATTENTION_OPERATORS,
     MATRIX_OPERATORS,
     NotApplicable,
@@ -18,7 +20,6 @@ from graph_edits import (
     residual_additions,
     rewire,
 )
-from onnx import helper
 
 
 @mutation

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from graph_edits import (
+from onnx import helper, numpy_helper
+
+from tests.support.graphs.graph_edits import (
     ATTENTION_OPERATORS,
     NotApplicable,
     find_nodes,
@@ -13,7 +15,6 @@ from graph_edits import (
     mutation,
     rewire,
 )
-from onnx import helper, numpy_helper
 
 
 @mutation

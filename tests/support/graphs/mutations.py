@@ -4,10 +4,7 @@ A mutation takes an onnx.ModelProto, changes it in place, and raises `Nothing` w
 `ALL` holds them by name.
 """
 
-import layer_mutations
-import mask_mutations
-import position_mutations
-import quantization_mutations
-from graph_edits import MUTATIONS as ALL
+from tests.support.graphs import layer_mutations, mask_mutations, position_mutations, quantization_mutations
+from tests.support.graphs.graph_edits import MUTATIONS as ALL
 
 __all__ = ["ALL", "layer_mutations", "mask_mutations", "position_mutations", "quantization_mutations"]

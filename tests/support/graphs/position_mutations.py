@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from graph_edits import (
+from onnx import helper, numpy_helper
+
+from tests.support.graphs.graph_edits import (
     MATRIX_OPERATORS,
     NotApplicable,
     find_nodes,
@@ -14,7 +16,6 @@ from graph_edits import (
     replace_values,
     rewire,
 )
-from onnx import helper, numpy_helper
 
 _TABLES = ("embed_positions", "position_embeddings", "wpe")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from graph_edits import (
+from onnx import numpy_helper
+
+from tests.support.graphs.graph_edits import (
     NotApplicable,
     find_constant,
     find_nodes,
@@ -14,7 +16,6 @@ from graph_edits import (
     scale_initializers,
     with_first_value,
 )
-from onnx import numpy_helper
 
 
 @mutation

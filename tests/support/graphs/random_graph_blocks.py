@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 from onnx import TensorProto, helper
-from random_graphs import GraphWriter, Shape
+
+from tests.support.graphs.random_graphs import GraphWriter, Shape
 
 Ends = list[tuple[str, int, Sequence[Any] | None]]
 Block = Callable[[GraphWriter, str, Shape], tuple[str, Shape]]

@@ -226,7 +226,7 @@ class GraphWriter:
 @st.composite
 def random_graphs(draw: Draw, kinds: Sequence[str] = KINDS) -> RandomGraph:
     """Draw a graph of one of `kinds`."""
-    import random_graph_blocks
+    from tests.support.graphs import random_graph_blocks
 
     opset = draw(st.sampled_from(_OPSETS[::-1]))
     ir = draw(st.sampled_from((8, 9, 10, 7, 4, 3)))

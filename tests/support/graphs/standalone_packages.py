@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import exported_artifacts
-import tiny
-from shared_folders import make_once
+from tests.support.graphs import exported_artifacts
+from tests.support.models import tiny
+from tests.support.shared_folders import make_once
 
 TEXTS: list[str] = [
     *tiny.SENTENCES,

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import graph_exports
-from graph_exports import ROWS, make_context
+from tests.support.graphs import graph_exports
+from tests.support.graphs.graph_exports import ROWS, make_context
 
 __all__ = [
     "COMMON_FAMILIES",

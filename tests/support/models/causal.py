@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared_folders import written_once
+from tests.support.shared_folders import written_once
 
 TEXT = """The old house stands near the river.
 A man in a red hat walks on the grass, and two dogs run behind him.

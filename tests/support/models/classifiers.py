@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared_folders import written_once
-from tiny import SENTENCES, write_bert
+from tests.support.models.tiny import SENTENCES, write_bert
+from tests.support.shared_folders import written_once
 
 CLASS_NAMES = ["calm", "angry", "glad"]
 

@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import every_family
-from shared_folders import written_once
-from tiny import SENTENCES
-
 from smelt.models.families.registry import FAMILIES as REGISTERED
+from tests.support.models import every_family
+from tests.support.models.tiny import SENTENCES
+from tests.support.shared_folders import written_once
 
 TASK = "sentence-similarity"
 FAMILIES = tuple(name for name, family in REGISTERED.items() if TASK in family.tasks)

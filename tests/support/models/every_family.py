@@ -14,19 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import causal
-import classifiers
-import harness
-import images
-import seq2seq
-import tiny
-from matrix import is_full_matrix
-from shared_folders import make_once
-
 from smelt.core.stage import Context
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Task
 from smelt.models.families.registry import FAMILIES
+from tests.support import harness
+from tests.support.models import causal, classifiers, images, seq2seq, tiny
+from tests.support.pairs.matrix import is_full_matrix
+from tests.support.shared_folders import make_once
 
 TEXT_FAMILIES = {name: known for name, known in FAMILIES.items() if known.input_kind == "texts"}
 """The families that read texts."""

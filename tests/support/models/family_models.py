@@ -9,12 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import every_family
-import seq2seq
 import torch
 from torch import Tensor
 
 from smelt.models.checkpoint import load_model
+from tests.support.models import every_family, seq2seq
 
 NAMES = sorted(every_family.TEXT_FAMILIES)
 MAKERS = {name: functools.partial(every_family.make_model, family=name) for name in NAMES}

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from shared_folders import written_once
+
+from tests.support.shared_folders import written_once
 
 TASK = "image-classification"
 IMAGE_SIZE = 16

@@ -7,14 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import embedders
-import every_family
-import untrained_models
-from shared_folders import make_once
-
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.pipeline.inspect.init_recipe import init_recipe
 from smelt.pipeline.plan.load_plan import load_plan
+from tests.support.models import embedders, every_family, untrained_models
+from tests.support.shared_folders import make_once
 
 # those that have to be told their languages have a test of their own
 FAMILY_TASKS = [

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import every_family
 import torch
 
 from smelt.compress.prune.learned_masks import LearnedMasks
 from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import Edit
+from tests.support.models import every_family
 
 MASK_TARGETS = ("heads", "ffn", "width")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shared_folders import written_once
-from tiny import SENTENCES
+from tests.support.models.tiny import SENTENCES
+from tests.support.shared_folders import written_once
 
 PREFIX = "summarize: "
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared_folders import written_once
+from tests.support.shared_folders import written_once
 
 SENTENCES = [
     "a man in a red hat walks",

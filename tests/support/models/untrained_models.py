@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tiny
-
 from smelt.models.new_model import create_model, train_tokenizer
+from tests.support.models import tiny
 
 SEQ2SEQ = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "encoder_ffn_dim": 32}
 SEQ2SEQ |= {"decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from zlib import crc32
 
-from paired_techniques import MODELS, TECHNIQUES, Technique, TinyModel
-
 from smelt.compress.model_input import QuantizedInput
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.stage import Settings
@@ -17,6 +15,7 @@ from smelt.data.splits import SENTENCE_SIMILARITY
 from smelt.pipeline.recipe.stages import load_stage
 from smelt.quantization.scheme import Scheme
 from smelt.quantization.schemes.registry import SCHEMES
+from tests.support.pairs.paired_techniques import MODELS, TECHNIQUES, Technique, TinyModel
 
 PairCase = tuple[str, str, str]
 """A model, what goes first, and what follows it."""

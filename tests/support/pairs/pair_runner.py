@@ -15,14 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import harness
-import technique_checks
-from paired_techniques import MODELS, TECHNIQUES, with_prerequisite, write_recipe
-
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, message_codes
 from smelt.pipeline.plan.plan import Plan, PlanStep
+from tests.support import harness
+from tests.support.pairs import technique_checks
+from tests.support.pairs.paired_techniques import MODELS, TECHNIQUES, with_prerequisite, write_recipe
 
 
 class PairRunner:

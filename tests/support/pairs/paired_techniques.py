@@ -13,14 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import causal
-import embedders
-import every_family
-import images
-import tiny
-
 from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task
 from smelt.models.families.registry import FAMILIES
+from tests.support.models import causal, embedders, every_family, images, tiny
 
 
 @dataclass(frozen=True)

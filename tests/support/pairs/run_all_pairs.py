@@ -22,11 +22,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from pair_cases import PairCase, all_pairs, is_exported
-from pair_runner import PairRunner, plan_errors
-from paired_techniques import MODELS, TECHNIQUES
-
 from smelt.core.errors import InputError
+from tests.support.pairs.pair_cases import PairCase, all_pairs, is_exported
+from tests.support.pairs.pair_runner import PairRunner, plan_errors
+from tests.support.pairs.paired_techniques import MODELS, TECHNIQUES
 
 LOG_FILE = Path("build/matrix/pairs.jsonl")
 EXPORT_INTERVAL = 25

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paired_techniques import Technique
-
 from smelt.core.artifact import Artifact
 from smelt.core.messages import message_codes
+from tests.support.pairs.paired_techniques import Technique
 
 OUTPUT_TOLERANCE = (
     1e-5  # between a model in memory and the same read from its folder, relative to its outputs

@@ -121,8 +121,8 @@ def _serve() -> None:
     for name in ("BertForSequenceClassification", "BertTokenizer"):
         getattr(import_module("transformers"), name)  # imported when it is asked for
     import_module("smelt.evaluate.report.render")._template()  # compiled once, as in any process
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    import_module("blank_figures").leave_figures_blank()
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    import_module("tests.support.blank_figures").leave_figures_blank()
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is there now stays: a child's collections need not look at it, or copy its pages

@@ -186,10 +186,8 @@ def _run_command(words: tuple[str, ...], work: Path) -> str | None:
 
 def write_files(home: Path, kind: str) -> None:
     """Write the files of `kind` into the new folder `home`."""
-    import exported_artifacts
-    import images
-    import third_party_graphs
-    import tiny
+    from tests.support.graphs import exported_artifacts, third_party_graphs
+    from tests.support.models import images, tiny
 
     home.mkdir()
     tiny.write_labelled(home / "data.jsonl", 8)

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import harness
-import tiny
 import torch
 
 from smelt.compress.distill.stage import Distill
@@ -31,6 +29,8 @@ from smelt.core.store import Store
 from smelt.pipeline.execute.training_worker import SharedStageCache
 from smelt.training.checkpoint_selector import CheckpointSelector
 from smelt.training.processes import LaunchSettings, join_processes, leave_processes
+from tests.support import harness
+from tests.support.models import tiny
 
 # as in a recipe without `device`, where no GPU is
 DEVICE = "cpu" if torch.cuda.is_available() else "auto"

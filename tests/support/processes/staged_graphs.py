@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import random_graphs
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from random_graphs import RandomGraph
+
+from tests.support.graphs import random_graphs
+from tests.support.graphs.random_graphs import RandomGraph
 
 SECONDS, MEMORY = 120, 3 << 30
 ROWS = 12
@@ -120,10 +121,9 @@ def _run_stages(
     graph: RandomGraph, folder: Path, stages: list[str], here: bool, tell: Callable[[Any], None]
 ) -> None:
     """Tell of each stage (stage, how it ended, what is wrong or None)."""
-    import third_party_graphs
-
     from smelt.data.npz_arrays import SampleArrays
     from smelt.data.splits import split_from_arrays
+    from tests.support.graphs import third_party_graphs
 
     if here:
         _run_requests_inline()
@@ -153,10 +153,10 @@ def _run_stage(
     name: str, source: Any, data: Any, graph: RandomGraph, wanted: list[Any], out: Path
 ) -> tuple[str, str | None]:
     """Return how a stage ended, and what is wrong with that."""
-    import harness
     import onnx
 
     from smelt.core.errors import SmeltError
+    from tests.support import harness
 
     stage, chosen = _stage_and_settings(name)
     try:
@@ -268,10 +268,11 @@ def unsupported_reason(graph: RandomGraph, folder: Path) -> str | None:
 
 def main(draws: int, home: Path, number: int | None = None) -> int:
     """Print what is wrong, with the number of its draw, and keep those graphs in `home`; return how many."""
-    import harness  # noqa: F401  what all draws need is imported once
     import onnxruntime
     import onnxsim  # noqa: F401
     from onnxruntime import quantization  # noqa: F401
+
+    from tests.support import harness  # noqa: F401  what all draws need is imported once
 
     onnxruntime.set_default_logger_severity(4)
     home.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,11 @@ A file of tests that asks for its fixtures says `pytest_plugins = ["invalid_reci
 
 import shutil
 
-import harness
 import pytest
-import tiny
-from expected_errors import command_error, error_codes
+
+from tests.support import harness
+from tests.support.expected_errors import command_error, error_codes
+from tests.support.models import tiny
 
 RECIPE_HEAD = "model: m\ntask: text-classification\ndata: {train: data.jsonl, test: data.jsonl}\n"
 RECIPE = RECIPE_HEAD + "stages: [{prune: {keep_ratio: 0.5}}]\nscore: {quality: [accuracy], latency: false}\n"

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
-import tiny
 from pydantic import Field
 from safetensors.numpy import save_file
 
@@ -22,6 +21,7 @@ from smelt.pipeline.inspect import machine
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.recipe import stages as stage_table
+from tests.support.models import tiny
 
 TASKS = frozenset({"translation", "text-classification"})
 

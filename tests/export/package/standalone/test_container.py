@@ -9,14 +9,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import exported_artifacts
-import images
 import pytest
-import tiny
-from services import container, read_dockerfile
-from standalone_packages import TEXTS, standalone_package
 
 import smelt
+from tests.support.graphs import exported_artifacts
+from tests.support.graphs.standalone_packages import TEXTS, standalone_package
+from tests.support.models import images, tiny
+from tests.support.processes.services import container, read_dockerfile
 
 LABELLED = [*tiny.SENTENCES, "\u732b \U0001f680", ("a man", "two dogs run")]
 

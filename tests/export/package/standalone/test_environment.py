@@ -9,16 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import exported_artifacts
-import images
 import pytest
-import tiny
-from services import run_service
-from shared_folders import make_once
-from standalone_packages import GENERATION_SETTINGS, TEXTS, standalone_package
 
 import smelt
 from smelt.export.package.standalone_format import INSTALL_COMMAND, TRIM_COMMAND
+from tests.support.graphs import exported_artifacts
+from tests.support.graphs.standalone_packages import GENERATION_SETTINGS, TEXTS, standalone_package
+from tests.support.models import images, tiny
+from tests.support.processes.services import run_service
+from tests.support.shared_folders import make_once
 
 KINDS = ("translator", "t5", "gpt2", "classifier", "embedder", "vit")
 PILLOW = ("PIL", "pillow.libs", "pillow")  # for images alone

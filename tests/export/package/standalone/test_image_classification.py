@@ -4,7 +4,6 @@ import io
 from dataclasses import asdict
 from pathlib import Path
 
-import images
 import numpy as np
 import pytest
 from PIL import Image
@@ -13,6 +12,7 @@ from smelt.export.package.standalone import image_classification
 from smelt.export.package.standalone.image_classification import preprocess_image
 from smelt.runtimes.images import load_pixels as pixels_in_smelt
 from smelt.runtimes.images import parse_processor
+from tests.support.models import images
 
 SIDES = {"height": 24, "width": 20}
 PROCESSORS = {

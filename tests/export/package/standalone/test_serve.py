@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
-from services import run_service
 
 from smelt.export.package.standalone_format import assemble_script
+from tests.support.processes.services import run_service
 
 JSON = {"Content-Type": "application/json"}
 # Each answer says how many texts its call had. A call with "wait" in it waits for the file `go`.

@@ -8,16 +8,9 @@ import shutil
 import subprocess
 import sys
 
-import exported_artifacts
-import harness
-import images
-import matrix
 import numpy as np
 import onnx
 import pytest
-import tiny
-from expected_errors import raises_code
-from standalone_packages import GENERATION_SETTINGS, TEXTS, standalone_package
 
 import smelt
 from smelt.core.artifact import read_artifact
@@ -28,6 +21,12 @@ from smelt.export.package.standalone_format import StandaloneFormat
 from smelt.export.package.write_package import write_package
 from smelt.pipeline.execute import scoring
 from smelt.runtimes.runner import ClassPrediction
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import exported_artifacts
+from tests.support.graphs.standalone_packages import GENERATION_SETTINGS, TEXTS, standalone_package
+from tests.support.models import images, tiny
+from tests.support.pairs import matrix
 
 FORBIDDEN = ("torch", "transformers", "smelt", "onnx", "safetensors", "huggingface_hub", "pydantic")
 CLASSES = {

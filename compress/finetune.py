@@ -22,7 +22,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
-from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, TEXT_GENERATION, Split, Task, missing_scores_errors
+from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, TEXT_GENERATION, Split, Task, missing_labels_errors
 from smelt.models.costs import CostInputs, SampleLengths, StepCost
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.models.model_size import ModelSize
@@ -256,7 +256,7 @@ class Finetune:
     @classmethod
     def check_rows(cls, settings: FinetuneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return errors about the data: sentence embedders need scores, and keep their hidden width."""
-        return missing_scores_errors(task, data, ("train", "validation")) + training_task_errors(
+        return missing_labels_errors(task, data, ("train", "validation")) + training_task_errors(
             settings, task
         )
 

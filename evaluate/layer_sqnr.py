@@ -34,8 +34,7 @@ from smelt.calibration.samples import draw_samples, make_batches, model_outputs,
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.core.system import available_bytes
-from smelt.data.labels import REGRESSION, class_names, problem_type
-from smelt.data.splits import CLASSIFICATION_TASKS, TEXT_TO_TEXT_TASKS, Split, Task
+from smelt.data.splits import TEXT_TO_TEXT_TASKS, Split, Task
 from smelt.generation.config import GenerationConfig, GenerationSettings, vocabulary_sizes
 from smelt.generation.search import forced_logits
 from smelt.models.checkpoint import load_model
@@ -112,11 +111,6 @@ class SampleSource:
         """
         ctx = Context(out=folder, task=self.task, data={}, seed=self.seed, ancestors={}, score=lambda: {})
         split = self.split
-        if self.task in CLASSIFICATION_TASKS:  # labels are not used, and samples may lack them
-            config = model.config.to_dict()
-            label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
-            known = [e if e.label is not None else replace(e, label=label) for e in split.examples]
-            split = replace(split, examples=tuple(known))
         if self.task in TEXT_TO_TEXT_TASKS:
             split = replace(split, examples=tuple(e for e in split.examples if e.references))
         if not len(split):

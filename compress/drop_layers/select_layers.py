@@ -28,7 +28,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.near_ties import first_within_tolerance
 from smelt.core.stage import Context
-from smelt.data.splits import missing_scores_errors
+from smelt.data.splits import missing_labels_errors
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import Block, family_of, skipped_parts
 from smelt.models.streamed_model import StreamedModel
@@ -379,7 +379,7 @@ def select_by_loss(
         InputError: there are no samples, or the pairs of a sentence embedder have no scores.
     """
     split = ctx.data.get("calibration") or ctx.data.get("train")
-    if split is not None and (found := missing_scores_errors(ctx.task, {"rows": split}, ("rows",))):
+    if split is not None and (found := missing_labels_errors(ctx.task, {"rows": split}, ("rows",))):
         raise InputError(
             f"drop-layers: importance: loss: {found[0].message} Or set importance: block-influence.",
             code=found[0].code,

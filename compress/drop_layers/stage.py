@@ -18,7 +18,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
+from smelt.data.splits import TASKS, Split, Task, missing_labels_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -95,7 +95,7 @@ class DropLayers:
         if settings.importance != "loss":
             return []
         names = ("calibration",) if "calibration" in data else ("train",)
-        return missing_scores_errors(task, data, names, instead=("importance", "block-influence"))
+        return missing_labels_errors(task, data, names, instead=("importance", "block-influence"))
 
     @classmethod
     def check_model(

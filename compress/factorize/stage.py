@@ -12,7 +12,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
 from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task, missing_scores_errors
+from smelt.data.splits import TASKS, Split, Task, missing_labels_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -97,7 +97,7 @@ class Factorize:
         if settings.method != "fwsvd":
             return []
         names = ("calibration",) if "calibration" in data else ("train",)
-        return missing_scores_errors(task, data, names, instead=("method", "whitened-svd"))
+        return missing_labels_errors(task, data, names, instead=("method", "whitened-svd"))
 
     @classmethod
     def check_model(

@@ -19,7 +19,7 @@ from smelt.compress.prune.settings import (
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
-from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task, missing_scores_errors
+from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task, missing_labels_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -125,7 +125,7 @@ class Prune:
         if IMPORTANCES[settings.importance].needs != "labels":
             return []
         names = ("calibration",) if "calibration" in data else ("train",)
-        return missing_scores_errors(task, data, names, instead=("importance", "magnitude"))
+        return missing_labels_errors(task, data, names, instead=("importance", "magnitude"))
 
     @classmethod
     def check_model(

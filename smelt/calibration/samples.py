@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.data.splits import Split
+from smelt.data.labels import REGRESSION, class_names, problem_type
+from smelt.data.splits import CLASSIFICATION_TASKS, Split
 from smelt.models.edits import module_names
 from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.sentence_model import encoder_result
@@ -121,10 +122,18 @@ def load_calibration_samples(
 def draw_samples(
     split: Split, model: Any, tokenizer: Any, wanted: int, ctx: Context, stage: str
 ) -> list[EncodedSample]:
-    """Return `wanted` samples of `split`, spread over it; all if there are fewer. See `encode_split`."""
+    """Return `wanted` samples of `split`, spread over it; all if there are fewer. See `encode_split`.
+
+    Samples of classification without a label get one of the model's, which is not used.
+    """
     windows = ctx.task == "language-modeling"  # cut from one text before any are selected
     if not windows:
         split = split.select(spread_indices(len(split), wanted, ctx.seed))
+    if ctx.task in CLASSIFICATION_TASKS:
+        config = model.config.to_dict()
+        label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
+        labelled = (e if e.label is not None else replace(e, label=label) for e in split.examples)
+        split = replace(split, examples=tuple(labelled))
     rows = encode_split(split, model.config, tokenizer, ctx, split_name=f"{stage}: calibration")
     return [rows[i] for i in spread_indices(len(rows), wanted, ctx.seed)] if windows else rows
 

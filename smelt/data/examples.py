@@ -537,6 +537,11 @@ _NO_COLUMN = "\0"  # a name that no column has
 UNLABELLED_TASKS: frozenset[Task] = frozenset({"text-classification", SENTENCE_SIMILARITY})
 
 
+def is_plain_text(origin: str, task: Task) -> bool:
+    """Return whether a file of samples without labels has one text per line (.txt, also .gz)."""
+    return task in UNLABELLED_TASKS and data_suffix(Path(origin)) == ".txt"
+
+
 def read_unlabelled(origin: str, task: Task, columns: Columns, base: Path) -> Split:
     """Return texts, or pairs of texts: plain text (.txt, also .gz), one per line, or rows as in `read_split`.
 
@@ -551,7 +556,7 @@ def read_unlabelled(origin: str, task: Task, columns: Columns, base: Path) -> Sp
             code="unsupported-task",
         )
     path = resolve_path(base, origin)
-    if path.is_file() and data_suffix(path) == ".txt":
+    if path.is_file() and is_plain_text(origin, task):
         lines = read_text_file(path).splitlines()
         found = tuple(Example(line, line=at, row=at) for at, line in enumerate(lines, 1) if line.strip())
         if not found:

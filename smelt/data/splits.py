@@ -220,27 +220,31 @@ def input_texts(examples: Sequence[Example], task: Task) -> tuple[list[str], lis
     return texts, [e.text_pair for e in examples]
 
 
-def missing_scores_errors(
+def missing_labels_errors(
     task: Task, data: Mapping[str, Split], names: Sequence[str], instead: tuple[str, str] | None = None
 ) -> list[Message]:
-    """Return the mistakes if the loss of a sentence embedder would be computed on pairs without scores.
+    """Return the mistakes if a loss would be computed on samples without labels, or pairs without scores.
 
     Args:
         task: of the recipe.
         data: splits by name.
         names: of the splits to check, if they are in `data`.
-        instead: a setting and its value that needs no scores.
+        instead: a setting and its value that needs no labels.
     """
     lack = [data[name] for name in names if name in data and not data[name].has_labels]
-    if task != SENTENCE_SIMILARITY or not lack:
+    if task not in CLASSIFICATION_TASKS | {SENTENCE_SIMILARITY} or not lack:
         return []
     hint = f" Or set {instead[0]}: {instead[1]}." if instead else ""
+    setting = instead[0] if instead else None
+    if task in CLASSIFICATION_TASKS:
+        text = f"the samples of {lack[0].origin} have no labels, which the loss needs."
+        return [error_message("missing-labels", f"{text} Use samples with labels.{hint}", setting=setting)]
     return [
         error_message(
             "missing-scores",
             f"the samples of {lack[0].origin} have no scores (column 'label'), which the loss needs. Use"
             " pairs with scores, or distill with losses: {sentence_embedding: 1.0, pairwise_similarity: 1.0},"
             f" which needs only texts.{hint}",
-            setting=instead[0] if instead else None,
+            setting=setting,
         )
     ]

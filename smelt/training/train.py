@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.data.splits import CLASSIFICATION_TASKS, Split, missing_scores_errors
+from smelt.data.splits import CLASSIFICATION_TASKS, Split, missing_labels_errors
 from smelt.training.settings import LOSS_METRIC, TrainingSettings
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _require_samples(settings: TrainingSettings, ctx: Context, stage: str, score
             code="missing-data",
             setting="data.train",
         )
-    if scores and (found := missing_scores_errors(ctx.task, ctx.data, ("train", "validation"))):
+    if scores and (found := missing_labels_errors(ctx.task, ctx.data, ("train", "validation"))):
         raise InputError(f"{stage}: {found[0].message}", code=found[0].code)
 
 

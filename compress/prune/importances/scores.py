@@ -18,7 +18,7 @@ from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.data.splits import SENTENCE_SIMILARITY, missing_scores_errors
+from smelt.data.splits import SENTENCE_SIMILARITY, missing_labels_errors
 from smelt.models.families.registry import family_of, hidden_norm_names
 from smelt.runtimes.device import torch_device
 from smelt.training.samples import EncodedSample, collate, encode_split, group_by_length, load_processor
@@ -143,7 +143,7 @@ def _labelled_samples(model: Any, src: Artifact, settings: Any, ctx: Context) ->
             code="missing-data",
             setting="data.train",
         )
-    if found := missing_scores_errors(ctx.task, {"rows": split}, ("rows",)):
+    if found := missing_labels_errors(ctx.task, {"rows": split}, ("rows",)):
         raise InputError(
             f"prune: importance: {settings.importance}: {found[0].message} Or set importance: magnitude.",
             code=found[0].code,

@@ -12,6 +12,7 @@ from typing import Any
 from smelt.core.errors import InputError, did_you_mean
 from smelt.data.column_hints import column_options, columns_hint
 from smelt.data.csv_rows import read_file_rows
+from smelt.data.examples import is_plain_text
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
 from smelt.data.prompt_rows import row_layout
@@ -80,7 +81,8 @@ def inspect_data(
     """
     files, within = _data_files(given, task)
     splits = _assign_splits(files, within, task)
-    named = _renamed_columns(next(iter(splits.values())), task, columns or {})
+    first = next((path for name, path in splits.items() if name != "calibration"), files[0])
+    named = _renamed_columns(first, task, columns or {})  # calibration samples may lack labels
     shares, notes = {}, []
     if "test" not in splits and "train" in splits:
         shares = {name: HELD_OUT_FRACTION for name in ("test", "validation") if name not in splits}
@@ -229,7 +231,9 @@ def _is_readable_for(path: Path, task: Task) -> bool:
         return kind == ARCHIVE_SUFFIX
     if task == IMAGE_CLASSIFICATION and kind == ARCHIVE_SUFFIX:
         return True
-    return kind in _DATA_SUFFIXES and (kind != ".txt" or task == "language-modeling")
+    if kind == ".txt" and task != "language-modeling":
+        return is_plain_text(path.name, task) and _split_in_name(path.name) == "calibration"
+    return kind in _DATA_SUFFIXES
 
 
 def _split_of_path(path: Path, task: Task | None = None) -> str | None:

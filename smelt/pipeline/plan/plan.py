@@ -19,10 +19,10 @@ from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Need, Settings, Stage, absolute_path
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.data.examples import UNLABELLED, read_split, read_unlabelled
-from smelt.data.labels import ProblemType
+from smelt.data.examples import UNLABELLED, is_plain_text, read_split, read_unlabelled
+from smelt.data.labels import ProblemType, require_all_or_none
 from smelt.data.split_division import divide_split, limit_split
-from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
 from smelt.evaluate.metrics import is_lower_better, scores_agreement_alone
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.model_folder import fetch_model
@@ -41,17 +41,23 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
         InputError: the samples cannot be read, or are too few to be divided.
     """
     data = recipe.data
-    if name == UNLABELLED:
-        return {name: read_unlabelled(data.split_files()[name], recipe.task, data.columns, recipe.base)}
+    origin, calibrates = data.split_files()[name], name == "calibration"
+    if name == UNLABELLED or (calibrates and is_plain_text(origin, recipe.task)):
+        return {name: read_unlabelled(origin, recipe.task, data.columns, recipe.base)}
+    unlabelled = calibrates and recipe.task in CLASSIFICATION_TASKS
     split = read_split(
-        data.split_files()[name],
+        origin,
         recipe.task,
         data.columns,
         recipe.base,
         name,
         data.axes,
-        targets_optional=name == "test" and scores_agreement_alone(recipe.score.quality),
+        targets_optional=unlabelled or (name == "test" and scores_agreement_alone(recipe.score.quality)),
     )
+    if unlabelled:  # most stages calibrate without labels
+        rows = [example.line or example.row or 0 for example in split.examples]
+        has_label = (example.label is not None for example in split.examples)
+        require_all_or_none(has_label, rows, data.columns.label, "label")
     shares = data.split.named_fractions() if name == "train" else {}
     parts = divide_split(split, shares, recipe.seed) if shares else {name: split}
     given = data.windows.model_dump(exclude_none=True)

@@ -114,7 +114,7 @@ def invalidated_by_training(settings: TechniqueTrainingSettings) -> Mapping[str,
 
 
 def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any]) -> list[Message]:
-    """Return the mistakes, each with its setting, of techniques that do not apply to a model.
+    """Return the errors, each with its setting, of techniques that do not apply to a model.
 
     config: the Hugging Face config of the step's input model, as a dict.
     """
@@ -134,7 +134,7 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
 
 
 def training_task_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:
-    """Return the mistakes: width masks where outputs are hidden states, packing of other than responses."""
+    """Return the errors: width masks where outputs are hidden states, packing of other than responses."""
     found = []
     if settings.packing and task != TEXT_GENERATION:
         text = f"only samples of {TEXT_GENERATION} are packed, not of {task}; remove packing."

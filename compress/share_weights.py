@@ -128,7 +128,7 @@ class ShareWeights:
     def check_model(
         cls, settings: ShareWeightsSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
-        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        """Return the errors, by setting, for a model of this config, and the config of the result."""
         family = FAMILIES.get(str(config.get("model_type")))
         if (lack := no_blocks_reason(config)) is not None:
             return [error_message("does-not-fit-model", f"{lack}; remove share-weights.")], config
@@ -185,13 +185,13 @@ def share_layers(
             f" Supported: {', '.join(FAMILIES)}.",
             code="unsupported-family",
         )
-    mistakes, _ = ShareWeights.check_model(settings, model.config.to_dict())
-    if mistakes:
+    errors, _ = ShareWeights.check_model(settings, model.config.to_dict())
+    if errors:
         raise InputError(
-            f"share-weights: {'; '.join(mistake.message for mistake in mistakes)}.",
-            code=mistakes[0].code,
-            setting=mistakes[0].setting,
-            found=mistakes,
+            f"share-weights: {'; '.join(error.message for error in errors)}.",
+            code=errors[0].code,
+            setting=errors[0].setting,
+            found=errors,
         )
     stacks: dict[str, list[Block]] = {}
     for block in blocks_of(model):

@@ -1,6 +1,6 @@
 """Agreement of a step's outputs with the baseline's: how much they changed, without references.
 
-It does not tell whether a change is for the better or the worse: a step that corrects a mistake of the
+It does not tell whether a change is for the better or the worse: a step that corrects an error of the
 baseline agrees less with it.
 
 Shapes: n = examples, C = classes.

@@ -66,8 +66,8 @@ class BertScoreSettings(Settings):
     )
 
 
-class OwnMetricSettings(Settings):
-    """Settings of a user's own metric, `package.module:function`."""
+class CustomMetricSettings(Settings):
+    """Settings of a user's custom metric, `package.module:function`."""
 
     greater_is_better: bool = Field(default=True, description="false: lower values are better")
 
@@ -225,7 +225,7 @@ METRICS: dict[str, Metric] = {
 
 # A user's own function, `package.module:function`: its range is not known.
 _OWN_METRIC = Metric(
-    "", "", kind="mean", limits=(-math.inf, math.inf), scale=1.0, digits=4, settings=OwnMetricSettings
+    "", "", kind="mean", limits=(-math.inf, math.inf), scale=1.0, digits=4, settings=CustomMetricSettings
 )
 
 
@@ -236,7 +236,7 @@ def find_metric(name: str) -> Metric:
         KeyError: no such metric.
     """
     base = base_metric(name)
-    if is_own_metric(base):
+    if is_custom_metric(base):
         return replace(_OWN_METRIC, title=base)
     if base not in METRICS:
         raise KeyError(f"'{name}' is not a metric")
@@ -257,7 +257,7 @@ def base_metric(name: str) -> str:
 
 
 def absent_metric_hint(name: str) -> str:
-    """Return why a known metric is not offered, after a space; empty for any other name."""
+    """Return why a kncustom metric is not offered, after a space; empty for any other name."""
     if "comet" not in name.lower():
         return ""
     return (
@@ -266,13 +266,13 @@ def absent_metric_hint(name: str) -> str:
     )
 
 
-def is_own_metric(name: str) -> bool:
-    """Return whether `name` is a user's own metric, `package.module:function`."""
+def is_custom_metric(name: str) -> bool:
+    """Return whether `name` is a user's custom metric, `package.module:function`."""
     return ":" in name and base_metric(name) == name  # a class may be called `a:b`
 
 
-def takes_own_metrics(task: str) -> bool:
-    """Return whether a user's own metrics can be scored in `task`: outputs are texts, classes or numbers."""
+def takes_custom_metrics(task: str) -> bool:
+    """Return whether custom metrics can be scored in `task`: outputs are texts, classes or numbers."""
     return task in TEXT_TO_TEXT_TASKS or task in CLASSIFICATION_TASKS
 
 
@@ -287,7 +287,7 @@ def metric_settings_type(name: str) -> type[Settings]:
 
 def is_lower_better(name: str, settings: MetricSettingValues) -> bool:
     """Return whether lower values of the metric `name` are better; False for an unknown one."""
-    if is_own_metric(name):
+    if is_custom_metric(name):
         return not settings.get(name, {}).get("greater_is_better", True)
     return base_metric(name) in LOWER_IS_BETTER
 

@@ -45,17 +45,17 @@ def score_outputs(
         key: of the reference, for the signature.
         rows: a hash of the samples' values.
         class_axes: the axis of the classes, from the last one, by output that has scores of classes
-            (`smelt.runtimes.third_party.class_outputs`).
+            (`smelt.runtimes.onnx_import.class_outputs`).
 
     Raises:
-        InputError: an unknown metric, or no samples.
+        InputError: an unkncustom metric, or no samples.
     """
     for metric in metrics:
         if metric not in OUTPUT_METRICS:
             known = ", ".join(OUTPUT_METRICS)
             raise InputError(
                 f"Unknown output metric '{metric}'; known: {known}.{did_you_mean(metric, OUTPUT_METRICS)}",
-                code="unknown-metric",
+                code="unkncustom-metric",
             )
     if not got or len(got) != len(expected):
         raise InputError(

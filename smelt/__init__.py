@@ -142,7 +142,7 @@ def plan(
         The plan: its `steps`, `gates`, `warnings`; `str(plan)` is the output of `smelt plan`.
 
     Raises:
-        InputError: there are mistakes in the recipe, the model's folder or the data; lists all of them.
+        InputError: there are errors in the recipe, the model's folder or the data; lists all of them.
     """
     from smelt.api.recipes import plan_recipe
 
@@ -235,7 +235,7 @@ def search(
         The content of search.json: `front` with the best trials, `trials`, `nearest`, `importances`.
 
     Raises:
-        InputError: the recipe or the space has mistakes, or the study belongs to another recipe.
+        InputError: the recipe or the space has errors, or the study belongs to another recipe.
         RunError: all of the first trials failed.
     """
     from smelt.pipeline.execute.display import print_progress

@@ -27,7 +27,7 @@ MAKERS = {
     "error_message": ("error", 0, 1),
     "info": ("info", 0, 1),
 }
-COLLECTORS = ("add", "say")  # of `smelt.pipeline.recipe.mistakes.Mistakes`
+COLLECTORS = ("add", "say")  # of `smelt.pipeline.recipe.validation_errors.RecipeErrors`
 
 
 class Found(NamedTuple):
@@ -54,9 +54,9 @@ def messages_in(path: Path) -> Iterator[Found]:
             yield Found(place, kind, _code(node.args[at]), _text(node.args[of_text]))
         elif name in ERRORS and node.args:
             yield Found(place, name, _code(code), _text(node.args[0]))
-        elif name in COLLECTORS and _owner(node) == "mistakes" and node.args:
+        elif name in COLLECTORS and _owner(node) == "errors" and node.args:
             text = node.args[1] if name == "add" and len(node.args) > 1 else node.args[0]
-            yield Found(place, "mistake", _code(code), _text(text))
+            yield Found(place, "error", _code(code), _text(text))
 
 
 def _owner(call: ast.Call) -> str:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, create_model
 from smelt.cli.main import Setting, settings_of
 from smelt.core.stage import Settings
 from smelt.evaluate.latency import LatencySettings
-from smelt.evaluate.metrics import METRICS, OwnMetricSettings
+from smelt.evaluate.metrics import METRICS, CustomMetricSettings
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.model_and_data import DataSettings
 from smelt.pipeline.recipe.recipe import GateSettings, RecipeKeys, ScoreSettings
@@ -39,7 +39,12 @@ _METRIC_FIELDS: dict[str, Any] = {
         for name, metric in METRICS.items()
         if metric.settings
     },
-    **{"module:function": (OwnMetricSettings | None, Field(default=None, description="your own metric"))},
+    **{
+        "module:function": (
+            CustomMetricSettings | None,
+            Field(default=None, description="a custom metric"),
+        )
+    },
 }
 MetricTable: Model = create_model("MetricTable", **_METRIC_FIELDS)
 

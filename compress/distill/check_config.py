@@ -39,7 +39,7 @@ def check_external_student(
     """Check a student's config against that of the step's model.
 
     Returns:
-        The mistakes, each with its setting, and the config of the student.
+        The errors, each with its setting, and the config of the student.
     """
     word = "config" if student.config else "model"
     if not path_exists(Path(student.config or student.model or "")):
@@ -190,12 +190,12 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
         config: the Hugging Face config of the model that the step gets, as a dict.
 
     Returns:
-        The mistakes, each with its setting, and the config of the student.
+        The errors, each with its setting, and the config of the student.
     """
     if student.is_external:
         return check_external_student(student, config)
     family, after = find_family(config), dict(config)
-    mistakes: list[Message] = []
+    errors: list[Message] = []
     stacks = {stack.name: stack for stack in family.stacks(config)} if family else {}
     for name in STACK_NAMES if family else ():
         choice, stack = getattr(student, name), stacks.get(name)
@@ -204,7 +204,7 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
         if stack is None:
             hint = did_you_mean(name, stacks)
             kind = config.get("model_type")
-            mistakes.append(
+            errors.append(
                 error_message(
                     "unknown-stack",
                     f"{with_article(kind)} model has no such stack; it has {', '.join(stacks)}.{hint}",
@@ -218,22 +218,22 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
         if isinstance(choice, int):
             if choice > count:
                 text = f"the student cannot keep {choice} of {count} layers. Choose at most {count}."
-                mistakes.append(error_message("more-than-model-has", text, setting=name))
+                errors.append(error_message("more-than-model-has", text, setting=name))
             elif reason := _first_layer_error(family, choice, count, student.layer_selection):
-                mistakes.append(error_message("first-layer-required", reason, setting=name))
+                errors.append(error_message("first-layer-required", reason, setting=name))
             after[stack.num_layers_key] = choice
         else:
             if sorted(set(choice)) != choice or not all(0 <= i < count for i in choice):
                 text = f"expected increasing layer indices from 0 to {count - 1}, got {choice}."
-                mistakes.append(error_message("wrong-layer-numbers", text, setting=name))
+                errors.append(error_message("wrong-layer-numbers", text, setting=name))
             elif reason := _first_layer_error(family, choice, count, student.layer_selection):
-                mistakes.append(error_message("first-layer-required", reason, setting=name))
+                errors.append(error_message("first-layer-required", reason, setting=name))
             after[stack.num_layers_key] = len(choice)
-    return mistakes, after
+    return errors, after
 
 
 def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
-    """Return the mistakes, each with its setting, of losses that a student with this config lacks."""
+    """Return the errors, each with its setting, of losses that a student with this config lacks."""
     family, found = find_family(config), check_layer_map(settings.layer_map, config, None)
     for number, training in enumerate(settings.phase_settings()):
         place = "losses" if settings.phases is None else f"phases.{number}.losses"
@@ -258,7 +258,7 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
 
 
 def check_teacher_folders(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
-    """Return the mistakes, each with its setting, of teacher folders that do not fit the model."""
+    """Return the errors, each with its setting, of teacher folders that do not fit the model."""
     found: list[Message] = []
     for teacher in settings.all_teachers():
         own = {} if isinstance(teacher, str) else _read_config(Path(teacher.model))
@@ -288,7 +288,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
 def check_teacher(
     settings: DistillSettings, student: Mapping[str, Any], teacher: Mapping[str, Any]
 ) -> list[Message]:
-    """Return the mistakes, each with its setting, where the losses cannot compare student and teacher.
+    """Return the errors, each with its setting, where the losses cannot compare student and teacher.
 
     Args:
         settings: of the step.

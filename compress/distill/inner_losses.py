@@ -206,10 +206,8 @@ class InnerLosses:
         self.weights, self.relation_heads = weights, relation_heads
         self.mean_over_layers = mean_over_layers
         self.student, self.teacher = student, teacher
-        for mistake in check_layer_map(layer_map, student.config.to_dict(), teacher.config.to_dict()):
-            raise InputError(
-                f"distill: layer_map: {mistake.message}", code=mistake.code, setting=mistake.setting
-            )
+        for error in check_layer_map(layer_map, student.config.to_dict(), teacher.config.to_dict()):
+            raise InputError(f"distill: layer_map: {error.message}", code=error.code, setting=error.setting)
         self.pairs = stack_pairs(student, teacher, layer_map)
         self.ours, self.theirs = CapturedTensors(), CapturedTensors()
         self.widths = tuple(_hidden_size(model) for model in (student, teacher))

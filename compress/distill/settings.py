@@ -81,7 +81,7 @@ class LossWeights(Settings):
         }
 
     def check_task(self, task: Task) -> list[Message]:
-        """Return the mistakes, each with its setting: terms of another task, or no term at all."""
+        """Return the errors, each with its setting: terms of another task, or no term at all."""
         mine = (
             {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES}
             if task == SENTENCE_SIMILARITY
@@ -194,7 +194,7 @@ def missing_states(mapping: StackMap, student: int | None, teacher: int | None) 
 def check_layer_map(
     layer_map: LayerMap, student: Mapping[str, Any], teacher: Mapping[str, Any] | None
 ) -> list[Message]:
-    """Return the mistakes, each with its setting, for states and stacks that do not exist.
+    """Return the errors, each with its setting, for states and stacks that do not exist.
 
     Args:
         layer_map: of the settings.
@@ -352,9 +352,9 @@ class DistillSettings(TechniqueTrainingSettings):
         default="model",
         description="earlier torch step, {model: FOLDER}, or a list of these; model: the original",
     )
-    train_on: Literal["labelled", "unlabelled", "both"] = Field(
-        default="labelled",
-        description="samples of data.train, of data.unlabelled, or both",
+    train_on: Literal["labeled", "unlabeled", "both"] = Field(
+        default="labeled",
+        description="samples of data.train, of data.unlabeled, or both",
     )
     temperature: float = Field(default=1.0, gt=0, description="softmax temperature of both models")
     losses: LossWeights = Field(
@@ -401,7 +401,7 @@ class DistillSettings(TechniqueTrainingSettings):
         labels = 0.5
         if task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
             labels = 0.0 if self.losses.logits or self.losses.reverse_kl else 1.0
-        elif self.train_on != "labelled" and self.losses.uses_teacher():  # the other samples have no labels
+        elif self.train_on != "labeled" and self.losses.uses_teacher():  # the other samples have no labels
             labels = 0.0
         weights = {"logits": self.losses.logits, "labels": labels}
         return self.model_copy(update={"losses": self.losses.model_copy(update=weights)})

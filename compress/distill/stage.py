@@ -3,7 +3,7 @@
 The targets of the training samples are their own, or those that a teacher generates.
 Sequence-level distillation, Kim & Rush 2016, arXiv:1606.07947: the teacher decodes the sources of the
 training samples with beam search, and the student trains on the result (Seq-KD), or on the candidate that is
-closest to the reference (Seq-Inter). For unlabelled samples the teacher's outputs are the only targets.
+closest to the reference (Seq-Inter). For unlabeled samples the teacher's outputs are the only targets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.data.examples import UNLABELLED, UNLABELLED_TASKS
+from smelt.data.examples import UNLABELED, UNLABELED_TASKS
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import (
     IMAGE_CLASSIFICATION,
@@ -91,7 +91,7 @@ class Distill:
     name: ClassVar[str] = "distill"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "unlabelled", "validation"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "unlabeled", "validation"})
     source: ClassVar[str] = (
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
         " masking: transformers-research-projects distillation/distiller.py; inside: TinyBERT,"
@@ -128,14 +128,14 @@ class Distill:
     def check_model(
         cls, settings: DistillSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], dict[str, Any]]:
-        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        """Return the errors, by setting, for a model of this config, and the config of the result."""
         found: list[Message] = []
         after = dict(config)
         if settings.student is not None:
             wrong, after = check_student(settings.student, config)
             found = [
-                error_message(mistake.code, mistake.message, setting=f"student.{mistake.setting}")
-                for mistake in wrong
+                error_message(error.code, error.message, setting=f"student.{error.setting}")
+                for error in wrong
             ]
         found += check_training(settings, config) + check_teacher_folders(settings, config)
         # an invalid student has no layers to count
@@ -145,13 +145,13 @@ class Distill:
     def check_teachers(
         cls, settings: DistillSettings, config: Mapping[str, Any], named: Mapping[str, Mapping[str, Any]]
     ) -> list[Message]:
-        """Return the mistakes, by setting, of losses that cannot compare these two configs."""
+        """Return the errors, by setting, of losses that cannot compare these two configs."""
         teacher = named.get("teacher")
         return check_teacher(settings, config, teacher) if teacher is not None else []
 
     @classmethod
     def check_rows(cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
-        """Return the mistakes, by setting, for this task and these samples."""
+        """Return the errors, by setting, for this task and these samples."""
         settings = settings.resolve_for_task(task)
         found = settings.losses.check_task(task) + training_task_errors(settings, task)
         if len(settings.all_teachers()) > 1 and task == SENTENCE_SIMILARITY:
@@ -168,8 +168,8 @@ class Distill:
             found.append(error_message("does-not-fit-task", text, setting="sequence_level"))
         for number, phase in enumerate(settings.phases or ()):
             found += [
-                error_message(mistake.code, mistake.message, setting=f"phases.{number}.{mistake.setting}")
-                for mistake in phase.losses.check_task(task)
+                error_message(error.code, error.message, setting=f"phases.{number}.{error.setting}")
+                for error in phase.losses.check_task(task)
             ]
         if settings.cache_logits is not None and not any(
             t.needs_only_outputs(task) for t in settings.phase_settings()
@@ -183,7 +183,7 @@ class Distill:
                     setting="cache_logits",
                 )
             )
-        found += check_unlabelled(settings, task, data)
+        found += check_unlabeled(settings, task, data)
         if task == IMAGE_CLASSIFICATION:
             looks = [t for t in settings.phase_settings() if t.losses.inner_weights()]
             place = "losses" if settings.phases is None else "phases"
@@ -273,9 +273,7 @@ class Distill:
 
 def _split_names(settings: DistillSettings) -> tuple[str, ...]:
     """Return the splits that the training reads."""
-    return {"labelled": ("train",), "unlabelled": ("unlabelled",)}.get(
-        settings.train_on, ("train", "unlabelled")
-    )
+    return {"labeled": ("train",), "unlabeled": ("unlabeled",)}.get(settings.train_on, ("train", "unlabeled"))
 
 
 def _make_student(
@@ -474,23 +472,23 @@ def closest_by_bleu(references: Sequence[str], candidates: Sequence[str], tokeni
 def needed_splits(settings: DistillSettings) -> frozenset[Need]:
     """Return the data splits that the training needs."""
     found: dict[str, frozenset[Need]] = {
-        "labelled": frozenset({"train"}),
-        "unlabelled": frozenset({"unlabelled"}),
-        "both": frozenset({"train", "unlabelled"}),
+        "labeled": frozenset({"train"}),
+        "unlabeled": frozenset({"unlabeled"}),
+        "both": frozenset({"train", "unlabeled"}),
     }
     return found[settings.train_on]
 
 
-def check_unlabelled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
-    """Return the mistakes, each with its setting, of losses that need labels on unlabelled samples."""
-    if settings.train_on == "labelled":
+def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
+    """Return the errors, each with its setting, of losses that need labels on unlabeled samples."""
+    if settings.train_on == "labeled":
         return []
-    if task not in UNLABELLED_TASKS:
-        tasks = " and ".join(sorted(UNLABELLED_TASKS))
-        text = f"unlabelled samples are supported for {tasks}, not for {task}; remove train_on."
+    if task not in UNLABELED_TASKS:
+        tasks = " and ".join(sorted(UNLABELED_TASKS))
+        text = f"unlabeled samples are supported for {tasks}, not for {task}; remove train_on."
         return [error_message("does-not-fit-task", text, setting="train_on")]
     found = []
-    origin = data[UNLABELLED].origin if UNLABELLED in data else f"data: {UNLABELLED}"
+    origin = data[UNLABELED].origin if UNLABELED in data else f"data: {UNLABELED}"
     for number, training in enumerate(settings.phase_settings()):
         place = "losses" if settings.phases is None else f"phases.{number}.losses"
         part = "cosent" if task == SENTENCE_SIMILARITY else "labels"
@@ -519,9 +517,9 @@ def with_training_samples(settings: DistillSettings, config: Any, ctx: Context) 
     Each sample without a label gets a dummy label that no loss uses. If pairs and single texts are combined
     for a sentence embedder, the pairs are split into single texts.
     """
-    if settings.train_on == "labelled":
+    if settings.train_on == "labeled":
         return ctx
-    names = ("train", UNLABELLED) if settings.train_on == "both" else (UNLABELLED,)
+    names = ("train", UNLABELED) if settings.train_on == "both" else (UNLABELED,)
     splits = [ctx.data[name] for name in names]
     examples = [example for split in splits for example in split.examples]
     if ctx.task == SENTENCE_SIMILARITY:

@@ -235,11 +235,11 @@ def drop_parts(
     Raises:
         InputError: parts that the model lacks, or settings that keep none of a kind.
     """
-    if mistakes := check_parts(settings, model.config.to_dict()):
+    if errors := check_parts(settings, model.config.to_dict()):
         raise InputError(
-            "drop-layers: " + " ".join(f"{mistake.setting}: {mistake.message}" for mistake in mistakes),
-            code=mistakes[0].code,
-            found=mistakes,
+            "drop-layers: " + " ".join(f"{error.setting}: {error.message}" for error in errors),
+            code=errors[0].code,
+            found=errors,
         )
     parts = layer_parts(model)
     stacks: dict[str, list[LayerPart]] = {}

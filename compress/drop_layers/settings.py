@@ -115,10 +115,10 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
         config: the Hugging Face config of the step's input model, as a dict.
 
     Returns:
-        The mistakes, each with its setting, and the config of the result.
+        The errors, each with its setting, and the config of the result.
     """
     family, after = find_family(config), dict(config)
-    mistakes: list[Message] = []
+    errors: list[Message] = []
     if family is None:
         return [], after
     if (lack := no_blocks_reason(config)) is not None:
@@ -130,7 +130,7 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
     for name in STACK_NAMES:
         if getattr(settings, name) is not None and name not in stacks:
             present = " and ".join(stacks)
-            mistakes.append(
+            errors.append(
                 error_message(
                     "unknown-stack",
                     f"a {kind} model has no such stack; it has {present}.{did_you_mean(name, stacks)}",
@@ -144,13 +144,13 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
         wrong = _layers_error(family, settings, choice, counts[name])
         if wrong:
             setting = name if getattr(settings, name) is not None else "importance"
-            mistakes.append(error_message(wrong.code, wrong.message, setting=setting))
+            errors.append(error_message(wrong.code, wrong.message, setting=setting))
         after[stacks[name].num_layers_key] = choice if isinstance(choice, int) else len(choice)
-    return mistakes, after
+    return errors, after
 
 
 def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
-    """Return the mistakes, each with its setting, for parts that the layers of this config lack."""
+    """Return the errors, each with its setting, for parts that the layers of this config lack."""
     family = find_family(config)
     if family is None:
         return []
@@ -181,7 +181,7 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[Message]:
 
 
 def check_part_kinds(kinds: Sequence[str], config: Mapping[str, Any], setting: str) -> list[Message]:
-    """Return the mistakes if the layers of a model of this config lack some of these kinds of parts.
+    """Return the errors if the layers of a model of this config lack some of these kinds of parts.
 
     setting: the setting with the kinds.
     """
@@ -200,7 +200,7 @@ def check_part_kinds(kinds: Sequence[str], config: Mapping[str, Any], setting: s
 
 
 def _parts_error(choice: int | list[int], layers: int, kinds: int) -> Message | None:
-    """Return the mistake in the parts to keep of a stack with this many whole layers, else None."""
+    """Return the error in the parts to keep of a stack with this many whole layers, else None."""
     if not kinds:  # an encoder has no cross-attention
         return error_message("unknown-part", "the encoder has no cross-attention; remove this setting.")
     if isinstance(choice, list):
@@ -228,7 +228,7 @@ def _not_increasing_error(numbers: list[int], below: int) -> Message:
 
 
 def _layers_error(family: Family, settings: Any, choice: int | list[int], count: int) -> Message | None:
-    """Return the mistake in the layers of one stack, else None."""
+    """Return the error in the layers of one stack, else None."""
     if isinstance(choice, int):
         if choice > count:
             return error_message(

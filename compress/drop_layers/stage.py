@@ -91,7 +91,7 @@ class DropLayers:
 
     @classmethod
     def check_rows(cls, settings: DropLayersSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
-        """Return the mistakes for these samples: the loss of a sentence embedder needs scores."""
+        """Return the errors for these samples: the loss of a sentence embedder needs scores."""
         if settings.importance != "loss":
             return []
         names = ("calibration",) if "calibration" in data else ("train",)
@@ -101,7 +101,7 @@ class DropLayers:
     def check_model(
         cls, settings: DropLayersSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
-        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        """Return the errors, by setting, for a model of this config, and the config of the result."""
         return check_layer_counts(settings, config)
 
     @classmethod
@@ -176,12 +176,12 @@ def _stacks_to_shorten(model: Any, settings: DropLayersSettings) -> list[Stack]:
             f" Supported: {', '.join(FAMILIES)}.",
             code="unsupported-family",
         )
-    mistakes, _ = check_layer_counts(settings, config)
-    if mistakes:
+    errors, _ = check_layer_counts(settings, config)
+    if errors:
         raise InputError(
-            "drop-layers: " + " ".join(f"{mistake.setting or ''}: {mistake.message}" for mistake in mistakes),
-            code=mistakes[0].code,
-            found=mistakes,
+            "drop-layers: " + " ".join(f"{error.setting or ''}: {error.message}" for error in errors),
+            code=errors[0].code,
+            found=errors,
         )
     return list(family.stacks(config))
 

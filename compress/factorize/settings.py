@@ -13,7 +13,7 @@ FactorizeMethod = Literal["whitened-svd", "svd", "asvd", "fwsvd", "tucker", "cp"
 # Methods for convolutions; the others are for linear layers.
 CONVOLUTION_METHODS: frozenset[FactorizeMethod] = frozenset({"tucker", "cp"})
 VBMF: Literal["vbmf"] = "vbmf"
-# Methods that use the inputs of layers, or gradients of the loss on labelled samples.
+# Methods that use the inputs of layers, or gradients of the loss on labeled samples.
 CALIBRATED_METHODS: frozenset[FactorizeMethod] = frozenset({"whitened-svd", "asvd", "fwsvd"})
 DEFAULT_ENERGY = 0.95
 # Settings without effect on an embedding: it has no input activations, and a factorization saves no time.

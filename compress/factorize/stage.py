@@ -93,7 +93,7 @@ class Factorize:
 
     @classmethod
     def check_rows(cls, settings: FactorizeSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
-        """Return the mistakes for these samples: fwsvd of a sentence embedder needs scores for its loss."""
+        """Return the errors for these samples: fwsvd of a sentence embedder needs scores for its loss."""
         if settings.method != "fwsvd":
             return []
         names = ("calibration",) if "calibration" in data else ("train",)
@@ -103,7 +103,7 @@ class Factorize:
     def check_model(
         cls, settings: FactorizeSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
-        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        """Return the errors, by setting, for a model of this config, and the config of the result."""
         from smelt.models.families.registry import find_family, no_blocks_reason
 
         family, lack = find_family(config), no_blocks_reason(config)
@@ -158,8 +158,8 @@ class Factorize:
         from smelt.runtimes.images import read_processor
 
         model, edits = load_float_model(src, self.name)
-        for mistake in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {mistake.message}", code=mistake.code, setting=mistake.setting)
+        for error in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {error.message}", code=error.code, setting=error.setting)
         factorize_convolutions(model, edits, read_processor(src.path), settings, ctx)
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
@@ -171,8 +171,8 @@ class Factorize:
             self._factorize_streamed(streamed, src, settings, ctx)
             return
         model, edits = load_float_model(src, self.name)
-        for mistake in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {mistake.message}", code=mistake.code, setting=mistake.setting)
+        for error in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {error.message}", code=error.code, setting=error.setting)
         ctx.details["parameters_before"] = count_stored_parameters(model)
         if settings.targets == "embeddings":
             from smelt.compress.factorize.embeddings import factorize_embeddings
@@ -211,8 +211,8 @@ class Factorize:
         from smelt.models.checkpoint import count_stored_parameters
 
         model = streamed.model
-        for mistake in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"factorize: {mistake.message}", code=mistake.code, setting=mistake.setting)
+        for error in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {error.message}", code=error.code, setting=error.setting)
         ctx.details["parameters_before"] = count_stored_parameters(model)
         chosen = _layers_to_factorize(model, settings, ctx)
         limits = rank_limits(model, chosen, settings)

@@ -38,8 +38,8 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     from smelt.models.checkpoint import save_model
 
     model, edits = load_float_model(src, "prune")
-    for mistake in check_units(settings.targets, model.config.to_dict()):
-        raise InputError(f"prune: {mistake.message}", code=mistake.code, setting=mistake.setting)
+    for error in check_units(settings.targets, model.config.to_dict()):
+        raise InputError(f"prune: {error.message}", code=error.code, setting=error.setting)
     size = read_processor(src.path).shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
     ctx.details["parameters_before"] = count_stored_parameters(model)
     ctx.details["flops_before"] = count_macs(model, size)

@@ -80,10 +80,8 @@ def find_masked_parts(model: Any, settings: LearnedMasksSettings) -> list[Masked
     attentions, blocks = find_groups(model, stage="learned_masks", setting="learned_masks")
     groups: list[UnitGroup] = [*(attentions if "heads" in settings.targets else [])]
     groups += blocks if "ffn" in settings.targets else []
-    for mistake in check_part_kinds(settings.parts, model.config.to_dict(), "learned_masks.parts"):
-        raise InputError(
-            f"learned_masks: parts: {mistake.message}", code=mistake.code, setting=mistake.setting
-        )
+    for error in check_part_kinds(settings.parts, model.config.to_dict(), "learned_masks.parts"):
+        raise InputError(f"learned_masks: parts: {error.message}", code=error.code, setting=error.setting)
     wholes: dict[tuple[nn.Module, ...], list[LayerPart]] = {}
     for part in layer_parts(model) if settings.parts else ():
         if part.kind in settings.parts:

@@ -325,8 +325,8 @@ def fixed_heads_warnings(targets: Sequence[str], config: Mapping[str, Any]) -> l
     Raises:
         InputError: heads are the only target.
     """
-    for mistake in check_units(targets, config):
-        raise InputError(f"prune: {mistake.message}", code=mistake.code, setting=mistake.setting)
+    for error in check_units(targets, config):
+        raise InputError(f"prune: {error.message}", code=error.code, setting=error.setting)
     reason = _fixed_heads_reason(config)
     return [warning("heads-kept", f"{reason} The heads are kept.")] if reason and "heads" in targets else []
 

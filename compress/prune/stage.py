@@ -133,8 +133,8 @@ class Prune:
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the settings that do not fit a model of this config, and the config of the result."""
         length = settings.budget.sequence_length if settings.budget is not None else None
-        mistakes = check_units(settings.targets, config) or check_length(length, config)
-        return mistakes, config if mistakes else narrowed_config(settings, config)
+        errors = check_units(settings.targets, config) or check_length(length, config)
+        return errors, config if errors else narrowed_config(settings, config)
 
     @classmethod
     def estimate_cost(cls, settings: PruneSettings, inputs: CostInputs) -> StepCost:

@@ -168,8 +168,8 @@ class Quantize:
 
             streamed = open_large_model(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
-        for mistake in self.check_model(settings, model.config.to_dict())[0]:
-            raise InputError(f"quantize: {mistake.message}", code=mistake.code, setting=mistake.setting)
+        for error in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"quantize: {error.message}", code=error.code, setting=error.setting)
         if any(edit["op"] == "quantize" for edit in edits):
             raise InputError(
                 f"{src.path}: this model is already quantized, and a model can be quantized only once."

@@ -137,7 +137,7 @@ class Sparsify:
     def check_model(
         cls, settings: SparsifySettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
-        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        """Return the errors, by setting, for a model of this config, and the config of the result."""
         if (lack := no_blocks_reason(config)) is not None:
             return [error_message("does-not-fit-model", f"{lack}; remove sparsify.")], config
         if find_family(config) is not None:
@@ -181,9 +181,9 @@ class Sparsify:
             and (lack := self.quantized_input_error(settings, codes.quantized_input)) is not None
         ):
             raise InputError(f"sparsify: {lack}", code=AFTER_QUANTIZE)
-        mistakes, _ = self.check_model(settings, model.config.to_dict())
-        if mistakes:
-            raise InputError(f"sparsify: {mistakes[0].message}", code=mistakes[0].code)
+        errors, _ = self.check_model(settings, model.config.to_dict())
+        if errors:
+            raise InputError(f"sparsify: {errors[0].message}", code=errors[0].code)
         with torch_threads(ctx.threads):
             rows = None
             if settings.needs_calibration:

@@ -66,7 +66,7 @@ class TrimVocabulary:
     def check_model(
         cls, settings: TrimVocabularySettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
-        """Return the mistakes, by setting, for a model of this config, and the config of the result."""
+        """Return the errors, by setting, for a model of this config, and the config of the result."""
         words = config.get("vocab_size")
         found: list[Message] = []
         if settings.size is not None and isinstance(words, int) and settings.size > words:
@@ -112,7 +112,7 @@ class TrimVocabulary:
         found, _ = self.check_model(settings, model.config.to_dict())
         if found:
             raise InputError(
-                f"trim-vocabulary: {' '.join(mistake.message for mistake in found)}",
+                f"trim-vocabulary: {' '.join(error.message for error in found)}",
                 code=found[0].code,
                 found=found,
             )

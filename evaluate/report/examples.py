@@ -254,7 +254,7 @@ def _join_marks(parts: Marked) -> Marked:
 
 
 _AGREEMENT_NOTE = (
-    "How much the outputs changed, not whether they are right: a corrected mistake lowers the agreement too."
+    "How much the outputs changed, not whether they are right: a corrected error lowers the agreement too."
 )
 # Hides the examples that lack a word of the search field; without scripts the field is not shown.
 SEARCH_SCRIPT = """

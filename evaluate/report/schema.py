@@ -580,7 +580,7 @@ def validate_report(report: Mapping[str, Any]) -> ReportData:
     try:
         return ReportData.model_validate(report)
     except ValidationError as error:
-        wrong = [_schema_mistake(found) for found in error.errors()]
+        wrong = [_schema_error(found) for found in error.errors()]
         lines = [f"  {found.setting or 'report'}: {found.message}" for found in wrong]
         raise InputError(
             "This report.json does not match schema 3 of this version of smelt:\n" + "\n".join(lines),
@@ -589,7 +589,7 @@ def validate_report(report: Mapping[str, Any]) -> ReportData:
         ) from error
 
 
-def _schema_mistake(found: ErrorDetails) -> Message:
+def _schema_error(found: ErrorDetails) -> Message:
     """Return a deviation from the schema: pydantic's finding, or one of our own checks."""
     refused = found.get("ctx", {}).get("error")
     code = refused.code if isinstance(refused, SettingError) else found["type"].replace("_", "-")

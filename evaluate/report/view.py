@@ -8,7 +8,7 @@ from typing import Any
 
 from smelt.core.messages import Message
 from smelt.data.splits import CUSTOM_TASK, DECODER_ONLY_TASKS, IMAGE_CLASSIFICATION
-from smelt.evaluate.metrics import METRICS, WINDOW_METRICS, base_metric, find_metric, is_own_metric
+from smelt.evaluate.metrics import METRICS, WINDOW_METRICS, base_metric, find_metric, is_custom_metric
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
     GateReport,
@@ -78,7 +78,7 @@ def metric_label(metric: str) -> str:
 
 def metric_digits(metric: str | None) -> int:
     """Return the number of decimal places of a value of `metric`."""
-    known = metric is not None and (base_metric(metric) in METRICS or is_own_metric(metric))
+    known = metric is not None and (base_metric(metric) in METRICS or is_custom_metric(metric))
     return find_metric(metric).digits if metric is not None and known else 2
 
 

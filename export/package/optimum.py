@@ -45,8 +45,7 @@ from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.generation.runners import is_causal
 from smelt.models.text_rules import SENTENCE_FILES
 from smelt.runtimes.backend import past_input_name
-from smelt.runtimes.runner import EMBEDDING_OUTPUT
-from smelt.runtimes.third_party.convert_optimum import (
+from smelt.runtimes.onnx_import.convert_optimum import (
     DECODER_WITH_PAST_GRAPH,
     ENCODER_ATTENTION_MASK,
     ENCODER_GRAPH,
@@ -62,6 +61,7 @@ from smelt.runtimes.third_party.convert_optimum import (
     used_tensors,
     with_name,
 )
+from smelt.runtimes.runner import EMBEDDING_OUTPUT
 
 _REQUIRES = "pip install 'optimum-onnx[onnxruntime]==0.1.0'"
 _CLASSES = {

@@ -46,7 +46,7 @@ from smelt.models.tokenizer import (
     TokenizerInfo,
     read_tokenizer_info,
 )
-from smelt.runtimes.third_party.convert_optimum import (
+from smelt.runtimes.onnx_import.convert_optimum import (
     DECODER_WITH_PAST_GRAPH,
     ENCODER_GRAPH,
     MERGED_DECODER_GRAPH,

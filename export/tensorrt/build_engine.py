@@ -461,7 +461,7 @@ def parse_onnx(trt: Any, network: Any, logger: Any, path: Path) -> None:
 def _rejected_error(found: Sequence[Message]) -> RunError:
     """Return the error for TensorRT's messages about a graph; its code is theirs if all have the same."""
     kinds = {problem.code for problem in found}
-    code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
+    code = kinds.pop() if len(kinds) == 1 else "several-errors"
     return RunError("\n".join(map(str, found)), code=code, file=found[0].file, found=found)
 
 

@@ -26,7 +26,7 @@ from smelt.export.tensorrt.value_rules import (
     type_name,
 )
 from smelt.runtimes.graph_walk import normalized_domain
-from smelt.runtimes.third_party.validate_graph import ONNX_DOMAINS
+from smelt.runtimes.onnx_import.validate_graph import ONNX_DOMAINS
 
 SUPPORTED_OPSETS = range(9, 26)
 _QDQ_HINT = "TensorRT supports int8 only as QuantizeLinear/DequantizeLinear pairs."

@@ -30,8 +30,8 @@ from smelt.core.system import IsolatedProcessError, child_environment, python_co
 from smelt.export.tensorrt.build_engine import DIMENSION_NAMES, ProfileShapes
 from smelt.export.tensorrt.operator_rules import run_rules
 from smelt.export.tensorrt.value_rules import TensorrtProblem, missing_external_data, read_checked_graph
-from smelt.runtimes.third_party.graph_files import UNNAMED_DIMENSIONS
-from smelt.runtimes.third_party.validate_graph import validation_limits
+from smelt.runtimes.onnx_import.graph_files import UNNAMED_DIMENSIONS
+from smelt.runtimes.onnx_import.validate_graph import validation_limits
 
 __all__ = ["TensorrtProblem", "check_profile", "load_graph", "preflight"]
 
@@ -160,8 +160,8 @@ def subprocess_main(arguments: Sequence[str]) -> list[TensorrtProblem]:
 
 def _structural_problems(model: Any, path: Path) -> Iterator[Message]:
     """Yield the tensors that are not stored as the file declares, and broken connections."""
-    from smelt.runtimes.third_party.graph_files import tensor_problems
-    from smelt.runtimes.third_party.validate_graph import structure_problems
+    from smelt.runtimes.onnx_import.graph_files import tensor_problems
+    from smelt.runtimes.onnx_import.validate_graph import structure_problems
 
     yield from tensor_problems(model, path)
     yield from structure_problems(model)

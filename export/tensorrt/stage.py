@@ -109,9 +109,9 @@ class TensorrtStage:
                 code="unsupported-target",
             )
         trt = import_tensorrt()
-        profiles, limit = (third_party_ranges if foreign else profile_ranges)(src.path, settings, ctx)
+        profiles, limit = (imported_ranges if foreign else profile_ranges)(src.path, settings, ctx)
         graphs = plan_graphs(
-            src.path, profiles, limit, ctx.warnings, third_party_shapes if foreign else profile_shapes
+            src.path, profiles, limit, ctx.warnings, imported_shapes if foreign else profile_shapes
         )
         options = _build_options(trt, settings)
         for path, shapes in graphs.items():
@@ -404,7 +404,7 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
 _THIRD_PARTY_SPLIT_ORDER = ("calibration", "validation", "train")
 
 
-def third_party_ranges(
+def imported_ranges(
     folder: Path, settings: TensorrtSettings, ctx: Context
 ) -> tuple[list[DimensionRanges], int | None]:
     """Return for each profile the range of the batch, and of each further axis of each input by `NAME.AXIS`.
@@ -414,7 +414,7 @@ def third_party_ranges(
     """
     if ctx.task != CUSTOM_TASK:
         return profile_ranges(folder, settings, ctx)
-    from smelt.runtimes.third_party.signature import read_signature
+    from smelt.runtimes.onnx_import.signature import read_signature
 
     rows = next((ctx.data[place].arrays for place in _THIRD_PARTY_SPLIT_ORDER if place in ctx.data), None)
     sizes: DimensionRanges = {}
@@ -444,7 +444,7 @@ def third_party_ranges(
     return profiles, None
 
 
-def third_party_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
+def imported_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
     """Return min, opt and max shape of every input of an ONNX model with an axis without a fixed size.
 
     Raises:

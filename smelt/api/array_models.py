@@ -24,7 +24,7 @@ from smelt.data.npz_arrays import (
 )
 from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.data.splits import Columns as _Columns
-from smelt.runtimes.third_party.signature import GraphSignature, read_signature
+from smelt.runtimes.onnx_import.signature import GraphSignature, read_signature
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -150,9 +150,9 @@ def _open_graph(
     folder: Path, data: Path | None, threads: int | None, device: str
 ) -> Iterator[tuple[GraphRunner, SampleArrays]]:
     """Yield a runner of the artifact in `folder`, and the samples in `data`."""
+    from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
     from smelt.runtimes.registry import open_runner
     from smelt.runtimes.runner import GraphRunner
-    from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
     artifact = read_artifact(folder)
     artifact.verify()

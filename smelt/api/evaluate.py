@@ -36,14 +36,14 @@ from smelt.evaluate.metrics import (
     METRICS,
     METRICS_BY_TASK,
     absent_metric_hint,
-    is_own_metric,
+    is_custom_metric,
     scores_agreement_alone,
-    takes_own_metrics,
+    takes_custom_metrics,
 )
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
-from smelt.pipeline.recipe.model_and_data import metric_mistakes
-from smelt.runtimes.third_party.trial_run import require_safe_artifact
+from smelt.pipeline.recipe.model_and_data import metric_errors
+from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
@@ -89,7 +89,7 @@ def evaluate_artifact(
         report: called with notes and warnings.
 
     Raises:
-        InputError: the folder is not an artifact, unknown metrics or columns, unreadable data, or window
+        InputError: the folder is not an artifact, unkncustom metrics or columns, unreadable data, or window
             settings that do not fit the task or each other.
     """
     import tempfile
@@ -101,11 +101,11 @@ def evaluate_artifact(
         if metric not in METRICS_BY_TASK[task]:
             known = ", ".join(METRICS_BY_TASK[task])
             hint = absent_metric_hint(metric) or did_you_mean(metric, METRICS_BY_TASK[task])
-            if is_own_metric(metric) and takes_own_metrics(task):
-                hint = f" Your own metric is scored by a recipe: score: {{quality: ['{metric}']}}."
+            if is_custom_metric(metric) and takes_custom_metrics(task):
+                hint = f" Your custom metric is scored by a recipe: score: {{quality: ['{metric}']}}."
             raise InputError(
                 f"--metric {metric}: not a metric for {task}. Available metrics: {known}.{hint}",
-                code="unknown-metric",
+                code="unkncustom-metric",
             )
     for metric in metrics:
         needed = METRICS[metric].settings
@@ -142,10 +142,10 @@ def evaluate_artifact(
             )
         full_split = read_array_rows(Path(data), artifact)
     else:
-        unlabelled = scores_agreement_alone(metrics)
+        unlabeled = scores_agreement_alone(metrics)
         with column_options():
             full_split = read_split(
-                data, task, parse_columns(columns), Path.cwd(), targets_optional=unlabelled
+                data, task, parse_columns(columns), Path.cwd(), targets_optional=unlabeled
             )
     split = limit_split(full_split, limit)
     split = _with_windows(split, artifact, window, stride, report)
@@ -227,7 +227,7 @@ def _classifier_metrics(artifact: Artifact, metrics: Sequence[str]) -> tuple[str
     from smelt.pipeline.inspect.model_folder import read_config
 
     problem = problem_type(read_config(artifact.path)[0])
-    wrong = metric_mistakes(metrics, problem)
+    wrong = metric_errors(metrics, problem)
     if wrong:
         raise combined_error(found.with_prefix(f"--metric {metrics[at]}: ") for at, found in wrong)
     return tuple(metrics) or DEFAULTS_BY_PROBLEM[problem]

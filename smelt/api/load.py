@@ -226,8 +226,8 @@ class Model:
         device: str = "auto",
         trust_engine: bool = False,
     ) -> None:
+        from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
         from smelt.runtimes.registry import find_runtime, open_runner
-        from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(

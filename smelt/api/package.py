@@ -27,7 +27,7 @@ from smelt.export.package.package_format import PackageFormat
 from smelt.export.package.standalone_format import StandaloneFormat
 from smelt.export.package.transformers_js import TransformersJsFormat
 from smelt.export.package.triton_format import TritonFormat
-from smelt.runtimes.third_party.trial_run import require_safe_artifact
+from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 
 if TYPE_CHECKING:
     from smelt.evaluate.report.schema import Quality, ReportData, ScoresOnTest

@@ -34,8 +34,8 @@ from smelt.data.splits import (
 )
 from smelt.pipeline.execute.scoring import prediction_text
 from smelt.pipeline.inspect.machine import artifact_device
+from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 from smelt.runtimes.runner import ClassPrediction, predictions_from_logits
-from smelt.runtimes.third_party.trial_run import require_safe_artifact
 
 # Texts per chunk: outputs are shown after each chunk.
 _CHUNK_SIZE = 1024

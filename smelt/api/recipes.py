@@ -36,9 +36,9 @@ from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import Report, Result, report_csv, summary_lines, write_report
 from smelt.pipeline.inspect.model_info import inspect_model, is_onnx
 from smelt.pipeline.plan.load_plan import make_plan
-from smelt.pipeline.recipe.mistakes import dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.recipe import check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import ONNX_EQUIVALENTS, load_stage
+from smelt.pipeline.recipe.validation_errors import dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, dump_yaml, parse_yaml, read_yaml
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Recipe:
             stages=[{"quantize": {"scheme": "int8-dynamic"}}, {"onnx": {}, "name": "onnx-int8"}],
         )
 
-    The values are checked on construction, as for a recipe file; all mistakes are reported together.
+    The values are checked on construction, as for a recipe file; all errors are reported together.
 
     Args:
         model, task, data, stages: as in a recipe file.
@@ -64,7 +64,7 @@ class Recipe:
         **keys: the other keys of a recipe, such as `score`, `gates` and `seed`.
 
     Raises:
-        InputError: values are invalid; the message lists every mistake.
+        InputError: values are invalid; the message lists every error.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Recipe:
         """Read a recipe from a file, by the name of an included recipe, or from a multi-line string.
 
         Raises:
-            InputError: no such recipe, or it has mistakes; the message lists every mistake.
+            InputError: no such recipe, or it has errors; the message lists every error.
         """
         recipe = cls.__new__(cls)
         if isinstance(source, str) and "\n" in source:
@@ -127,13 +127,13 @@ class Recipe:
 
     def _read(self, text: str, path: Path) -> None:
         self.text, self.path = text, path
-        recipe, mistakes, _ = check_recipe(self.document(), path, ())
+        recipe, errors, _ = check_recipe(self.document(), path, ())
         on_graphs = ONNX_EQUIVALENTS if is_onnx(recipe.model, recipe.base) else {}
         for entry in recipe.stages:
             if entry.has_settings:
                 cls = load_stage(on_graphs.get(entry.stage, entry.stage))
-                validate_settings(cls.settings_type, entry.settings, entry.path, mistakes)
-        mistakes.raise_if_any()
+                validate_settings(cls.settings_type, entry.settings, entry.path, errors)
+        errors.raise_if_any()
 
     def __repr__(self) -> str:
         return f"Recipe({self.path.stem!r})\n{self.text}"
@@ -165,7 +165,7 @@ def plan_recipe(
     """Return the plan of a recipe: a `Recipe`, a file, or the name of an included recipe.
 
     Raises:
-        InputError: there are mistakes in the recipe, the model's folder or the data; lists all of them.
+        InputError: there are errors in the recipe, the model's folder or the data; lists all of them.
     """
     from smelt.pipeline.plan.load_plan import load_plan
 
@@ -246,22 +246,22 @@ def _as_argument_error(error: InputError, stage: str, has_test: bool) -> InputEr
     own = (f"{stage}.yaml", str(Path.cwd() / f"{stage}.yaml"))
     settings = f"stages[0].{stage}"
     found = []
-    for mistake in error.found:
-        if mistake.setting == "data.test" and not has_test and len(error.found) > 1:
+    for message in error.found:
+        if message.setting == "data.test" and not has_test and len(error.found) > 1:
             continue  # already reported for the file that replaces the test split
         text = (
-            mistake.message.removeprefix(f"{mistake.file}:{mistake.line}: ")
-            if mistake.file in own
-            else mistake.message
+            message.message.removeprefix(f"{message.file}:{message.line}: ")
+            if message.file in own
+            else message.message
         )
         text = text.removeprefix(f"{settings}.").removeprefix(f"{settings}: ")
         where = (
             None
-            if mistake.setting == settings
-            else (mistake.setting or "").removeprefix(f"{settings}.") or None
+            if message.setting == settings
+            else (message.setting or "").removeprefix(f"{settings}.") or None
         )
-        place = (None, None) if mistake.file in own else (mistake.file, mistake.line)
-        found.append(replace(mistake, message=text, setting=where, file=place[0], line=place[1]))
+        place = (None, None) if message.file in own else (message.file, message.line)
+        found.append(replace(message, message=text, setting=where, file=place[0], line=place[1]))
     return combined_error(found, type(error))
 
 
@@ -278,7 +278,7 @@ def _data_settings(data: str | PathLike[str] | Mapping[str, Any] | None, alone: 
         return {}
     if not isinstance(data, Mapping):
         data = {alone: data}
-    names = (*_TEST_SUBSTITUTES, "unlabelled")
+    names = (*_TEST_SUBSTITUTES, "unlabeled")
     return {
         name: str(path.absolute())
         if name in names and isinstance(value, str | PathLike) and (path := Path(value).expanduser()).exists()

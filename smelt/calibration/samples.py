@@ -132,8 +132,8 @@ def draw_samples(
     if ctx.task in CLASSIFICATION_TASKS:
         config = model.config.to_dict()
         label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
-        labelled = (e if e.label is not None else replace(e, label=label) for e in split.examples)
-        split = replace(split, examples=tuple(labelled))
+        labeled = (e if e.label is not None else replace(e, label=label) for e in split.examples)
+        split = replace(split, examples=tuple(labeled))
     rows = encode_split(split, model.config, tokenizer, ctx, split_name=f"{stage}: calibration")
     return [rows[i] for i in spread_indices(len(rows), wanted, ctx.seed)] if windows else rows
 

@@ -392,7 +392,7 @@ class _PredictCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from smelt.pipeline.recipe.mistakes import other_name_hint
+            from smelt.pipeline.recipe.validation_errors import other_name_hint
 
             hint = other_name_hint(error.option_name, [word for param in self.params for word in param.opts])
             if hint:

@@ -59,8 +59,8 @@ def describe_stage(name: str) -> str:
     Raises:
         InputError: there is no such stage.
     """
-    from smelt.pipeline.recipe.mistakes import other_name_hint
     from smelt.pipeline.recipe.stages import all_stages
+    from smelt.pipeline.recipe.validation_errors import other_name_hint
 
     table = all_stages()
     if name not in table:
@@ -200,7 +200,7 @@ class _CommandGroup(click.Group):
             print_untrusted(f"error[{error.code or DEFAULT_CODE}]: {error}", err=True)
             ctx.exit(error.exit_code)
         except click.NoSuchOption as error:
-            from smelt.pipeline.recipe.mistakes import other_name_hint
+            from smelt.pipeline.recipe.validation_errors import other_name_hint
 
             known = [] if error.ctx is None else [o for p in error.ctx.command.params for o in p.opts]
             if hint := other_name_hint(error.option_name, known):
@@ -379,7 +379,7 @@ def plan(
 
     Time, memory and disk of each step are predicted for this machine, whose speed is measured once a day.
 
-    Exits with 2 if the recipe has mistakes, or if a step cannot run on this machine or cannot fit.
+    Exits with 2 if the recipe has errors, or if a step cannot run on this machine or cannot fit.
     """
     from smelt.pipeline.execute.run_costs import cost_lines, plan_costs, plan_json
     from smelt.pipeline.plan.costs import require_fitting

@@ -26,7 +26,7 @@ class SmeltError(Exception):
         code: a slug that names the kind of error, such as `unknown-label`. Code and tests compare it,
             never the message.
         setting, file, line: the place, if known.
-        found: the single mistakes, if the error reports several.
+        found: the single errors, if the error reports several.
     """
 
     exit_code: ClassVar[int] = 1
@@ -75,7 +75,7 @@ def _shorten(message: str) -> str:
         line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} [...] {line[-_MAX_LINE // 4 :]}"
         for line in message.split("\n")
     ]
-    if len(lines) > _MAX_LINES:  # the mistake is at the beginning, the fix at the end
+    if len(lines) > _MAX_LINES:  # the error is at the beginning, the fix at the end
         tail = _MAX_LINES // 4
         head = _MAX_LINES - tail - 1
         lines = [*lines[:head], f"[... {len(lines) - head - tail:,} lines ...]", *lines[-tail:]]
@@ -83,19 +83,19 @@ def _shorten(message: str) -> str:
 
 
 class InputError(SmeltError):
-    """A mistake in the recipe, data, model folder or command line, found before work starts."""
+    """An error in the recipe, data, model folder or command line, found before work starts."""
 
     exit_code = 2
 
 
-def combined_error(mistakes: Iterable[Message], error_class: type[InputError] = InputError) -> InputError:
-    """Return the error that reports `mistakes`, one per line.
+def combined_error(errors: Iterable[Message], error_class: type[InputError] = InputError) -> InputError:
+    """Return the error that reports `errors`, one per line.
 
-    The code is that of the mistakes if all have the same; a single one also sets setting, file and line.
+    The code is that of the errors if all have the same; a single one also sets setting, file and line.
     """
-    messages = tuple(mistakes)
+    messages = tuple(errors)
     kinds = {message.code for message in messages}
-    code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
+    code = kinds.pop() if len(kinds) == 1 else "several-errors"
     error = error_class("\n".join(map(str, messages)), code=code, found=messages)
     if len(messages) == 1:
         [only] = messages
@@ -138,7 +138,7 @@ class SettingError(ValueError):
 
     Args:
         message: what happened, the value, and what to do.
-        code: a slug that names the kind of mistake.
+        code: a slug that names the kind of error.
     """
 
     def __init__(self, message: str, *, code: str) -> None:

@@ -78,7 +78,7 @@ def error_message(
     file: str | None = None,
     line: int | None = None,
 ) -> Message:
-    """Return a `Message` of severity `error`: one of several mistakes of an error."""
+    """Return a `Message` of severity `error`: one of several errors of an error."""
     return Message(code=code, severity="error", message=message, setting=setting, file=file, line=line)
 
 

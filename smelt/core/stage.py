@@ -16,7 +16,7 @@ from smelt.core.messages import Message, warning
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import Split, Task
 
-Need = Literal["train", "unlabelled", "validation", "calibration", "cuda", "tensorrt"]
+Need = Literal["train", "unlabeled", "validation", "calibration", "cuda", "tensorrt"]
 
 
 class Settings(BaseModel):
@@ -201,7 +201,7 @@ class Context:
     """The environment of a stage, apart from its source and settings; never the test data.
 
     out: an empty folder; its content becomes the artifact.
-    data: train, unlabelled, validation, calibration, if the recipe names them.
+    data: train, unlabeled, validation, calibration, if the recipe names them.
     ancestors: the finished artifacts above this step and those that its settings name as a `StepName`,
         by step name (`model` is the original one).
     score: scores of an artifact on the validation data, or on the samples of a second argument, by metric

@@ -2,7 +2,7 @@
 
 All formats of `smelt.data.csv_rows` are read; for language modeling also plain text (.txt, also .gz), a
 sample per line. Settings map columns to roles; several references per example are kept. Similarity scores of
-text pairs are numbers in a column, in all rows of a file or in none. Unlabelled samples are those on which a
+text pairs are numbers in a column, in all rows of a file or in none. Unlabeled samples are those on which a
 student learns its teacher's outputs.
 """
 
@@ -113,14 +113,14 @@ _MAX_LISTED = 5  # wrong rows that are named; the others are counted
 def _parse_examples(
     rows: RowIterator, task: Task, columns: Columns, targets_optional: bool
 ) -> tuple[Example, ...]:
-    """Return the examples of all rows; mistakes of several rows are reported together.
+    """Return the examples of all rows; errors of several rows are reported together.
 
     Raises:
         InputError: a row cannot be an example. A missing column usually is missing in all rows, so reading
             stops there.
     """
     found: list[Example] = []
-    mistakes: list[InputError] = []
+    errors: list[InputError] = []
     try:
         for number, (where, row) in enumerate(rows, start=1):
             try:
@@ -129,11 +129,11 @@ def _parse_examples(
             except _MissingColumnError as error:
                 raise (_missing_columns(row, where, task, columns) or error).with_location(where) from error
             except InputError as error:
-                mistakes.append(error.with_location(where))
+                errors.append(error.with_location(where))
     except InputError as error:  # the file itself is invalid here
-        mistakes.append(error)
-    if mistakes:
-        raise _combined_mistakes(mistakes)
+        errors.append(error)
+    if errors:
+        raise _combined_errors(errors)
     if task == TEXT_GENERATION:
         lines = [example.line or number for number, example in enumerate(found, start=1)]
         require_all_or_none((bool(e.choices) for e in found), lines, columns.choices, "list of choices")
@@ -144,19 +144,19 @@ def _parse_examples(
     return tuple(found)
 
 
-def _combined_mistakes(mistakes: Sequence[InputError]) -> InputError:
-    """Return an error with the first of `mistakes` and the number of the others."""
-    unlisted = len(mistakes) - _MAX_LISTED
-    named = [str(mistake) for mistake in mistakes[:_MAX_LISTED]]
-    named += [f"{unlisted} more rows of this file have mistakes."] if unlisted > 0 else []
-    kinds = {mistake.code for mistake in mistakes}
-    first = mistakes[0]
+def _combined_errors(errors: Sequence[InputError]) -> InputError:
+    """Return an error with the first of `errors` and the number of the others."""
+    unlisted = len(errors) - _MAX_LISTED
+    named = [str(error) for error in errors[:_MAX_LISTED]]
+    named += [f"{unlisted} more rows of this file have errors."] if unlisted > 0 else []
+    kinds = {error.code for error in errors}
+    first = errors[0]
     return InputError(
         "\n".join(named),
-        code=kinds.pop() if len(kinds) == 1 else "several-mistakes",
+        code=kinds.pop() if len(kinds) == 1 else "several-errors",
         file=first.file,
         line=first.line,
-        found=[mistake.as_message() for mistake in mistakes],
+        found=[error.as_message() for error in errors],
     )
 
 
@@ -217,7 +217,7 @@ def _parse_example(
         return Example(_text_of_column(row, columns.text, location, "text"), line=line)
     if task == IMAGE_CLASSIFICATION:
         image = _parse_image(row, location, columns)
-        return replace(_parse_labelled(image, None, row, location, columns, lacks_target), line=line)
+        return replace(_parse_labeled(image, None, row, location, columns, lacks_target), line=line)
     # a column named in the recipe must exist; formats without null use an empty text
     if "text_pair" in columns.model_fields_set and columns.text_pair not in row:
         raise _missing_column(row, columns.text_pair, location, "text_pair")
@@ -237,7 +237,7 @@ def _parse_example(
             _nonempty_text(row, columns.text, location, "text"), text_pair=pair, label=score, line=line
         )
     text = _nonempty_text(row, columns.text, location, "text")
-    return replace(_parse_labelled(text, pair, row, location, columns, lacks_target), line=line)
+    return replace(_parse_labeled(text, pair, row, location, columns, lacks_target), line=line)
 
 
 def _lacks_target(row: Mapping[str, Any], task: Task, columns: Columns) -> bool:
@@ -276,7 +276,7 @@ def _parse_unanswered(row: Mapping[str, Any], location: str, columns: Columns) -
     return parse_prompt(row, location, columns)
 
 
-def _parse_labelled(
+def _parse_labeled(
     text: str,
     pair: str | None,
     row: Mapping[str, Any],
@@ -531,18 +531,18 @@ def _similar_file_hint(path: Path) -> str:
     return did_you_mean(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
 
 
-UNLABELLED = "unlabelled"  # the split
+UNLABELED = "unlabeled"  # the split
 _NO_COLUMN = "\0"  # a name that no column has
 # Tasks whose samples may lack labels: a teacher provides the targets.
-UNLABELLED_TASKS: frozenset[Task] = frozenset({"text-classification", SENTENCE_SIMILARITY})
+UNLABELED_TASKS: frozenset[Task] = frozenset({"text-classification", SENTENCE_SIMILARITY})
 
 
 def is_plain_text(origin: str, task: Task) -> bool:
     """Return whether a file of samples without labels has one text per line (.txt, also .gz)."""
-    return task in UNLABELLED_TASKS and data_suffix(Path(origin)) == ".txt"
+    return task in UNLABELED_TASKS and data_suffix(Path(origin)) == ".txt"
 
 
-def read_unlabelled(origin: str, task: Task, columns: Columns, base: Path) -> Split:
+def read_unlabeled(origin: str, task: Task, columns: Columns, base: Path) -> Split:
     """Return texts, or pairs of texts: plain text (.txt, also .gz), one per line, or rows as in `read_split`.
 
     The column of labels is not read. Empty lines are skipped.
@@ -550,9 +550,9 @@ def read_unlabelled(origin: str, task: Task, columns: Columns, base: Path) -> Sp
     Raises:
         InputError: as `read_split`; no texts, or a task whose samples have no labels.
     """
-    if task not in UNLABELLED_TASKS:
+    if task not in UNLABELED_TASKS:
         raise InputError(
-            f"{origin}: unlabelled samples are for {' and '.join(sorted(UNLABELLED_TASKS))}, not for {task}.",
+            f"{origin}: unlabeled samples are for {' and '.join(sorted(UNLABELED_TASKS))}, not for {task}.",
             code="unsupported-task",
         )
     path = resolve_path(base, origin)
@@ -561,11 +561,11 @@ def read_unlabelled(origin: str, task: Task, columns: Columns, base: Path) -> Sp
         found = tuple(Example(line, line=at, row=at) for at, line in enumerate(lines, 1) if line.strip())
         if not found:
             raise InputError(
-                f"{path}: this file has no text, but '{UNLABELLED}' needs at least one line.",
+                f"{path}: this file has no text, but '{UNLABELED}' needs at least one line.",
                 code="empty-data",
             )
         return Split(origin, found)
     # samples of sentence similarity are the same with and without a score
     texts = columns.model_copy(update={"label": _NO_COLUMN})
     texts.model_fields_set.discard("label")  # the user did not set it
-    return read_split(origin, SENTENCE_SIMILARITY, texts, base, UNLABELLED)
+    return read_split(origin, SENTENCE_SIMILARITY, texts, base, UNLABELED)

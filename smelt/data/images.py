@@ -95,7 +95,7 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 )
-# Limits against attacks and mistakes: 64 MiB as stored, 100 megapixels decoded.
+# Limits against attacks and errors: 64 MiB as stored, 100 megapixels decoded.
 MAX_IMAGE_BYTES = 64 * 2**20
 MAX_IMAGE_PIXELS = 100_000_000
 _ARCHIVE_ARRAYS = ("jpeg", "offsets", "label")

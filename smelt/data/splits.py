@@ -48,7 +48,7 @@ class Windows(BaseModel):
         return self
 
 
-SplitName = Literal["train", "unlabelled", "validation", "calibration", "test"]
+SplitName = Literal["train", "unlabeled", "validation", "calibration", "test"]
 Task = Literal[
     "translation",
     "summarization",
@@ -223,7 +223,7 @@ def input_texts(examples: Sequence[Example], task: Task) -> tuple[list[str], lis
 def missing_labels_errors(
     task: Task, data: Mapping[str, Split], names: Sequence[str], instead: tuple[str, str] | None = None
 ) -> list[Message]:
-    """Return the mistakes if a loss would be computed on samples without labels, or pairs without scores.
+    """Return the errors if a loss would be computed on samples without labels, or pairs without scores.
 
     Args:
         task: of the recipe.

@@ -21,9 +21,9 @@ from smelt.models.text_rules import MODULES_FILE
 from smelt.runtimes.backend import BackendFactory
 from smelt.runtimes.device import DeviceType, onnx_device, torch_device
 from smelt.runtimes.images import ImageClassifierRunner
+from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE as SIGNATURE
 from smelt.runtimes.ort_tensorrt_provider import provider_device
 from smelt.runtimes.runner import ClassifierRunner, EmbedderRunner, GraphRunner, Runner, read_model_files
-from smelt.runtimes.third_party.signature import SIGNATURE_FILE as SIGNATURE
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from smelt.runtimes.backend import (
     Tokens,
     check_finite_outputs,
 )
-from smelt.runtimes.third_party.signature import GraphSignature, read_signature
+from smelt.runtimes.onnx_import.signature import GraphSignature, read_signature
 
 
 @dataclass(frozen=True)

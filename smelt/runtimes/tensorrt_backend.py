@@ -38,6 +38,7 @@ from smelt.runtimes.backend import (
     past_input_name,
 )
 from smelt.runtimes.device import TorchThreads
+from smelt.runtimes.onnx_import.signature import read_batch_axes
 from smelt.runtimes.tensorrt_engine import (
     check_sidecar,
     current_gpu,
@@ -45,7 +46,6 @@ from smelt.runtimes.tensorrt_engine import (
     make_logger,
     read_sidecar,
 )
-from smelt.runtimes.third_party.signature import read_batch_axes
 
 CUDA_DEVICE = "cuda"
 _TORCH_DTYPES = {

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 import smelt
 from smelt.core.errors import InputError, RunError
 from tests.support.expected_errors import raises_code
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     """The artifacts of a run: a classifier and what pruning left of it."""
     home = tmp_path_factory.mktemp("home")
     tiny.write_bert(home / "m")
-    tiny.write_labelled(home / "data.jsonl", 8)
+    tiny.write_labeled(home / "data.jsonl", 8)
     (home / "r.yaml").write_text(RECIPE)
     done = harness.smelt("run", home / "r.yaml", "--out", home / "run", "--quiet")
     assert done.exit_code == 0, done.output

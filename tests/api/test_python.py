@@ -25,7 +25,7 @@ score: {{latency: false, generation: {{max_new_tokens: 6}}}}
 
 def _home(folder, task, stages):
     (tiny.write_marian if task == "translation" else tiny.write_bert)(folder / "m")
-    (tiny.write_pairs if task == "translation" else tiny.write_labelled)(folder / "data.jsonl", 8)
+    (tiny.write_pairs if task == "translation" else tiny.write_labeled)(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE.format(task=task, stages=stages))
     return folder
 
@@ -137,7 +137,7 @@ def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
     assert [s["status"] for s in anew.report["steps"]] == ["done"] * 3
 
 
-def test_a_failed_gate_is_a_result_and_a_mistake_is_raised(classifier, tmp_path):
+def test_a_failed_gate_is_a_result_and_an_error_is_raised(classifier, tmp_path):
     home, _ = classifier
     arguments = {"out": tmp_path / "run", "store": home / ".store", "quiet": True}
     result = smelt.run(home / "recipe.yaml", overrides={"gates": {"accuracy": {"min": 101}}}, **arguments)

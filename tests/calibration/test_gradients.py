@@ -20,7 +20,7 @@ def given(tmp_path):
     """A classifier, its rows with labels, and a context."""
     source = every_family.model_with_layers("bert", 1)
     task = "text-classification"
-    split = read_split(str(tiny.write_labelled(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
+    split = read_split(str(tiny.write_labeled(tmp_path / "rows.jsonl")), task, Columns(), tmp_path)
     ctx = harness.make_context(tmp_path / "out", task, split)
     model, _ = load_model(source)
     artifact = tiny.as_artifact(source, task)

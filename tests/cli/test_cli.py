@@ -36,7 +36,7 @@ def classifier(tmp_path_factory):
     """A finished run of a tiny classifier, with latency."""
     home = tmp_path_factory.mktemp("classifier")
     tiny.write_bert(home / "m")
-    tiny.write_labelled(home / "data.jsonl", 8)
+    tiny.write_labeled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         fake_workers.ignore_disturbance(patch)

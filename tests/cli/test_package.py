@@ -34,7 +34,7 @@ def test_the_help_lists_the_forms():
     assert max(map(len, done.output.splitlines())) <= 80
 
 
-def test_mistakes_are_told_with_exit_code_2(tmp_path):
+def test_errors_are_told_with_exit_code_2(tmp_path):
     artifact = exported_artifacts.exported_artifact("translator")
 
     def refused(*arguments):

@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
     """Two runs on one store that share the model; the second prunes otherwise and stops there."""
     home = tmp_path_factory.mktemp("home")
     tiny.write_bert(home / "m")
-    tiny.write_labelled(home / "data.jsonl", 8)
+    tiny.write_labeled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     _run(home, "one")
     _run(home, "two", "--until", "prune", "--set", "prune.keep_ratio=0.25")

@@ -33,7 +33,7 @@ def make(folder, family, problem=SINGLE_LABEL):
     if problem != REGRESSION:
         outputs["id2label"] = dict(enumerate(classifiers.CLASS_NAMES))
     classifiers.MAKERS[family](folder / "m", problem_type=problem, **outputs)
-    classifiers.write_labelled_rows(folder / "data.jsonl", problem, pairs=True)
+    classifiers.write_labeled_rows(folder / "data.jsonl", problem, pairs=True)
     return tiny.as_artifact(folder / "m", TASK)
 
 

@@ -164,7 +164,7 @@ def test_layers_without_a_part_in_common_stay_apart_and_say_so():
     assert not any(edit["op"] == "share" for edit in edits)
 
 
-def test_stack_that_the_model_does_not_have_is_a_mistake_of_the_recipe():
+def test_stack_that_the_model_does_not_have_is_an_error_of_the_recipe():
     settings = ShareWeightsSettings(stacks=["decoder_layers"])
     model, edits = load_model(three_layer_model("bert"))
     found, after = ShareWeights.check_model(settings, model.config.to_dict())

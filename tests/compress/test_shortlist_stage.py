@@ -155,7 +155,7 @@ def test_learning_says_how_far_it_is():
 def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):
     assert stage_needs(ShortlistStage, ShortlistSettings()) == {"train"}
     tiny.write_bert(tmp_path / "model")
-    tiny.write_labelled(tmp_path / "data.jsonl")
+    tiny.write_labeled(tmp_path / "data.jsonl")
     (tmp_path / "recipe.yaml").write_text(
         "model: model\ntask: text-classification\ndata: {train: data.jsonl, test: data.jsonl}\n"
         "stages:\n  - shortlist: {}\n"

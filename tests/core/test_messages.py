@@ -25,7 +25,7 @@ def test_a_message_without_a_place_is_its_text() -> None:
     assert str(Message("few", "too few.", step="small")) == "small: too few."
 
 
-def test_an_error_of_one_mistake_has_its_place_and_one_of_several_has_none() -> None:
+def test_an_error_of_one_error_has_its_place_and_one_of_several_has_none() -> None:
     first = error_message("few", "too few.", setting="rows", file="r.yaml", line=3)
     alone = combined_error([first])
     assert (alone.code, alone.setting, alone.file, alone.line) == ("few", "rows", "r.yaml", 3)

@@ -1,4 +1,4 @@
-"""Every kind of file is read, and every mistake in one is named with its place."""
+"""Every kind of file is read, and every error in one is named with its place."""
 
 import gzip
 import json
@@ -134,7 +134,7 @@ def test_what_is_no_label_is_refused(tmp_path, label):
         ("a.parquet", "x", "damaged-file", None, ()),
     ],
 )
-def test_mistakes_are_named_with_their_place(tmp_path, name, text, code, line, values):
+def test_errors_are_named_with_their_place(tmp_path, name, text, code, line, values):
     path = _write(tmp_path / name, text)
     with raises_code(code, InputError) as caught:
         _read(path)
@@ -207,7 +207,7 @@ def test_one_empty_label_among_numbers_is_named_with_its_line(tmp_path):
 
 def test_wrong_rows_of_a_file_are_said_together(tmp_path):
     lines = ['{"source": "a", "target": "b"}', *['{"source": 1, "target": "b"}'] * 8, '{"source": ']
-    with raises_code("several-mistakes", InputError) as raised:
+    with raises_code("several-errors", InputError) as raised:
         _read(_write(tmp_path / "a.jsonl", "\n".join(lines)))
     kinds = [(one.code, one.line) for one in raised.value.found]
     assert kinds == [*(("wrong-column-type", line) for line in range(2, 10)), ("invalid-json", 10)]

@@ -74,7 +74,7 @@ def wrong_rows(folder):
 
 def test_what_is_no_image_is_told_with_its_row(tmp_path):
     path = wrong_rows(tmp_path)
-    with raises_code("several-mistakes", InputError) as error:
+    with raises_code("several-errors", InputError) as error:
         images.read_rows(path)
     kinds = [(one.code, one.file, one.line) for one in error.value.found]
     assert kinds == [

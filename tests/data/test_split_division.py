@@ -26,7 +26,7 @@ def _split(rows, windows=None):
     return Split("a.csv", tuple(rows), windows)
 
 
-def _labelled(**counts):
+def _labeled(**counts):
     rows = [Example(f"{label} {i}", label=label) for label, n in counts.items() for i in range(n)]
     random.Random(3).shuffle(rows)
     return _split(rows)
@@ -53,24 +53,24 @@ def test_splits_are_disjoint_complete_and_share_no_text(rows, seed, shares):
 
 
 def test_every_class_gives_its_share():
-    parts = divide_split(_labelled(a=500, b=300, c=200), SHARES, 0)
+    parts = divide_split(_labeled(a=500, b=300, c=200), SHARES, 0)
     assert Counter(e.label for e in parts["test"].examples) == {"a": 50, "b": 30, "c": 20}
     assert Counter(e.label for e in parts["validation"].examples) == {"a": 100, "b": 60, "c": 40}
 
 
 def test_what_rounding_leaves_goes_to_the_largest_remainders():
-    parts = divide_split(_labelled(a=46, b=27, c=27), {"test": 0.1}, 0)  # 4.6, 2.7, 2.7
+    parts = divide_split(_labeled(a=46, b=27, c=27), {"test": 0.1}, 0)  # 4.6, 2.7, 2.7
     assert Counter(e.label for e in parts["test"].examples) == {"a": 4, "b": 3, "c": 3}
 
 
 def test_a_class_with_one_text_stays_in_train():
-    parts = divide_split(_labelled(a=60, b=39, rare=1), {"test": 0.5, "validation": 0.4}, 0)
+    parts = divide_split(_labeled(a=60, b=39, rare=1), {"test": 0.5, "validation": 0.4}, 0)
     assert "rare" in {e.label for e in parts["train"].examples}
     assert {e.label for e in parts["train"].examples} == {"a", "b", "rare"}
 
 
 def test_no_class_is_drawn_as_a_whole():
-    parts = divide_split(_labelled(a=2, b=2), {"test": 0.9}, 0)
+    parts = divide_split(_labeled(a=2, b=2), {"test": 0.9}, 0)
     assert {e.label for e in parts["train"].examples} == {"a", "b"}
 
 
@@ -159,7 +159,7 @@ def test_a_limit_is_spread_over_classes_and_over_the_file():
 
 
 def test_a_limit_keeps_proportions_and_a_row_of_each_class():
-    split = _labelled(common=880, some=100, rare=2)
+    split = _labeled(common=880, some=100, rare=2)
     assert Counter(e.label for e in limit_split(split, 100).examples) == {"common": 88, "some": 11, "rare": 1}
     assert len(limit_split(split, 2)) == 2
     assert limit_split(split, None) is split

@@ -154,14 +154,14 @@ def compared(home, out, stage, settings, kept=None):
     return comparison.compare(step, kept(ctx) if kept else {})
 
 
-def unlabelled():
+def unlabeled():
     return Split("rows", (Example("a man walks"), Example("two dogs")))
 
 
 def test_samples_of_classifiers_need_no_labels(tmp_path):
     folder = tiny.write_bert(tmp_path / "m")
     baseline = tiny.as_artifact(folder, "text-classification")
-    comparison = LayerComparison(baseline, SampleSource(unlabelled(), "text-classification", 4, 0), "cpu")
+    comparison = LayerComparison(baseline, SampleSource(unlabeled(), "text-classification", 4, 0), "cpu")
     found = comparison.compare(baseline, {})
     assert (found["samples"], found["output_sqnr_db"], changed(found["layers"])) == (2, None, {})
     assert found["layers"]
@@ -179,7 +179,7 @@ def test_artifacts_of_stages_are_compared_on_samples(home, tmp_path, monkeypatch
     found = compared(home, tmp_path / "d", DropLayers(), settings, lambda ctx: ctx.details["kept_layers"])
     assert [one["part"] for one in found["layers"] if one["removed"]] == ["block"]
     with pytest.raises(NotComparableError):
-        LayerComparison(tiny.as_artifact(home / "m"), SampleSource(unlabelled(), "translation", 4, 0), "cpu")
+        LayerComparison(tiny.as_artifact(home / "m"), SampleSource(unlabeled(), "translation", 4, 0), "cpu")
     monkeypatch.setattr(layer_sqnr, "_MEMORY_SHARE", -1)
     with pytest.raises(NotComparableError):
         LayerComparison(

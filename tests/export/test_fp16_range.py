@@ -10,8 +10,8 @@ from onnx.reference import ReferenceEvaluator
 
 from smelt.export.convert_to_half import convert_to_half
 from smelt.export.fp16_range import nodes_outside_fp16
-from smelt.export.third_party.stages import float32_nodes
-from tests.support.graphs import third_party_graphs as graphs
+from smelt.export.onnx_models.stages import float32_nodes
+from tests.support.graphs import imported_graphs as graphs
 
 pytestmark = pytest.mark.quick
 

@@ -79,7 +79,7 @@ def test_a_plan_refuses_models_without_such_caches(tmp_path, make):
     getattr(tiny, f"write_{make}")(tmp_path / "m")
     task = {"marian": "translation", "bert": "text-classification"}[make]
     rows = (
-        tiny.write_labelled(tmp_path / "d.jsonl", 6)
+        tiny.write_labeled(tmp_path / "d.jsonl", 6)
         if make == "bert"
         else tiny.write_pairs(tmp_path / "d.jsonl", 6)
     )

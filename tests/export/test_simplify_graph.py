@@ -57,11 +57,11 @@ def simplifier(monkeypatch, change, good=True):
 MISTAKES = ["drop_padding_mask", "mask_of_ones", "shift_the_mask", "drop_layer"]
 
 
-@pytest.mark.parametrize(("graph", "mistake"), matrix_cells(GRAPHS, MISTAKES))
-def test_a_candidate_that_lost_a_mask_or_a_layer_is_refused(graph, mistake, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("graph", "error"), matrix_cells(GRAPHS, MISTAKES))
+def test_a_candidate_that_lost_a_mask_or_a_layer_is_refused(graph, error, tmp_path, monkeypatch):
     path = graph_of(*graph, tmp_path)
     before = path.read_bytes()
-    simplifier(monkeypatch, mutations.ALL[mistake])
+    simplifier(monkeypatch, mutations.ALL[error])
     assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -120,7 +120,7 @@ def whole(model):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "mistake"),
+    ("scheme", "error"),
     [
         ("static", coarser),
         ("groupwise", whole),
@@ -130,10 +130,10 @@ def whole(model):
         ("static", mutations.ALL["mask_of_ones"]),
     ],
 )
-def test_a_candidate_of_codes_that_computes_something_else_is_refused(scheme, mistake, tmp_path, monkeypatch):
+def test_a_candidate_of_codes_that_computes_something_else_is_refused(scheme, error, tmp_path, monkeypatch):
     path = graph_of("bert", "model", tmp_path, scheme)
     before = path.read_bytes()
-    simplifier(monkeypatch, mistake)
+    simplifier(monkeypatch, error)
     assert code_of(simplify_file(path, TOKENS)) == "outputs-changed"
     assert path.read_bytes() == before
 

@@ -134,7 +134,7 @@ def test_readme_has_a_recipe_for_each_task() -> None:
 
 
 @pytest.mark.parametrize(("page", "number"), RECIPES, ids=[f"{name_of(p)}-{n}" for p, n in RECIPES])
-def test_recipe_in_a_page_has_no_mistake_in_its_text(page: Path, number: int, tmp_path: Path) -> None:
+def test_recipe_in_a_page_has_no_error_in_its_text(page: Path, number: int, tmp_path: Path) -> None:
     from smelt.pipeline.recipe.stages import load_stage
     from tests.support.parsed_recipes import parse_recipe
 

@@ -106,7 +106,7 @@ def test_settings_in_pages_and_recipes_exist(path: Path) -> None:
 def test_hints_lead_to_names_that_exist() -> None:
     from smelt.cli.main import main
     from smelt.data.splits import ALL_TASKS
-    from smelt.pipeline.recipe.mistakes import OTHER_NAMES
+    from smelt.pipeline.recipe.validation_errors import OTHER_NAMES
 
     options = {word for command in main.commands.values() for param in command.params for word in param.opts}
     infos = [(name, info) for model in every_model() for name, info in model.model_fields.items()]
@@ -116,7 +116,7 @@ def test_hints_lead_to_names_that_exist() -> None:
 
 
 def test_an_earlier_name_is_answered_with_the_present_one() -> None:
-    from smelt.pipeline.recipe.mistakes import other_name_hint, own_name
+    from smelt.pipeline.recipe.validation_errors import other_name_hint, own_name
 
     settings = stage_settings()
     for stage, word, name in (

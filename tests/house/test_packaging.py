@@ -100,5 +100,7 @@ def test_constraints_name_no_registry_and_only_pins() -> None:
 
 def test_no_conftest_or_init_where_it_would_shadow_other_packages() -> None:
     forbidden = [ROOT / "conftest.py", *(ROOT / "tests").rglob("conftest.py")]
-    forbidden += (ROOT / "tests").rglob("__init__.py")
+    helpers = ROOT / "tests" / "support"  # the only package of the tests
+    packages = {path.parent for path in (ROOT / "tests").rglob("__init__.py")} - {ROOT / "tests"}
     assert [path for path in forbidden if path.exists()] == []
+    assert [path for path in packages if not path.is_relative_to(helpers)] == []

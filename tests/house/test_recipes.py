@@ -42,7 +42,7 @@ def at_first_values(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_benchmark_recipe_has_no_mistake_in_its_text(path: Path) -> None:
+def test_benchmark_recipe_has_no_error_in_its_text(path: Path) -> None:
     from smelt.pipeline.recipe.recipe import METRICS_BY_TASK
     from tests.support.parsed_recipes import parse_recipe
 

@@ -73,7 +73,7 @@ def test_a_licence_beside_the_model_stops_nothing(tmp_path):
     tiny.write_bert(tmp_path / "m")
     for name in ("LICENSE.txt", "requirements.txt", "dict.txt"):
         (tmp_path / "m" / name).write_text("not of the model")
-    tiny.write_labelled(tmp_path / "data.jsonl", 6)
+    tiny.write_labeled(tmp_path / "data.jsonl", 6)
     (tmp_path / "recipe.yaml").write_text(
         "model: m\ntask: text-classification\ndata: {test: data.jsonl}\nstages: [onnx]\n"
         "score: {latency: false}\n"

@@ -21,7 +21,7 @@ from tests.support.models import embedders, family_models, tiny
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("api")
     tiny.write_bert(folder / "m")
-    tiny.write_labelled(folder / "data.jsonl", 8)
+    tiny.write_labeled(folder / "data.jsonl", 8)
     return folder
 
 
@@ -65,13 +65,13 @@ def test_a_list_that_is_used_twice_is_written_twice(home: Path) -> None:
     assert "&" not in recipe(home, stages=stages).text
 
 
-def test_mistakes_of_a_recipe_in_python_are_reported_together(home: Path) -> None:
-    with raises_code("several-mistakes", smelt.InputError) as caught:
+def test_errors_of_a_recipe_in_python_are_reported_together(home: Path) -> None:
+    with raises_code("several-errors", smelt.InputError) as caught:
         recipe(home, task="sentiment", stages=[{"quantise": {}}])
     assert [one.setting for one in caught.value.found] == ["task", "stages[0].quantise"]
 
 
-def test_a_single_mistake_has_its_place_on_the_error_too(home: Path) -> None:
+def test_a_single_error_has_its_place_on_the_error_too(home: Path) -> None:
     with raises_code("unknown-task", smelt.InputError) as caught:
         recipe(home, task="sentiment")
     assert (caught.value.setting, caught.value.file, caught.value.line) == ("task", "api.yaml", 2)
@@ -243,8 +243,8 @@ def test_what_a_stage_refuses_leaves_nothing(home: Path, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
 
-def test_mistakes_of_a_call_name_its_arguments(home: Path, tmp_path: Path) -> None:
-    with raises_code("several-mistakes", smelt.InputError) as caught:
+def test_errors_of_a_call_name_its_arguments(home: Path, tmp_path: Path) -> None:
+    with raises_code("several-errors", smelt.InputError) as caught:
         smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4", seed=-1)
     assert message_locations(caught.value.found) == [
         ("wrong-value", "seed", None),

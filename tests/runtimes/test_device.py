@@ -180,7 +180,7 @@ def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, mo
 
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     tiny.write_bert(tmp_path / "m")
-    tiny.write_labelled(tmp_path / "d.jsonl")
+    tiny.write_labeled(tmp_path / "d.jsonl")
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "model: m\ntask: text-classification\ndata: {test: d.jsonl}\nstages: []\ndevice: cuda\n"
@@ -227,7 +227,7 @@ def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command
     from smelt.core.artifact import Manifest
     from smelt.core.store import Store
 
-    tiny.write_labelled(tmp_path / "d.jsonl")
+    tiny.write_labeled(tmp_path / "d.jsonl")
     monkeypatch.chdir(tmp_path)
     store = Store(tmp_path / "s")
     with store.workspace() as space:

@@ -10,7 +10,7 @@ from smelt.core.errors import RunError
 from smelt.data.npz_arrays import read_npz
 from smelt.runtimes.registry import open_runner
 from smelt.runtimes.runner import GraphRunner, outputs_by_sample
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
 

@@ -25,7 +25,7 @@ from smelt.runtimes.predict_texts import class_logits, pad_batch
 from smelt.runtimes.registry import open_folder, open_runner
 from smelt.runtimes.tensorrt_engine import find_tensorrt
 from tests.support.expected_errors import raises_code
-from tests.support.graphs import tensorrt_graphs, third_party_graphs
+from tests.support.graphs import imported_graphs, tensorrt_graphs
 from tests.support.models import tiny
 from tests.support.standins import fake_tensorrt
 
@@ -268,15 +268,15 @@ def test_real_engine_gives_the_logits_of_onnx_runtime(classifier, tmp_path):
 def test_arrays_are_cut_on_the_axis_that_holds_their_rows(trt, tmp_path):
     """Five rows on an engine that takes two, the state's on axis 1, as the output's that is like it."""
     shapes = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])
-    source = third_party_graphs.make_artifact(tmp_path / "a", third_party_graphs.gru_model(*shapes))
-    rows = third_party_graphs.gru_rows(tmp_path / "r.npz", 5)
+    source = imported_graphs.make_artifact(tmp_path / "a", imported_graphs.gru_model(*shapes))
+    rows = imported_graphs.gru_rows(tmp_path / "r.npz", 5)
     path = source.path / "model.onnx"
     most = {"x": (2, 6, 4), "state": (1, 2, 8)}
     least = {"x": (1, 6, 4), "state": (1, 1, 8)}
     fake_tensorrt.write_plan(
         path, {n: (least[n], least[n], most[n]) for n in most}, source.path / "model.plan"
     )
-    wanted = third_party_graphs.run_directly(path, rows)
+    wanted = imported_graphs.run_directly(path, rows)
     with open_runner(artifact(source.path, "tensorrt", "custom"), 1) as runner:
         found = runner.run(rows)
     for name, value in wanted.items():

@@ -5,6 +5,7 @@ import pytest
 import smelt
 from smelt.api.predict import Predictor
 from smelt.core.errors import InputError
+from smelt.runtimes.onnx_import import trial_run
 from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
     check_sidecar,
@@ -14,7 +15,6 @@ from smelt.runtimes.tensorrt_engine import (
     sidecar_path,
     write_sidecar,
 )
-from smelt.runtimes.third_party import trial_run
 from tests.support.expected_errors import raises_code
 from tests.support.models import tiny
 

@@ -15,8 +15,8 @@ from smelt.core.messages import Message
 def raises_code(code: str, kind: type[SmeltError] = SmeltError) -> Any:
     """Expect an error of `kind` with `code`; entered, it gives pytest's ExceptionInfo.
 
-    A recipe with one mistake, or several of one kind, has the mistake's code, else `several-mistakes`; its
-    `found` has each mistake with its setting, file and line.
+    A recipe with one error, or several of one kind, has the error's code, else `several-errors`; its
+    `found` has each error with its setting, file and line.
     """
     return pytest.raises(kind, check=lambda error: error.code == code)
 
@@ -31,7 +31,7 @@ def raises_setting_codes(*codes: str) -> Any:
 
 
 def setting_codes(error: ValidationError) -> list[str]:
-    """Return the codes of all mistakes that pydantic found."""
+    """Return the codes of all errors that pydantic found."""
     causes = [(detail["type"], detail.get("ctx", {}).get("error")) for detail in error.errors()]
     return [cause.code if isinstance(cause, SettingError) else kind for kind, cause in causes]
 
@@ -45,7 +45,7 @@ def command_error(result: Any) -> SmeltError:
 
 
 def error_codes(error: SmeltError) -> list[str]:
-    """Return the code of each mistake that `error` reports, in their order."""
+    """Return the code of each error that `error` reports, in their order."""
     return [found.code for found in error.found] or [error.code]
 
 

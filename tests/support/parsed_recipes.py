@@ -10,7 +10,7 @@ from smelt.pipeline.recipe.yaml_file import parse_yaml
 
 
 def parse_recipe(text: str, path: Path, overrides: Sequence[str] = ()) -> ParsedRecipe:
-    """Read a recipe from `text`, as if it were the file `path`; raise every mistake."""
-    recipe, mistakes, _ = check_recipe(parse_yaml(text, str(path)), path, overrides)
-    mistakes.raise_if_any()
+    """Read a recipe from `text`, as if it were the file `path`; raise every error."""
+    recipe, errors, _ = check_recipe(parse_yaml(text, str(path)), path, overrides)
+    errors.raise_if_any()
     return recipe

@@ -62,7 +62,7 @@ SLOWEST_FILES = (
     "pipeline/whole/test_text_generation.py",
     "pipeline/whole/test_sentences.py",
     "pipeline/faults/test_kill.py",
-    "export/third_party/test_drawn.py",
+    "export/onnx_models/test_drawn.py",
     "training/test_resume.py",
     "export/generation_graph/test_compose_graph.py",
     "house/test_imports.py",

@@ -32,5 +32,5 @@ def run_recipe(home, text, out="run", *more):
 def write_config_and_data(folder):
     """Write the config of a small BERT and ten rows of data into `folder`."""
     (folder / "bert.json").write_text(json.dumps(BERT))
-    tiny.write_labelled(folder / "data.jsonl", 10)
+    tiny.write_labeled(folder / "data.jsonl", 10)
     return folder

@@ -162,7 +162,7 @@ def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, monkeypatch,
 
     monkeypatch.setattr(Scorer, "score", score)
     (tiny.write_marian if task == "translation" else tiny.write_bert)(tmp_path / "model")
-    (tiny.write_pairs if task == "translation" else tiny.write_labelled)(tmp_path / "rows.jsonl", rows=12)
+    (tiny.write_pairs if task == "translation" else tiny.write_labeled)(tmp_path / "rows.jsonl", rows=12)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(task=task, metric=metric))
     result = smelt.run(recipe, out=tmp_path / "run")
@@ -183,7 +183,7 @@ def test_the_plan_names_a_metric_that_is_not_scored(tmp_path, task, metric, know
     from smelt.pipeline.plan.load_plan import load_plan
 
     (tiny.write_marian if task == "translation" else tiny.write_bert)(tmp_path / "model")
-    (tiny.write_pairs if task == "translation" else tiny.write_labelled)(tmp_path / "rows.jsonl")
+    (tiny.write_pairs if task == "translation" else tiny.write_labeled)(tmp_path / "rows.jsonl")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(task=task, metric=metric))
     with raises_code("metric-not-scored", InputError) as caught:

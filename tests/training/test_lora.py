@@ -167,7 +167,7 @@ def test_a_layer_in_two_places_has_one_adapter(tmp_path, rows):
 
 def test_the_head_of_a_classifier_trains_too(tmp_path):
     rows = read_split(
-        str(tiny.write_labelled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path
+        str(tiny.write_labeled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path
     )
     source = tiny.write_bert(tmp_path / "model")
     settings = FinetuneSettings(**(SHORT | {"lora": {"rank": 1, "targets": ["attention"]}}))

@@ -1,4 +1,4 @@
-"""Fisher: the squared gradient of the loss by a mask of ones on a unit, one labelled sample at a time."""
+"""Fisher: the squared gradient of the loss by a mask of ones on a unit, one labeled sample at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smelt.compress.prune.importances.scores import (
     ScoredModel,
     UnitScores,
     mean_squared_gradients,
-    score_on_labelled_samples,
+    score_on_labeled_samples,
     unit_mask_hook,
 )
 from smelt.compress.prune.importances.taylor import gate_scores, gradient_scores
@@ -23,7 +23,7 @@ from smelt.training.losses import label_objective
 
 def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
     """Return the scores of heads and neurons."""
-    return score_on_labelled_samples(
+    return score_on_labeled_samples(
         scored,
         lambda batches: fisher_scores(scored.model, *groups, batches, label_objective()),
         single=True,
@@ -32,7 +32,7 @@ def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
 
 def score_width(scored: ScoredModel, width: int) -> Tensor:
     """Return the scores of the channels of the hidden states, float64 [D]."""
-    return score_on_labelled_samples(
+    return score_on_labeled_samples(
         scored,
         lambda batches: gradient_scores(scored.model, width, batches, label_objective(), squared=True),
         single=True,
@@ -41,7 +41,7 @@ def score_width(scored: ScoredModel, width: int) -> Tensor:
 
 def score_channels(scored: ScoredModel, groups: Sequence[ChannelGroup]) -> UnitScores:
     """Return the scores of the channels between convolutions."""
-    scores = score_on_labelled_samples(
+    scores = score_on_labeled_samples(
         scored,
         lambda batches: gate_scores(scored.model, groups, batches, label_objective()),
         single=True,

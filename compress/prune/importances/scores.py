@@ -1,4 +1,4 @@
-"""What importances of `prune` share: scores, the model that is scored, and batches of labelled samples.
+"""What importances of `prune` share: scores, the model that is scored, and batches of labeled samples.
 
 Shapes: H = heads of a layer, F = neurons of its feed-forward block.
 """
@@ -84,7 +84,7 @@ def mean_squared_gradients(
         model: in eval mode, on any device.
         masks: by the name of a group of units; they require gradients.
         hooks: apply the masks in the model; removed afterwards.
-        batches: labelled samples, on the same device.
+        batches: labeled samples, on the same device.
         loss_of: returns the mean loss of a model on a batch.
     """
     totals = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
@@ -107,13 +107,13 @@ def hidden_norms(model: Any) -> list[nn.Module]:
     return [model.get_submodule(name) for name in hidden_norm_names(model) if name not in family.head_modules]
 
 
-def score_on_labelled_samples(
+def score_on_labeled_samples(
     scored: ScoredModel,
     score: Callable[[Iterator[dict[str, torch.Tensor]]], ScoresT],
     *,
     single: bool = False,
 ) -> ScoresT:
-    """Return the result of `score` on batches of labelled samples, with the model on the device.
+    """Return the result of `score` on batches of labeled samples, with the model on the device.
 
     Args:
         scored: its `settings.batch_size` is the size of the batches.
@@ -122,10 +122,10 @@ def score_on_labelled_samples(
             pairs, so it needs batches anyway.
 
     Raises:
-        InputError: there are no labelled samples.
+        InputError: there are no labeled samples.
     """
     model, settings, ctx = scored.model, scored.settings, scored.ctx
-    rows = _labelled_samples(model, scored.src, settings, ctx)
+    rows = _labeled_samples(model, scored.src, settings, ctx)
     alone = single and ctx.task != SENTENCE_SIMILARITY
     groups = group_by_length(rows, 1 if alone else settings.batch_size, None, None)
     device = torch_device(ctx.device)
@@ -135,11 +135,11 @@ def score_on_labelled_samples(
         model.to("cpu")
 
 
-def _labelled_samples(model: Any, src: Artifact, settings: Any, ctx: Context) -> list[EncodedSample]:
+def _labeled_samples(model: Any, src: Artifact, settings: Any, ctx: Context) -> list[EncodedSample]:
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is None or not len(split):
         raise InputError(
-            f"prune: importance: {settings.importance} needs labelled samples. Add data: {{train: FILE}}.",
+            f"prune: importance: {settings.importance} needs labeled samples. Add data: {{train: FILE}}.",
             code="missing-data",
             setting="data.train",
         )

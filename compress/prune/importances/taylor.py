@@ -1,4 +1,4 @@
-"""Taylor: the first-order change of the loss when a unit is removed, on labelled calibration samples.
+"""Taylor: the first-order change of the loss when a unit is removed, on labeled calibration samples.
 
 Shapes: H = heads of a layer, F = neurons of its feed-forward block, C = channels between two convolutions,
 D = channels of the hidden states.
@@ -19,7 +19,7 @@ from smelt.compress.prune.importances.scores import (
     UnitScores,
     hidden_norms,
     mean_squared_gradients,
-    score_on_labelled_samples,
+    score_on_labeled_samples,
     unit_mask_hook,
 )
 from smelt.compress.prune.units import (
@@ -37,7 +37,7 @@ def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
 
     Only so are the two comparable: `taylor_scores` counts a head once, a neuron once per matrix.
     """
-    scores = score_on_labelled_samples(
+    scores = score_on_labeled_samples(
         scored, lambda batches: taylor_scores(scored.model, *groups, batches, label_objective())
     )
     matrices = {block.name: 3 if block.structure.gate else 2 for block in groups[1]}
@@ -47,7 +47,7 @@ def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
 
 def score_width(scored: ScoredModel, width: int) -> Tensor:
     """Return the scores of the channels of the hidden states, float64 [D]."""
-    return score_on_labelled_samples(
+    return score_on_labeled_samples(
         scored,
         lambda batches: gradient_scores(scored.model, width, batches, label_objective(), squared=False),
     )
@@ -55,7 +55,7 @@ def score_width(scored: ScoredModel, width: int) -> Tensor:
 
 def score_channels(scored: ScoredModel, groups: Sequence[ChannelGroup]) -> UnitScores:
     """Return the scores of the channels between convolutions."""
-    scores = score_on_labelled_samples(
+    scores = score_on_labeled_samples(
         scored, lambda batches: gate_scores(scored.model, groups, batches, label_objective())
     )
     return UnitScores({}, scores, comparable_across_layers=True)
@@ -138,7 +138,7 @@ def gradient_scores(
     Args:
         model: in eval mode.
         width: D.
-        batches: labelled samples, on the device of the model; one sample per batch if squared.
+        batches: labeled samples, on the device of the model; one sample per batch if squared.
         loss_of: returns the mean loss of a model on a batch.
         squared: whether to compute fisher instead of taylor.
     """
@@ -178,7 +178,7 @@ def gate_scores(
     Args:
         model: in eval mode, on any device.
         groups: the channel groups to score.
-        batches: labelled images, on the same device.
+        batches: labeled images, on the same device.
         loss_of: returns the mean loss of a model on a batch.
     """
     device = next(model.parameters()).device

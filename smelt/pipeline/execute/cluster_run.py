@@ -20,7 +20,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import json_hash, resolve_path
 from smelt.core.messages import Message, info
 from smelt.data.splits import CUSTOM_TASK, Split
-from smelt.evaluate.metrics import is_own_metric
+from smelt.evaluate.metrics import is_custom_metric
 from smelt.models.costs import INTERPRETER_BYTES
 from smelt.pipeline.execute.cluster_tasks import (
     ClusterJob,
@@ -330,11 +330,11 @@ def paths_on_nodes(plan: Plan) -> list[Path]:
 
     The model is imported by the driver. The processes of a training read the whole recipe.
     """
-    from smelt.evaluate.own_metric import load_own_metric
+    from smelt.evaluate.custom_metric import load_custom_metric
 
     found = [Path(path).absolute() for step in plan.steps for path in step.settings.paths().values()]
-    for name in filter(is_own_metric, plan.recipe.score.quality):
-        file = load_own_metric(name, plan.recipe.base).file
+    for name in filter(is_custom_metric, plan.recipe.score.quality):
+        file = load_custom_metric(name, plan.recipe.base).file
         found += [file.absolute()] if file else []
     if plan.recipe.launch.num_processes > 1:
         files = (resolve_path(plan.recipe.base, each) for each in plan.recipe.data.split_files().values())

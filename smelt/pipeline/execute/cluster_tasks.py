@@ -201,7 +201,7 @@ def _run_task(
     try:
         with ExitStack() as stack:
             stack.enter_context(rust_panics_as_errors())
-            if any(step.needs & {"train", "unlabelled", "calibration"} for step in job.plan.steps):
+            if any(step.needs & {"train", "unlabeled", "calibration"} for step in job.plan.steps):
                 stack.enter_context(denormals_as_zero())
             task = _Task(job, data, name, nodes)
             report = partial(task.display.print_line, brief=True)

@@ -147,7 +147,7 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
                 code="unusable-folder",
             ) from error
         stack.callback(display.close)
-        if any(step.needs & {"train", "unlabelled", "calibration"} for step in plan.steps):
+        if any(step.needs & {"train", "unlabeled", "calibration"} for step in plan.steps):
             from smelt.training.training_state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())

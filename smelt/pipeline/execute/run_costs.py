@@ -346,7 +346,7 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
         data: all splits.
         store: in which they are looked up.
     """
-    display, recipe, graph = Display(None, quiet=True), plan.recipe, plan.third_party_model
+    display, recipe, graph = Display(None, quiet=True), plan.recipe, plan.onnx_models_model
     scorer = recipe_scorer(recipe, store)
     made = recipe_step_runner(recipe, store, data, scorer, display)
     lookup = _Lookup(**{name: getattr(made, name) for name in StepRunner.__dataclass_fields__})
@@ -421,7 +421,7 @@ def plan_costs(
     stored, failures = set[str](), list[Message]()
     filled = (root / "artifacts").is_dir() and any((root / "artifacts").iterdir())
     if filled or remote is not None:
-        with ExitStack() as stack, suppress(SmeltError):  # mistakes in large files are reported by the run
+        with ExitStack() as stack, suppress(SmeltError):  # errors in large files are reported by the run
             data, unread = plan.read_data(), []
             local = root if filled else Path(stack.enter_context(TemporaryDirectory()))
             stored = stored_steps(plan, data, _PlannedStore(local, remote, failures.append))

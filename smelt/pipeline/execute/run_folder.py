@@ -45,7 +45,7 @@ from smelt.core.store import Store
 from smelt.core.termination import interrupted_exit_code
 from smelt.core.workspaces import OWNER_SUFFIX
 from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
-from smelt.evaluate.own_metric import copy_own_metrics
+from smelt.evaluate.custom_metric import copy_custom_metrics
 from smelt.evaluate.report.chart import CHART_FILES, chart_files
 from smelt.evaluate.report.schema import SCORES_FOLDER
 
@@ -522,7 +522,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
         for part in partial_files(self.path):
             part.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
-        copy_own_metrics(plan.recipe.score.quality, plan.recipe.base, self.path)
+        copy_custom_metrics(plan.recipe.score.quality, plan.recipe.base, self.path)
         write_atomically(self.path / "recipe.yaml", plan.portable_recipe())
 
     def write_scores(self, name: str, score: Mapping[str, Any]) -> None:

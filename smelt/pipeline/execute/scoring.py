@@ -43,8 +43,8 @@ from smelt.evaluate.metrics import (
     TEXT_METRICS,
     MetricSettingValues,
     find_metric,
+    is_custom_metric,
     is_lower_better,
-    is_own_metric,
 )
 from smelt.generation.config import GenerationSettings
 from smelt.models.text_rules import read_text_rules
@@ -68,7 +68,7 @@ class Scorer:
     """Scores artifacts with fixed metrics, generation settings and batch size.
 
     metric_settings: settings of metrics by metric, as in the recipe.
-    base: the folder that paths in them are relative to, and where a user's own metrics are found.
+    base: the folder that paths in them are relative to, and where a user's custom metrics are found.
     reference: the artifact that outputs are compared with (`agreement`, and all metrics of `custom`); None if
         not available yet, then `agreement` is not computed.
     reference_cache: outputs of the reference by split.
@@ -169,11 +169,13 @@ class Scorer:
     @cached_property
     def _metric_files(self) -> dict[str, str]:
         """What metrics consist of: hashes of a user's module and of BERTScore's model, Punkt of METEOR."""
-        from smelt.evaluate.own_metric import load_own_metric
+        from smelt.evaluate.custom_metric import load_custom_metric
         from smelt.evaluate.text_similarity import encoder_hash, sentence_tokenizer
 
         own = {
-            name: load_own_metric(name, self.base).source_hash for name in self.metrics if is_own_metric(name)
+            name: load_custom_metric(name, self.base).source_hash
+            for name in self.metrics
+            if is_custom_metric(name)
         }
         if "bertscore" in self.metrics:
             own["bertscore"] = encoder_hash(self.metric_settings["bertscore"], self.base)
@@ -241,13 +243,13 @@ class Scorer:
     def _own_scores(
         self, predictions: Sequence[Any], references: Sequence[Any], sources: Sequence[Any], split: Split
     ) -> dict[str, MetricScore]:
-        """Return the scores by the user's own metrics (see `smelt.evaluate.own_metric`)."""
-        from smelt.evaluate.own_metric import load_own_metric, score_own_metric
+        """Return the scores by the user's custom metrics (see `smelt.evaluate.custom_metric`)."""
+        from smelt.evaluate.custom_metric import load_custom_metric, score_custom_metric
 
         places = [f"{split.origin}:{e.line or e.row or at}" for at, e in enumerate(split.examples, 1)]
         return {
-            name: score_own_metric(
-                load_own_metric(name, self.base),
+            name: score_custom_metric(
+                load_custom_metric(name, self.base),
                 predictions,
                 references,
                 sources,
@@ -255,12 +257,12 @@ class Scorer:
                 not is_lower_better(name, self.metric_settings),
             )
             for name in self.metrics
-            if is_own_metric(name)
+            if is_custom_metric(name)
         }
 
     def _score_responses(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         written = (*TEXT_METRICS, AGREEMENT_METRIC)
-        generated = any(name in written or is_own_metric(name) for name in self.metrics)
+        generated = any(name in written or is_custom_metric(name) for name in self.metrics)
         value = self._score_texts(runner, split, progress) if generated else None
         value = value or {"quality": {}, "statistics": {}, "predictions": []}
         if RESPONSE_PERPLEXITY in self.metrics:
@@ -301,7 +303,7 @@ class Scorer:
         if metrics:  # check labels before running the model
             check_labels(split.examples, names, problem, split.origin)
         logits = class_logits(runner, split.examples, self.batch_size, progress)
-        standard = [metric for metric in metrics if not is_own_metric(metric)]
+        standard = [metric for metric in metrics if not is_custom_metric(metric)]
         scores, predictions = score_classifier(standard, runner.config, logits, split, self.metric_settings)
         if len(standard) < len(metrics):
             sources = [e.text if e.text_pair is None else [e.text, e.text_pair] for e in split.examples]
@@ -414,7 +416,7 @@ def _class_axes(reference: Artifact) -> dict[str, int]:
     """Return the axes of the classes, by output of the reference graph with scores of classes."""
     import onnx
 
-    from smelt.runtimes.third_party.class_outputs import class_outputs
+    from smelt.runtimes.onnx_import.class_outputs import class_outputs
 
     if reference.format != "onnx":
         return {}

@@ -40,8 +40,8 @@ from smelt.runtimes.images import PROCESSOR_FILE
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.scoring import Scorer
-    from smelt.pipeline.inspect.model_info import ThirdPartyModel
-    from smelt.runtimes.third_party.signature import GraphSignature
+    from smelt.pipeline.inspect.model_info import OnnxModel
+    from smelt.runtimes.onnx_import.signature import GraphSignature
 
 
 # Increased whenever the same files would be imported differently.
@@ -74,7 +74,7 @@ def _model_manifest(
 
 def import_onnx_model(
     step_runner: StepRunner,
-    model: ThirdPartyModel,
+    model: OnnxModel,
     data: Mapping[str, Split],
     rebuild: bool,
     task_setup: TaskSetup | None = None,
@@ -108,7 +108,7 @@ def import_onnx_model(
     key = json_hash(key_fields)
 
     def make(space: Path) -> Artifact:
-        from smelt.runtimes.third_party.import_graph import GRAPH_FILE, add_pooling
+        from smelt.runtimes.onnx_import.import_graph import GRAPH_FILE, add_pooling
 
         out = space / "out"
         out.mkdir()
@@ -128,12 +128,12 @@ def import_onnx_model(
     return step_runner.get_or_make("model", key, rebuild, make)
 
 
-def _import_graph(model: ThirdPartyModel, rows: Split, out: Path) -> list[Message]:
+def _import_graph(model: OnnxModel, rows: Split, out: Path) -> list[Message]:
     """Copy the graph into `out` and run it on the first samples; return warnings about its outputs."""
-    from smelt.export.third_party.output_comparison import batch_dependence_warnings
-    from smelt.runtimes.third_party.import_graph import import_graph
-    from smelt.runtimes.third_party.signature import write_signature
-    from smelt.runtimes.third_party.trial_run import trial_run
+    from smelt.export.onnx_models.output_comparison import batch_dependence_warnings
+    from smelt.runtimes.onnx_import.import_graph import import_graph
+    from smelt.runtimes.onnx_import.signature import write_signature
+    from smelt.runtimes.onnx_import.trial_run import trial_run
 
     graph = import_graph(model.file, out, outside=bool(model.weight_files))
     size = model.signature.fixed_batch_size or 1
@@ -145,11 +145,11 @@ def _import_graph(model: ThirdPartyModel, rows: Split, out: Path) -> list[Messag
     return batch_dependence_warnings(graph, model.signature, rows.arrays, model.details)
 
 
-def _import_generation_graphs(model: ThirdPartyModel, out: Path) -> None:
+def _import_generation_graphs(model: OnnxModel, out: Path) -> None:
     """Write the graphs of a generative model and its generation config into `out`."""
     import shutil
 
-    from smelt.runtimes.third_party.import_graph import import_generator
+    from smelt.runtimes.onnx_import.import_graph import import_generator
 
     assert model.tokenizer_folder is not None
     import_generator(model.graphs, read_json_object(model.tokenizer_folder / "config.json"), out)
@@ -161,7 +161,7 @@ def _count_graph_parameters(out: Path) -> int:
     """Return the number of parameters in the graphs in `out`; shared weights count in each graph."""
     import onnx
 
-    from smelt.runtimes.third_party.graph_files import count_graph_parameters
+    from smelt.runtimes.onnx_import.graph_files import count_graph_parameters
 
     graphs = sorted(out.glob("*.onnx"))
     return sum(count_graph_parameters(onnx.load(str(path), load_external_data=False)) for path in graphs)
@@ -178,7 +178,7 @@ def _ones_inputs(signature: GraphSignature, rows: int) -> dict[str, Any]:
     return found
 
 
-def _tokenizer_hashes(model: ThirdPartyModel) -> dict[str, str]:
+def _tokenizer_hashes(model: OnnxModel) -> dict[str, str]:
     """Return the hashes of the files that affect tokenization."""
     assert model.tokenizer_folder is not None
     read = (".json", ".txt", ".model", ".spm")
@@ -191,7 +191,7 @@ def _tokenizer_hashes(model: ThirdPartyModel) -> dict[str, str]:
 
 
 def _import_tokenizer(
-    model: ThirdPartyModel,
+    model: OnnxModel,
     task_setup: TaskSetup,
     data: Mapping[str, Split],
     out: Path,
@@ -500,7 +500,7 @@ def make_first_artifact(
         InputError: model, labels, scores and metrics do not fit each other; a text is too long (`truncation:
             error`); weights of a model are NaN or infinite.
     """
-    recipe, model, graph = plan.recipe, plan.recipe.model, plan.third_party_model
+    recipe, model, graph = plan.recipe, plan.recipe.model, plan.onnx_models_model
     if graph is not None and graph.tokenizer_folder is None:
         return FirstArtifact(*import_onnx_model(step_runner, graph, data, rebuild), step_runner, scorer)
     require_finite_models(plan)

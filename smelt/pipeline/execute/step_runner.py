@@ -37,7 +37,7 @@ from smelt.pipeline.plan.task_checks import (
     resolve_text_rules,
 )
 from smelt.pipeline.plan.untrained_checks import config_file, resolve_labels
-from smelt.runtimes.third_party.trial_run import record_verified_graphs
+from smelt.runtimes.onnx_import.trial_run import record_verified_graphs
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.display import Display
@@ -203,7 +203,7 @@ class StepRunner:
         found: dict[str, Any] = {}
         if "tensorrt" in step.needs:
             found["gpus"] = gpu_names()  # an engine is specific to the GPU that it was built on
-        if step.needs & {"train", "unlabelled", "calibration"}:  # all may compute gradients
+        if step.needs & {"train", "unlabeled", "calibration"}:  # all may compute gradients
             found["device"] = training_device(self.device)
             if getattr(step.settings, "precision", None) == "auto":
                 found["bf16"] = has_bf16_instructions()
@@ -448,5 +448,5 @@ def resolve_task(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) 
         sentences, doubts = resolve_pooling(recipe, folder if ready else None)
     rules, _ = resolve_text_rules(recipe, folder)
     if wrong := check_prompts(recipe, folder, data):
-        raise combined_error([mistake.with_prefix(f"data.{name}: ") for name, mistake in wrong])
+        raise combined_error([error.with_prefix(f"data.{name}: ") for name, error in wrong])
     return ResolvedTask(folder, TaskSetup(rules, labels, sentences), metrics, doubts)

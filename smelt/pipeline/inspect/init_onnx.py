@@ -18,16 +18,16 @@ from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.inspect.model_info import (
     NON_FLOAT32_DTYPES,
-    ThirdPartyModel,
+    OnnxModel,
     find_graph,
     find_tokenizer_folder,
     infer_batch_axes,
     inspect_graph,
 )
-from smelt.pipeline.plan.third_party import HIDDEN_STATES_OUTPUT
+from smelt.pipeline.plan.onnx_models import HIDDEN_STATES_OUTPUT
 from smelt.pipeline.recipe.model_and_data import has_classifier
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
-from smelt.runtimes.third_party.signature import GraphSignature
+from smelt.runtimes.onnx_import.signature import GraphSignature
 
 ROWS_SUFFIX = ".jsonl"
 _WIDTH = 78
@@ -65,7 +65,7 @@ def onnx_recipe_text(
         raise InputError(
             "\n".join(f"{file}: {problem}." for problem in found.problems), code="unsupported-graph"
         )
-    seen = ThirdPartyModel(
+    seen = OnnxModel(
         file, found.signature, found.files, find_tokenizer_folder(file, None), dict(found.details or {})
     )
     chosen = _infer_task(seen, task)
@@ -93,7 +93,7 @@ def onnx_recipe_text(
     return "\n".join(lines) + "\n"
 
 
-def _infer_task(onnx_model: ThirdPartyModel, wanted: Task | None) -> Task:
+def _infer_task(onnx_model: OnnxModel, wanted: Task | None) -> Task:
     """Return the user's task, else the one inferred from inputs, outputs and the tokenizer's folder."""
     if wanted is not None:
         return wanted
@@ -108,7 +108,7 @@ def _infer_task(onnx_model: ThirdPartyModel, wanted: Task | None) -> Task:
     return SENTENCE_SIMILARITY if "sentence_embedding" in outputs or pooled else CUSTOM_TASK
 
 
-def _data_format_comments(onnx_model: ThirdPartyModel, task: Task) -> list[str]:
+def _data_format_comments(onnx_model: OnnxModel, task: Task) -> list[str]:
     if task == SENTENCE_SIMILARITY:
         return ['# Sample format: {"text": "..."}, or {"text": "...", "text_b": "...", "label": 3.8}']
     if task != CUSTOM_TASK:
@@ -121,7 +121,7 @@ def _data_format_comments(onnx_model: ThirdPartyModel, task: Task) -> list[str]:
     ]
 
 
-def _header_comments(onnx_model: ThirdPartyModel, path: Path, rows: DataInfo | None) -> Iterator[str]:
+def _header_comments(onnx_model: OnnxModel, path: Path, rows: DataInfo | None) -> Iterator[str]:
     details, signature = onnx_model.details, onnx_model.signature
     producer = f", produced by {details['producer']}" if details.get("producer") else ""
     nodes = f"{details['nodes']:,} node{'' if details['nodes'] == 1 else 's'}"
@@ -144,7 +144,7 @@ def _comment_lines(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
-def _savez_example(onnx_model: ThirdPartyModel) -> list[str]:
+def _savez_example(onnx_model: OnnxModel) -> list[str]:
     names = ", ".join(f"{value.name}=..." for value in onnx_model.signature.inputs)
     fits = all(value.name.isidentifier() for value in onnx_model.signature.inputs)
     if not fits:  # names such as `input:0` are not Python identifiers
@@ -175,7 +175,7 @@ def _yaml_quoted(name: str) -> str:
     return json.dumps(name)
 
 
-def _quantization_lines(onnx_model: ThirdPartyModel, task: Task, calibrated: bool) -> Iterator[str]:
+def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> Iterator[str]:
     """Yield the quantization step, or a comment why there is none.
 
     Only int8-static quantizes convolutions. For transformers it loses more quality than int8-dynamic (MiniLM

@@ -45,7 +45,7 @@ from smelt.quantization.schemes.registry import (
     unsupported_reason,
     unsupported_scheme_options,
 )
-from smelt.runtimes.third_party.convert_optimum import (
+from smelt.runtimes.onnx_import.convert_optimum import (
     DECODER_WITH_PAST_GRAPH,
     ENCODER_GRAPH,
     FIRST_DECODER_GRAPH,
@@ -53,11 +53,11 @@ from smelt.runtimes.third_party.convert_optimum import (
     MODEL_GRAPH,
     required_graphs,
 )
-from smelt.runtimes.third_party.signature import GraphSignature, TensorSpec
-from smelt.runtimes.third_party.trial_run import detect_output_axes
+from smelt.runtimes.onnx_import.signature import GraphSignature, TensorSpec
+from smelt.runtimes.onnx_import.trial_run import detect_output_axes
 
 if TYPE_CHECKING:
-    from smelt.runtimes.third_party.validate_graph import GraphValidation
+    from smelt.runtimes.onnx_import.validate_graph import GraphValidation
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ _GENERATION_GRAPHS = (ENCODER_GRAPH, FIRST_DECODER_GRAPH, DECODER_WITH_PAST_GRAP
 
 
 @dataclass(frozen=True)
-class ThirdPartyModel:
+class OnnxModel:
     """A third-party ONNX model: one graph, or the graphs of a generative model.
 
     file: the graph; of several the last one, which outputs logits. weight_files: names of external data
@@ -377,7 +377,7 @@ def find_generation_graphs(path: Path) -> dict[str, Path]:
 
 def inspect_graph(path: Path) -> GraphValidation:
     """Validate the graph in the file `path` in a separate process."""
-    from smelt.runtimes.third_party.validate_graph import validate_graph
+    from smelt.runtimes.onnx_import.validate_graph import validate_graph
 
     return validate_graph(path)
 
@@ -401,7 +401,7 @@ BatchAxes = dict[str, int | None]
 _MAX_AXIS_TRIALS = 8  # trial runs if several axes have the length of the batch
 
 
-def infer_batch_axes(onnx_model: ThirdPartyModel, file: Path) -> tuple[BatchAxes, list[str]]:
+def infer_batch_axes(onnx_model: OnnxModel, file: Path) -> tuple[BatchAxes, list[str]]:
     """Return the axes that a recipe must set for the arrays in `file`, and the outputs without batch axis.
 
     Raises:
@@ -472,7 +472,7 @@ def _is_ambiguous(signature: GraphSignature, inputs: BatchAxes) -> bool:
 
 
 def _try_axes(
-    onnx_model: ThirdPartyModel, file: Path, choices: Mapping[str, list[int | None]]
+    onnx_model: OnnxModel, file: Path, choices: Mapping[str, list[int | None]]
 ) -> tuple[BatchAxes, dict[str, list[int] | None]] | None:
     """Return input axes for which all outputs have a batch axis, and the output axes.
 

@@ -1,4 +1,4 @@
-"""Turn a recipe into a plan, with all checks that need no work; all mistakes are reported together.
+"""Turn a recipe into a plan, with all checks that need no work; all errors are reported together.
 
 Checked are model, data and device, and, from config and data without torch, that each stage fits its input
 model and samples. The plan also reports the default learning rates of training steps, and quantization
@@ -6,11 +6,11 @@ methods that do not suit their scheme.
 
 Optional class methods of stages:
 
-check_model(settings, config): returns the mistakes as messages with their settings, and the config of the
+check_model(settings, config): returns the errors as messages with their settings, and the config of the
     output model (the same object if unchanged). Stages without it do not change the config.
 check_teachers(settings, config, named): for settings that name other steps. config: of the output model;
     named: the configs of the named steps, by setting, as far as they are known.
-check_rows(settings, task, data): returns the mistakes regarding the samples in the splits `data`.
+check_rows(settings, task, data): returns the errors regarding the samples in the splits `data`.
 required_metrics(settings): returns the metrics that settings name, as (setting, metric).
 """
 
@@ -38,7 +38,14 @@ from smelt.pipeline.inspect.model_folder import (
     read_config_file,
 )
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
-from smelt.pipeline.plan.metric_checks import check_metrics, own_metric_notes
+from smelt.pipeline.plan.metric_checks import check_metrics, custom_metric_notes
+from smelt.pipeline.plan.onnx_models import (
+    apply_graph_batch_size,
+    apply_graph_signature,
+    check_float_weights,
+    check_generation_engines,
+    check_onnx_model,
+)
 from smelt.pipeline.plan.plan import Plan, PlanStep, read_split_source
 from smelt.pipeline.plan.plan_checker import (
     PlanChecker,
@@ -50,19 +57,12 @@ from smelt.pipeline.plan.plan_checker import (
     steps_until,
 )
 from smelt.pipeline.plan.quantized_steps import (
-    prequantized_mistakes,
-    qat_mistakes,
+    prequantized_errors,
+    qat_errors,
     quantization_lost_warnings,
 )
 from smelt.pipeline.plan.step_draft import idle_autotune_warnings
 from smelt.pipeline.plan.task_checks import check_embedder, check_prompts, resolve_text_rules
-from smelt.pipeline.plan.third_party import (
-    apply_graph_batch_size,
-    apply_graph_signature,
-    check_float_weights,
-    check_generation_engines,
-    check_third_party_model,
-)
 from smelt.pipeline.plan.untrained_checks import (
     check_classifier,
     check_new_classifier,
@@ -77,10 +77,10 @@ from smelt.pipeline.plan.warnings import (
     last_checkpoint_warnings,
     launch_warnings,
 )
-from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.recipe import TRACKER_PACKAGES, ParsedRecipe, check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, has_error
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
 from smelt.quantization.schemes.registry import SCHEMES
 from smelt.training.processes import external_processes, strategy_conflicts
@@ -96,14 +96,14 @@ if TYPE_CHECKING:
     from smelt.pipeline.recipe.yaml_file import KeyPath
 
 
-# Files up to this size are read for the plan, so that their mistakes are reported with the others.
+# Files up to this size are read for the plan, so that their errors are reported with the others.
 _EAGER_READ_BYTES = 8_000_000
 # Keys that `resolve_text_rules` reads.
 _TEXT_KEYS = ("data.prefix", "data.source_language", "data.target_language", "data.prompt_template")
 
 
 def check_model(
-    recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str], warnings: list[Message], notes: list[Message]
+    recipe: ParsedRecipe, errors: RecipeErrors, bad: set[str], warnings: list[Message], notes: list[Message]
 ) -> Path | None:
     """Check the model's folder and return it; None for a hub id.
 
@@ -111,14 +111,12 @@ def check_model(
     notes for the plan.
     """
     model = recipe.model
-    if has_mistake(bad, "model"):
+    if has_error(bad, "model"):
         return None
     if not isinstance(model, str):  # see smelt.pipeline.plan.untrained_checks
         return None
     if not model.strip() or "\0" in model:
-        mistakes.add(
-            ("model",), "expected a model's folder or a hub id, got an empty name.", code="empty-text"
-        )
+        errors.add(("model",), "expected a model's folder or a hub id, got an empty name.", code="empty-text")
         return None
     try:
         folder = local_model_folder(model, recipe.base)
@@ -127,39 +125,39 @@ def check_model(
                 info("from-the-hub", f"'{model}' is not a local folder; the run downloads it from the hub.")
             )
             return None
-        task = None if has_mistake(bad, "task") else recipe.task
+        task = None if has_error(bad, "task") else recipe.task
         problems, advice = check_model_folder(folder, task, recipe.baseline == MODEL_STEP)
     except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
         problems, advice, folder = [error_message("unreadable-file", f"cannot be read: {error}.")], [], None
     for problem in problems:
-        mistakes.add_message(("model",), problem)
+        errors.add_message(("model",), problem)
     warnings += [doubt.with_prefix("model: ") for doubt in advice]
     if folder is not None:
-        _check_text_rules(recipe, folder, folder / "config.json", mistakes, bad)
+        _check_text_rules(recipe, folder, folder / "config.json", errors, bad)
     return folder
 
 
 def _check_text_rules(
-    recipe: ParsedRecipe, folder: Path, config: Path, mistakes: Mistakes, bad: set[str]
+    recipe: ParsedRecipe, folder: Path, config: Path, errors: RecipeErrors, bad: set[str]
 ) -> None:
     """Check prefix, languages and prompt template, if the config can be read and its family fits the task."""
-    kind = None if has_mistake(bad, "task", *_TEXT_KEYS) else read_config_file(config)[0].get("model_type")
+    kind = None if has_error(bad, "task", *_TEXT_KEYS) else read_config_file(config)[0].get("model_type")
     if kind in FAMILIES_BY_TASK[recipe.task]:
         try:
             resolve_text_rules(recipe, folder)
         except InputError as error:
-            mistakes.add_error(("data",), error)
+            errors.add_error(("data",), error)
 
 
 def _check_prompts(
     recipe: ParsedRecipe,
     folder: Path | None,
     splits: Mapping[str, Split],
-    mistakes: Mistakes,
+    errors: RecipeErrors,
     bad: set[str],
 ) -> None:
     """Check that the prompt template fits the samples that were read."""
-    if has_mistake(bad, "task", "model", *_TEXT_KEYS):
+    if has_error(bad, "task", "model", *_TEXT_KEYS):
         return
     if not isinstance(recipe.model, str):
         folder = recipe.base / recipe.model.config
@@ -169,25 +167,25 @@ def _check_prompts(
         found = check_prompts(recipe, folder, splits)
     except InputError:  # of the template itself; reported with the model
         return
-    for name, mistake in found:
-        mistakes.add_message(("data", name), mistake)
+    for name, error in found:
+        errors.add_message(("data", name), error)
 
 
-def check_device(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
+def check_device(recipe: ParsedRecipe, errors: RecipeErrors, bad: set[str]) -> None:
     """Check that the requested device is available."""
-    if recipe.device == "cuda" and not has_mistake(bad, "device") and (lack := cuda_missing_reason()):
-        mistakes.add(("device",), lack, code="no-gpu")
+    if recipe.device == "cuda" and not has_error(bad, "device") and (lack := cuda_missing_reason()):
+        errors.add(("device",), lack, code="no-gpu")
 
 
 def check_launch(
     recipe: ParsedRecipe,
     steps: Sequence[PlanStep],
     paths: Mapping[str, KeyPath],
-    mistakes: Mistakes,
+    errors: RecipeErrors,
     bad: set[str],
 ) -> None:
     """Check that the strategy is installed and can train every stage, and the device its precision."""
-    if has_mistake(bad, "launch", "device"):
+    if has_error(bad, "launch", "device"):
         return
     launch = recipe.launch
     used = launch.num_processes > 1 or external_processes()
@@ -195,14 +193,14 @@ def check_launch(
         if (lack := package_problem(package, oldest)) is not None:
             text = f"{lack}. {install_command(package, oldest)}"
             key = "strategy" if launch.config_file is None else "config_file"
-            mistakes.add(("launch", key), text, code="not-installed")
+            errors.add(("launch", key), text, code="not-installed")
     for step in steps:
         if not isinstance(step.settings, TrainingSettings):
             continue
         if problem := fp16_error(step.settings.precision, training_device(recipe.device)):
-            mistakes.add_message((*paths[step.name], "precision"), problem)
+            errors.add_message((*paths[step.name], "precision"), problem)
         for name in strategy_conflicts(launch, step.settings):
-            mistakes.add(
+            errors.add(
                 (*paths[step.name], *name.split(": ")[:1]),
                 f"strategy: {launch.strategy} cannot train with {name}. Remove it, or set launch: {{strategy:"
                 " ddp}.",
@@ -214,45 +212,45 @@ def check_folds(
     recipe: ParsedRecipe,
     steps: Sequence[PlanStep],
     splits: Mapping[str, Split],
-    mistakes: Mistakes,
+    errors: RecipeErrors,
     bad: set[str],
 ) -> None:
     """Check that cross-validation fits task and samples, and that a stage learns from them."""
-    if recipe.score.folds is None or has_mistake(bad, "task", "score.folds", "stages"):
+    if recipe.score.folds is None or has_error(bad, "task", "score.folds", "stages"):
         return
     path: KeyPath = ("score", "folds")
     if recipe.task not in (*CLASSIFICATION_TASKS, SENTENCE_SIMILARITY):
         fitting = ", ".join([*sorted(CLASSIFICATION_TASKS), SENTENCE_SIMILARITY])
-        mistakes.add(path, f"cross-validation is for {fitting}. Remove folds.", code="does-not-fit-task")
+        errors.add(path, f"cross-validation is for {fitting}. Remove folds.", code="does-not-fit-task")
     elif not any(step.trains for step in steps):
         text = "no stage trains, so that all folds would be equal. Remove folds, or add a training stage."
-        mistakes.add(path, text, code="nothing-trains")
+        errors.add(path, text, code="nothing-trains")
     elif "train" in splits:
         from smelt.data.split_division import divide_folds
 
         try:
             divide_folds(splits["train"], recipe.score.folds, recipe.seed)
         except InputError as error:
-            mistakes.add_error(path, error)
+            errors.add_error(path, error)
 
 
-def check_trackers(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> None:
+def check_trackers(recipe: ParsedRecipe, errors: RecipeErrors, bad: set[str]) -> None:
     """Check that the packages of the trackers are installed."""
-    for number, name in enumerate(recipe.trackers if not has_mistake(bad, "trackers") else ()):
+    for number, name in enumerate(recipe.trackers if not has_error(bad, "trackers") else ()):
         packages, oldest = TRACKER_PACKAGES[name]
         problems = [package_problem(package, oldest) for package in packages]
         if all(problems):
             text = f"{problems[0]}. {install_command(packages[0], oldest)}"
-            mistakes.add(("trackers", number), text, code="not-installed")
+            errors.add(("trackers", number), text, code="not-installed")
 
 
-def check_data(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> dict[str, Split]:
+def check_data(recipe: ParsedRecipe, errors: RecipeErrors, bad: set[str]) -> dict[str, Split]:
     """Check that the data files exist; read and return the small ones."""
     # samples cannot be checked without the task and the names of the columns
-    readable = not has_mistake(bad, "task", "data.columns", "data.axes")
+    readable = not has_error(bad, "task", "data.columns", "data.axes")
     splits: dict[str, Split] = {}
     for name, origin in recipe.data.split_files().items():
-        if has_mistake(bad, f"data.{name}"):
+        if has_error(bad, f"data.{name}"):
             continue
         try:
             path = resolve_path(recipe.base, origin)
@@ -262,11 +260,11 @@ def check_data(recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str]) -> dict[
                 splits |= read_split_source(recipe, name)
         except InputError as error:
             if error.found:
-                mistakes.add_error(("data", name), error)
+                errors.add_error(("data", name), error)
             for line in str(error).splitlines() if not error.found else ():
-                mistakes.add(("data", name), line, code=error.code)
+                errors.add(("data", name), line, code=error.code)
         except (OSError, RuntimeError, ValueError) as error:  # such as an invalid file name
-            mistakes.add(("data", name), f"cannot be read: {error}.", code="unreadable-file")
+            errors.add(("data", name), f"cannot be read: {error}.", code="unreadable-file")
     return splits if readable else {}
 
 
@@ -281,24 +279,24 @@ def check_model_configs(
     setting_paths: dict[str, KeyPath],
     recipe: ParsedRecipe,
     folder: Path | None,
-    mistakes: Mistakes,
+    errors: RecipeErrors,
 ) -> None:
-    """Propagate the model's config through the tree of `steps`, and add mistakes where a step does not fit.
+    """Propagate the model's config through the tree of `steps`, and add errors where a step does not fit.
 
     Args:
         steps: parents first.
         setting_paths: path of each step's settings in the recipe.
         recipe: the recipe, which may start from a config without weights.
         folder: the model's folder; None if it is not downloaded or created yet.
-        mistakes: receives the mistakes.
+        errors: receives the errors.
     """
     config = _start_config(recipe, folder)
     if config is None:
         return
     if folder is not None:
         coded = inspect_quantization(folder, config)
-        for name, message, code in [*prequantized_mistakes(steps, coded), *qat_mistakes(steps, coded)]:
-            mistakes.add(setting_paths[name], message, code=code)
+        for name, message, code in [*prequantized_errors(steps, coded), *qat_errors(steps, coded)]:
+            errors.add(setting_paths[name], message, code=code)
         if coded is not None and no_blocks_reason(config) is not None:
             config = {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
     configs: dict[str, Mapping[str, Any]] = {MODEL_STEP: config}
@@ -313,10 +311,10 @@ def check_model_configs(
             references = step.settings.step_references().items()
             named = {setting: configs[name] for setting, name in references if name in configs}
             found = compare(step.settings, after, named)
-        for mistake in found:
-            setting = mistake.setting or ""
+        for error in found:
+            setting = error.setting or ""
             if setting.partition(".")[0] not in step.invalid_settings:  # those were reported already
-                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), mistake)
+                errors.add_message((*setting_paths[step.name], *_setting_path(setting)), error)
         # with invalid settings the output config is unknown, unless the stage does not change it
         if after is before or not step.invalid_settings:
             configs[step.name] = after
@@ -333,8 +331,8 @@ def _start_config(recipe: ParsedRecipe, folder: Path | None) -> Mapping[str, Any
     return None if problems else config
 
 
-def check_window_length(recipe: ParsedRecipe, folder: Path | None, mistakes: Mistakes) -> None:
-    """Add a mistake if windows are longer than the model's number of positions.
+def check_window_length(recipe: ParsedRecipe, folder: Path | None, errors: RecipeErrors) -> None:
+    """Add an error if windows are longer than the model's number of positions.
 
     folder: None if the model is not downloaded or created yet.
     """
@@ -348,7 +346,7 @@ def check_window_length(recipe: ParsedRecipe, folder: Path | None, mistakes: Mis
         config, _ = read_config(folder)
     limit = position_limit(config)
     if limit is not None and length > limit:
-        mistakes.add(
+        errors.add(
             ("data", "windows", "length"),
             f"{length} exceeds the model's limit of {limit} tokens. Set {limit} or less.",
             code="window-too-long",
@@ -360,27 +358,27 @@ def check_stage_data(
     setting_paths: dict[str, KeyPath],
     task: Task,
     splits: Mapping[str, Split],
-    mistakes: Mistakes,
+    errors: RecipeErrors,
     bad: set[str],
 ) -> None:
-    """Add the mistakes in settings that do not fit the task or the samples of `splits`.
+    """Add the errors in settings that do not fit the task or the samples of `splits`.
 
     bad: dotted paths of parts that are known to be invalid; with an invalid task nothing is checked.
     """
-    if has_mistake(bad, "task"):
+    if has_error(bad, "task"):
         return
     for step in steps:
         check = getattr(step.stage_class, "check_rows", None)
-        for mistake in check(step.settings, task, splits) if check else ():
-            setting = mistake.setting or ""
+        for error in check(step.settings, task, splits) if check else ():
+            setting = error.setting or ""
             if setting.split(".")[0] not in step.invalid_settings:
-                mistakes.add_message((*setting_paths[step.name], *_setting_path(setting)), mistake)
+                errors.add_message((*setting_paths[step.name], *_setting_path(setting)), error)
 
 
 def check_stage_metrics(
-    steps: Sequence[PlanStep], setting_paths: dict[str, KeyPath], quality: Sequence[str], mistakes: Mistakes
+    steps: Sequence[PlanStep], setting_paths: dict[str, KeyPath], quality: Sequence[str], errors: RecipeErrors
 ) -> None:
-    """Add a mistake for each metric that settings name and the recipe does not score.
+    """Add an error for each metric that settings name and the recipe does not score.
 
     quality: the scored metrics; empty if they depend on the data, then nothing is checked.
     """
@@ -389,7 +387,7 @@ def check_stage_metrics(
         named = getattr(step.stage_class, "required_metrics", None)
         for setting, metric in named(step.settings) if named else ():
             if metric not in known and setting.split(".")[0] not in step.invalid_settings:
-                mistakes.add(
+                errors.add(
                     (*setting_paths[step.name], *_setting_path(setting)),
                     f"'{metric}' is not scored during a stage, only {', '.join(known) or 'nothing'}."
                     f"{did_you_mean(metric, known)} Add other metrics to score: {{quality: [...]}}.",
@@ -476,7 +474,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     """Read and check a recipe (a file, or the name of one included in smelt) and return its plan.
 
     Raises:
-        InputError: there are mistakes in the recipe, the model's folder or the data; one per line, each with
+        InputError: there are errors in the recipe, the model's folder or the data; one per line, each with
             file and line.
     """
     path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
@@ -491,43 +489,43 @@ def make_plan(
     Raises:
         InputError: as `load_plan`.
     """
-    read, mistakes, bad = check_recipe(document, path, overrides)
+    read, errors, bad = check_recipe(document, path, overrides)
     from_graph = is_onnx(read.model, read.base)
-    checker = PlanChecker(read, mistakes, bad, "onnx" if from_graph else "torch")
-    every = set_engine_lengths(checker.build_steps(), read, checker.setting_paths, mistakes)
+    checker = PlanChecker(read, errors, bad, "onnx" if from_graph else "torch")
+    every = set_engine_lengths(checker.build_steps(), read, checker.setting_paths, errors)
     kept = steps_until(checker, until)
     judged = plan_gates(checker, kept)
     check_latency_steps(checker)
     check_baseline(checker, kept)
-    foreign = check_third_party_model(read, mistakes, bad, checker.warnings)
-    read = apply_graph_signature(apply_graph_batch_size(read, foreign, mistakes), foreign, mistakes)
+    foreign = check_onnx_model(read, errors, bad, checker.warnings)
+    read = apply_graph_signature(apply_graph_batch_size(read, foreign, errors), foreign, errors)
     if from_graph:
         folder = foreign.tokenizer_folder if foreign else None
     else:
-        folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
-    check_untrained(read, every, mistakes, bad)
-    if isinstance(read.model, UntrainedModel) and not has_mistake(bad, "model"):
+        folder = check_model(read, errors, bad, checker.warnings, checker.notes)
+    check_untrained(read, every, errors, bad)
+    if isinstance(read.model, UntrainedModel) and not has_error(bad, "model"):
         config = config_file(read.model, read.base)
-        _check_text_rules(read, resolve_path(read.base, read.model.config), config, mistakes, bad)
-    check_new_classifier(read, every, folder, mistakes)
-    check_model_configs(every, checker.setting_paths, read, folder, mistakes)
-    check_generation_engines(foreign, every, checker.setting_paths, mistakes)
-    check_float_weights(foreign, every, checker.setting_paths, mistakes)
-    check_window_length(read, folder, mistakes)
-    splits = check_data(read, mistakes, bad)
-    if not has_mistake(bad, "score.quality", "task"):
-        check_metrics(read, splits, mistakes)
-    _check_prompts(read, folder, splits, mistakes, bad)
-    check_device(read, mistakes, bad)
-    check_launch(read, every, checker.setting_paths, mistakes, bad)
-    check_trackers(read, mistakes, bad)
-    check_folds(read, every, splits, mistakes, bad)
-    read, problem = check_classifier(read, folder, splits, mistakes, bad)
-    read = check_embedder(read, folder, splits, mistakes, bad, checker.warnings)
-    check_stage_data(every, checker.setting_paths, read.task, splits, mistakes, bad)
-    if not has_mistake(bad, "task", "score.quality"):
-        check_stage_metrics(every, checker.setting_paths, read.score.quality, mistakes)
-    mistakes.raise_if_any()
+        _check_text_rules(read, resolve_path(read.base, read.model.config), config, errors, bad)
+    check_new_classifier(read, every, folder, errors)
+    check_model_configs(every, checker.setting_paths, read, folder, errors)
+    check_generation_engines(foreign, every, checker.setting_paths, errors)
+    check_float_weights(foreign, every, checker.setting_paths, errors)
+    check_window_length(read, folder, errors)
+    splits = check_data(read, errors, bad)
+    if not has_error(bad, "score.quality", "task"):
+        check_metrics(read, splits, errors)
+    _check_prompts(read, folder, splits, errors, bad)
+    check_device(read, errors, bad)
+    check_launch(read, every, checker.setting_paths, errors, bad)
+    check_trackers(read, errors, bad)
+    check_folds(read, every, splits, errors, bad)
+    read, problem = check_classifier(read, folder, splits, errors, bad)
+    read = check_embedder(read, folder, splits, errors, bad, checker.warnings)
+    check_stage_data(every, checker.setting_paths, read.task, splits, errors, bad)
+    if not has_error(bad, "task", "score.quality"):
+        check_stage_metrics(every, checker.setting_paths, read.score.quality, errors)
+    errors.raise_if_any()
     steps = tuple(step for step in every if step.name in kept)
     doubts = [
         *launch_warnings(read),
@@ -544,7 +542,7 @@ def make_plan(
     if isinstance(read.model, UntrainedModel):
         config = read_untrained_config(config_file(read.model, read.base))[0]
     checker.notes += [*default_rate_notes(steps, config, coded), *unsuitable_method_notes(steps)]
-    checker.notes += own_metric_notes(read)
+    checker.notes += custom_metric_notes(read)
     return Plan(
         recipe=read,
         steps=steps,
@@ -558,5 +556,5 @@ def make_plan(
         step_order=tuple(step.name for step in every),
         judged_on=choose_judging_split(checker, splits),
         problem_type=problem,
-        third_party_model=foreign,
+        onnx_model=foreign,
     )

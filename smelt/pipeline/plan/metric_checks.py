@@ -9,24 +9,24 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import Message, info
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.splits import Split
-from smelt.evaluate.metrics import CHOICE_METRICS, is_own_metric
-from smelt.pipeline.recipe.mistakes import Mistakes
+from smelt.evaluate.metrics import CHOICE_METRICS, is_custom_metric
 from smelt.pipeline.recipe.recipe import ParsedRecipe
+from smelt.pipeline.recipe.validation_errors import RecipeErrors
 
 if TYPE_CHECKING:
     from smelt.pipeline.recipe.yaml_file import KeyPath
 
 
-def check_metrics(recipe: ParsedRecipe, splits: Mapping[str, Split], mistakes: Mistakes) -> None:
+def check_metrics(recipe: ParsedRecipe, splits: Mapping[str, Split], errors: RecipeErrors) -> None:
     """Check what the recipe's metrics need: a tokenizer that fits, choices, data, a model, a function."""
-    from smelt.evaluate.own_metric import load_own_metric
+    from smelt.evaluate.custom_metric import load_custom_metric
     from smelt.evaluate.text_similarity import check_encoder, require_wordnet
 
     for at, metric in enumerate(recipe.score.quality):
         path: KeyPath = ("score", "quality", at)
         try:
-            if is_own_metric(metric):
-                load_own_metric(metric, recipe.base)
+            if is_custom_metric(metric):
+                load_custom_metric(metric, recipe.base)
             elif metric == "meteor":
                 require_wordnet()
             elif metric == "bertscore" and metric in recipe.metric_settings:
@@ -34,9 +34,9 @@ def check_metrics(recipe: ParsedRecipe, splits: Mapping[str, Split], mistakes: M
             elif metric in CHOICE_METRICS and "test" in splits:
                 _require_choices(metric, splits["test"])
         except (InputError, MissingDependencyError) as error:
-            mistakes.add(path, str(error), code=error.code)
+            errors.add(path, str(error), code=error.code)
         if metric == "bleu":
-            _check_bleu_tokenizer(recipe, splits, (*path, "bleu", "tokenize"), mistakes)
+            _check_bleu_tokenizer(recipe, splits, (*path, "bleu", "tokenize"), errors)
 
 
 def _require_choices(metric: str, split: Split) -> None:
@@ -49,7 +49,7 @@ def _require_choices(metric: str, split: Split) -> None:
 
 
 def _check_bleu_tokenizer(
-    recipe: ParsedRecipe, splits: Mapping[str, Split], path: KeyPath, mistakes: Mistakes
+    recipe: ParsedRecipe, splits: Mapping[str, Split], path: KeyPath, errors: RecipeErrors
 ) -> None:
     """Check that the tokenizer set for BLEU can split the references."""
     for name in ("test", "validation"):
@@ -58,18 +58,18 @@ def _check_bleu_tokenizer(
         try:
             bleu_tokenizer((t for e in splits[name].examples for t in e.references), recipe.tokenize)
         except InputError as error:
-            mistakes.add(path, f"data.{name}: {error}", code=error.code)
+            errors.add(path, f"data.{name}: {error}", code=error.code)
             return
 
 
-def own_metric_notes(recipe: ParsedRecipe) -> Iterator[Message]:
-    """Yield that a plan has imported a user's own metrics, which runs their code, and from where."""
-    from smelt.evaluate.own_metric import load_own_metric
+def custom_metric_notes(recipe: ParsedRecipe) -> Iterator[Message]:
+    """Yield that a plan has imported a user's custom metrics, which runs their code, and from where."""
+    from smelt.evaluate.custom_metric import load_custom_metric
 
-    for metric in filter(is_own_metric, recipe.score.quality):
-        source = load_own_metric(metric, recipe.base).file
+    for metric in filter(is_custom_metric, recipe.score.quality):
+        source = load_custom_metric(metric, recipe.base).file
         yield info(
-            "own-metric-imported",
+            "custom-metric-imported",
             f"score.quality: imports '{metric}' from {source or 'a module without a file'}, which runs its"
             " code, also in this check.",
         )

@@ -19,14 +19,14 @@ from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Need, Settings, Stage, absolute_path
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.data.examples import UNLABELLED, is_plain_text, read_split, read_unlabelled
+from smelt.data.examples import UNLABELED, is_plain_text, read_split, read_unlabeled
 from smelt.data.labels import ProblemType, require_all_or_none
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
 from smelt.evaluate.metrics import is_lower_better, scores_agreement_alone
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.model_folder import fetch_model
-from smelt.pipeline.inspect.model_info import ThirdPartyModel
+from smelt.pipeline.inspect.model_info import OnnxModel
 from smelt.pipeline.plan.task_checks import pooling_text, resolve_pooling, resolve_text_rules
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.recipe import JudgedOn, ParsedRecipe
@@ -42,9 +42,9 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
     """
     data = recipe.data
     origin, calibrates = data.split_files()[name], name == "calibration"
-    if name == UNLABELLED or (calibrates and is_plain_text(origin, recipe.task)):
-        return {name: read_unlabelled(origin, recipe.task, data.columns, recipe.base)}
-    unlabelled = calibrates and recipe.task in CLASSIFICATION_TASKS
+    if name == UNLABELED or (calibrates and is_plain_text(origin, recipe.task)):
+        return {name: read_unlabeled(origin, recipe.task, data.columns, recipe.base)}
+    unlabeled = calibrates and recipe.task in CLASSIFICATION_TASKS
     split = read_split(
         origin,
         recipe.task,
@@ -52,9 +52,9 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
         recipe.base,
         name,
         data.axes,
-        targets_optional=unlabelled or (name == "test" and scores_agreement_alone(recipe.score.quality)),
+        targets_optional=unlabeled or (name == "test" and scores_agreement_alone(recipe.score.quality)),
     )
-    if unlabelled:  # most stages calibrate without labels
+    if unlabeled:  # most stages calibrate without labels
         rows = [example.line or example.row or 0 for example in split.examples]
         has_label = (example.label is not None for example in split.examples)
         require_all_or_none(has_label, rows, data.columns.label, "label")
@@ -74,7 +74,7 @@ _WIDTH = 80
 class PlanStep:
     """One stage with its settings and its parent step (`model` is the original model).
 
-    needs: required data and hardware, given the settings. invalid_settings: settings with mistakes, replaced
+    needs: required data and hardware, given the settings. invalid_settings: settings with errors, replaced
     by their defaults while the recipe is checked. unavailable: why the step cannot run on this machine, or
     None.
     unscored: why its artifact cannot be scored on this machine, or None.
@@ -100,7 +100,7 @@ class PlanStep:
     @property
     def trains(self) -> bool:
         """Whether the step trains on samples."""
-        return bool(self.needs & {"train", "unlabelled"})
+        return bool(self.needs & {"train", "unlabeled"})
 
     @property
     def dependencies(self) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class Plan:
     notes: notes for the plan only.
     judged_on: the split for scores, gates and the recommendation.
     problem_type: problem type of a classifier, if model and data are available.
-    third_party_model: the ONNX model that the recipe starts from; None if it starts from weights.
+    onnx_model: the ONNX model that the recipe starts from; None if it starts from weights.
     """
 
     recipe: ParsedRecipe
@@ -150,7 +150,7 @@ class Plan:
     step_order: tuple[str, ...] = ()
     judged_on: JudgedOn = "test"
     problem_type: ProblemType | None = None
-    third_party_model: ThirdPartyModel | None = None
+    onnx_model: OnnxModel | None = None
 
     def __str__(self) -> str:
         return _format_plan(self)
@@ -249,7 +249,7 @@ class Plan:
         """Read every split of the recipe, at most `limit` samples of each.
 
         Raises:
-            InputError: there are mistakes in the data; the message lists those of all splits.
+            InputError: there are errors in the data; the message lists those of all splits.
         """
         splits, problems = dict(self.splits), list[Message]()
         for name in self.recipe.data.split_files():
@@ -268,7 +268,7 @@ def _format_plan(plan: Plan) -> str:
     recipe = plan.recipe
     lines = [*_wrap_lines(f"{recipe.path}: {recipe.task}, {_pluralize(len(plan.steps), 'step')}", 2), ""]
     lines += _wrap_lines(f"model       {_model_text(recipe.model)}", 12)
-    for entry in _graph_lines(plan.third_party_model) if plan.third_party_model else ():
+    for entry in _graph_lines(plan.onnx_models_model) if plan.onnx_models_model else ():
         lines += _wrap_lines(entry, 12)
     for name, origin in recipe.data.split_sources().items():
         rows = f" ({_pluralize(len(plan.splits[name]), 'sample')})" if name in plan.splits else ""
@@ -329,9 +329,7 @@ def _tree_lines(plan: Plan, name: str, indent: str) -> Iterator[str]:
 def _step_lines(step: PlanStep, first: str, rest: str) -> Iterator[str]:
     given = step.settings.model_dump(mode="json", exclude_defaults=True)
     settings = ", ".join(f"{name}: {_value_text(value)}" for name, value in given.items())
-    reads = sorted(
-        need for need in step.needs if need in ("train", "unlabelled", "validation", "calibration")
-    )
+    reads = sorted(need for need in step.needs if need in ("train", "unlabeled", "validation", "calibration"))
     title = step.name if step.name == step.stage else f"{step.name} ({step.stage})"
     parts = [f"{title} -> {step.format}"]
     parts += [f"{{{settings}}}"] if settings else []
@@ -404,7 +402,7 @@ def _wrap_lines(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
-def _graph_lines(model: ThirdPartyModel) -> Iterator[str]:
+def _graph_lines(model: OnnxModel) -> Iterator[str]:
     """Yield the lines about an ONNX model in `smelt plan`."""
     details = model.details
     producer = f", produced by {details['producer']}" if details.get("producer") else ""

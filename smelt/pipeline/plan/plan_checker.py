@@ -37,23 +37,23 @@ from smelt.pipeline.plan.step_draft import (
 )
 from smelt.pipeline.plan.warnings import MIN_JUDGING_ROWS, lost_work_warnings, poor_order_warnings
 from smelt.pipeline.recipe import stages
-from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake, validate_settings
 from smelt.pipeline.recipe.model_and_data import has_classifier
 from smelt.pipeline.recipe.recipe import SPEED_METRICS, JudgedOn, ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry, step_names
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, has_error, validate_settings
 from smelt.pipeline.recipe.yaml_file import KeyPath
 
 
 class PlanChecker:
-    """Checks one recipe; adds mistakes to `mistakes`, advice to `warnings` and `notes`.
+    """Checks one recipe; adds errors to `errors`, advice to `warnings` and `notes`.
 
     bad: dotted paths of parts that are known to be invalid. begins_as: the format of the original model.
     """
 
     def __init__(
-        self, recipe: ParsedRecipe, mistakes: Mistakes, bad: set[str], begins_as: Format = "torch"
+        self, recipe: ParsedRecipe, errors: RecipeErrors, bad: set[str], begins_as: Format = "torch"
     ) -> None:
-        self.recipe, self.mistakes, self.invalid_paths = recipe, mistakes, bad
+        self.recipe, self.errors, self.invalid_paths = recipe, errors, bad
         self._start_format: Format = begins_as
         self.warnings: list[Message] = []
         self.notes: list[Message] = []
@@ -90,7 +90,7 @@ class PlanChecker:
             if name in self.drafts:
                 first = self.drafts[name].entry.line
                 where = ("stages", entry.index, "name")
-                self.mistakes.add(
+                self.errors.add(
                     where,
                     f"duplicate step name '{name}', first used in line {first}. Choose another name.",
                     code="duplicate-step",
@@ -122,7 +122,7 @@ class PlanChecker:
             hint = "" if later else did_you_mean(word, self.step_names)
             known = f"Earlier steps: {', '.join(self.step_names)}."
             code = "later-step" if later else "unknown-step"
-            self.mistakes.add(("stages", entry.index, "from"), f"{what}. {known}{hint}", code=code)
+            self.errors.add(("stages", entry.index, "from"), f"{what}. {known}{hint}", code=code)
         return None
 
     def _load_settings(self, draft: StepDraft) -> None:
@@ -133,7 +133,7 @@ class PlanChecker:
         if not draft.entry.has_settings:
             return
         draft.settings, wrong = validate_settings(
-            settings_type, draft.entry.settings, draft.entry.path, self.mistakes
+            settings_type, draft.entry.settings, draft.entry.path, self.errors
         )
         draft.invalid_settings = frozenset(str(place[0]) for place in wrong if place)
         if draft.settings is not None:
@@ -146,11 +146,11 @@ class PlanChecker:
                 for problem in self._named_path_problems(
                     Path(path), draft.settings.paths_to_models().get(place)
                 ):
-                    self.mistakes.add_message((*draft.entry.path, *where), problem)
+                    self.errors.add_message((*draft.entry.path, *where), problem)
                     draft.invalid_settings |= {str(place[0])}
 
     def _named_path_problems(self, path: Path, as_it_is: bool | None) -> list[Message]:
-        """Return mistakes at a path in settings. as_it_is: see `Settings.paths_to_models`; None for files."""
+        """Return errors at a path in settings. as_it_is: see `Settings.paths_to_models`; None for files."""
         if not path_exists(path):
             return [error_message("missing-file", f"{path}: no such file or folder.")]
         if as_it_is is None:
@@ -186,7 +186,7 @@ class PlanChecker:
             and not elsewhere
         ):
             tasks = ", ".join(sorted(draft.stage_class.tasks))
-            self.mistakes.add(
+            self.errors.add(
                 path,
                 f"{word} does not support {self.recipe.task}. Supported tasks: {tasks}.",
                 code="unsupported-task",
@@ -200,15 +200,15 @@ class PlanChecker:
         unsettled = draft.settings is None and hasattr(
             draft.stage_class, "needs_with"
         )  # its needs are unknown
-        for need in ("train", "unlabelled", "validation", "calibration") if not unsettled else ():
-            unknown = has_mistake(self.invalid_paths, f"data.{need}", "data.split")
+        for need in ("train", "unlabeled", "validation", "calibration") if not unsettled else ():
+            unknown = has_error(self.invalid_paths, f"data.{need}", "data.split")
             if need in draft.needs and need not in given and not unknown:
                 instead = draft.settings and stage_needs(
                     draft.stage_class, draft.settings, [*given, "calibration"]
                 )
                 either = need == "train" and instead and need not in instead  # one of them will do
                 what, name = ("calibration or train", "calibration") if either else (need, need)
-                self.mistakes.add(
+                self.errors.add(
                     path,
                     f"{word} needs {what} data. Set data: {{{name}: FILE}}.",
                     code="missing-data",
@@ -252,16 +252,16 @@ class PlanChecker:
             )
             if setting in folders and is_model:
                 hint = f" For a model in a folder write `{{model: {name}}}`."
-            self.mistakes.add(path, f"{what} Possible steps: {', '.join(fit)}.{hint}", code=code)
+            self.errors.add(path, f"{what} Possible steps: {', '.join(fit)}.{hint}", code=code)
 
     def _check_selection(self, draft: StepDraft) -> None:
         """Check that checkpoints are chosen by the loss, or by a metric that the recipe scores."""
         metric = getattr(draft.settings, "metric_for_best_model", "loss")
-        if metric == "loss" or has_mistake(self.invalid_paths, "task", "score"):
+        if metric == "loss" or has_error(self.invalid_paths, "task", "score"):
             return
         path = (*draft.entry.path, "metric_for_best_model")
         if self.recipe.task == "language-modeling":
-            self.mistakes.add(
+            self.errors.add(
                 path,
                 "the metrics of a language model are functions of its loss. Set metric_for_best_model: loss.",
                 code="metric-follows-loss",
@@ -271,7 +271,7 @@ class PlanChecker:
         known = ("loss", *(self.recipe.score.quality or METRICS_BY_TASK[self.recipe.task]))
         known = tuple(name for name in known if name != AGREEMENT_METRIC)  # it needs the baseline's outputs
         if metric not in known:
-            self.mistakes.add(
+            self.errors.add(
                 path,
                 f"'{metric[:60]}' is not scored. Available: {', '.join(known)}.{did_you_mean(metric, known)}"
                 " Add other metrics to score: {quality: [...]}.",
@@ -289,14 +289,14 @@ class PlanChecker:
             advice = self._order_advice(draft, given, above)
             reality = f"its parent step '{draft.parent}' outputs {given}"
             advice = f"{advice[:1].upper()}{advice[1:]}"
-            self.mistakes.add(
+            self.errors.add(
                 path,
                 f"{word} needs a model in {accepts}, but {reality}. {advice}.",
                 code="wrong-model-format",
             )
             return
-        if getattr(draft.stage_class, "third_party_only", False) and self._start_format != "onnx":
-            self.mistakes.add(
+        if getattr(draft.stage_class, "imported_only", False) and self._start_format != "onnx":
+            self.errors.add(
                 path,
                 f"{word} is only for recipes that start from an ONNX model. The stage `onnx` simplifies its"
                 " graphs; to quantize, put `quantize` before it; for float16, set `onnx: {dtype: fp16}`.",
@@ -306,14 +306,14 @@ class PlanChecker:
         quantized = next((d for d in above if d.entry.stage in ("quantize", "quantize-onnx")), None)
         for name, why in TRAINING_BEFORE_QUANTIZE.items():
             if quantized and getattr(draft.settings, name, None) is not None:
-                self.mistakes.add(
+                self.errors.add(
                     (*path, name),
                     f"the weights are already quantized ({scheme_text(quantized)}) by '{quantized.name}';"
                     f" {why.replace('WORD', word)}",
                     code=AFTER_QUANTIZE,
                 )
         if quantized and getattr(draft.stage_class, "needs_float", False):
-            self.mistakes.add(
+            self.errors.add(
                 path,
                 f"{word} needs float weights, but '{quantized.name}' quantized them"
                 f" ({scheme_text(quantized)})."
@@ -321,9 +321,9 @@ class PlanChecker:
                 code="already-quantized",
             )
         self._check_units(draft, above)
-        check_target(draft, parent, quantized, self._start_format, self.mistakes)
+        check_target(draft, parent, quantized, self._start_format, self.errors)
         if draft.entry.stage == "onnx" and any(d.entry.stage == "shortlist" for d in above):
-            check_shortlist_scheme(draft, quantized, self.mistakes)
+            check_shortlist_scheme(draft, quantized, self.errors)
         self.warnings += poor_order_warnings(draft, above)
 
     def _check_units(self, draft: StepDraft, above: list[StepDraft]) -> None:
@@ -335,7 +335,7 @@ class PlanChecker:
         for d in above if cuts else ():
             holds = getattr(d.stage_class, "unit_pruning_error", None)
             if holds and d.settings and (why := holds(d.settings)):
-                self.mistakes.add(
+                self.errors.add(
                     draft.entry.path,
                     f"{draft.entry.stage} is not possible after '{d.name}': {why}. Move it before '{d.name}',"
                     f" or set `from: {d.parent or MODEL_STEP}`.",
@@ -396,7 +396,7 @@ def steps_until(checker: PlanChecker, until: str | None) -> list[str]:
         return [] if until else list(checker.drafts)
     if until not in checker.drafts:
         if not checker.may_exist(until):
-            checker.mistakes.add_for_option(
+            checker.errors.add_for_option(
                 checker.unknown_step_text(until), code="unknown-step", option="--until"
             )
         return list(checker.drafts)
@@ -417,11 +417,11 @@ def plan_gates(checker: PlanChecker, included: list[str]) -> tuple[PlannedGate, 
     last = _leaf_steps(checker)
     for metric, gate in checker.recipe.gates.items():
         at = (gate.at,) if isinstance(gate.at, str) else gate.at
-        if has_mistake(checker.invalid_paths, f"gates.{metric}.at"):
+        if has_error(checker.invalid_paths, f"gates.{metric}.at"):
             at = None
         for name in at or ():
             if not checker.may_exist(name):
-                checker.mistakes.add(
+                checker.errors.add(
                     ("gates", metric, "at"), checker.unknown_step_text(name), code="unknown-step"
                 )
         if metric in SPEED_METRICS and checker.recipe.score.latency is None:
@@ -456,11 +456,11 @@ def plan_gates(checker: PlanChecker, included: list[str]) -> tuple[PlannedGate, 
 def check_latency_steps(checker: PlanChecker) -> None:
     """Check that the names in `score.latency.steps` are steps."""
     latency = checker.recipe.score.latency
-    if not latency or has_mistake(checker.invalid_paths, "score.latency.steps"):
+    if not latency or has_error(checker.invalid_paths, "score.latency.steps"):
         return
     for name in latency.named_steps():
         if not checker.may_exist(name):
-            checker.mistakes.add(
+            checker.errors.add(
                 ("score", "latency", "steps"), checker.unknown_step_text(name), code="unknown-step"
             )
 
@@ -498,7 +498,7 @@ def _leaf_steps(checker: PlanChecker) -> tuple[str, ...]:
 def check_baseline(checker: PlanChecker, included: list[str]) -> None:
     """Check that the baseline is a step of the run and can be scored."""
     name = checker.recipe.baseline
-    if has_mistake(checker.invalid_paths, "baseline") or name == MODEL_STEP:
+    if has_error(checker.invalid_paths, "baseline") or name == MODEL_STEP:
         return
     if name in included:
         if reason := checker.drafts[name].unscored:
@@ -514,16 +514,16 @@ def check_baseline(checker: PlanChecker, included: list[str]) -> None:
             )
         )
     elif not checker.may_exist(name):
-        checker.mistakes.add(("baseline",), checker.unknown_step_text(name), code="unknown-step")
+        checker.errors.add(("baseline",), checker.unknown_step_text(name), code="unknown-step")
 
 
 def set_engine_lengths(
-    steps: Sequence[PlanStep], recipe: ParsedRecipe, setting_paths: dict[str, KeyPath], mistakes: Mistakes
+    steps: Sequence[PlanStep], recipe: ParsedRecipe, setting_paths: dict[str, KeyPath], errors: RecipeErrors
 ) -> tuple[PlanStep, ...]:
     """Return `steps` with `max_new_tokens` of engines set to that of `score: {generation: ...}`.
 
     Applies to `tensorrt`, and to `engine` of an `onnx` for TensorRT's providers, if they do not set it. If
-    neither is set, the stage uses the model's own value. A value below that of the scoring is a mistake:
+    neither is set, the stage uses the model's own value. A value below that of the scoring is an error:
     scoring would fail on longer outputs.
     """
     wanted = recipe.score.generation.max_new_tokens
@@ -533,7 +533,7 @@ def set_engine_lengths(
         given = _engine_max_new_tokens(step)
         if given is not None and given < wanted:
             inner = ("max_new_tokens",) if step.stage == "tensorrt" else ("engine", "max_new_tokens")
-            mistakes.add(
+            errors.add(
                 (*setting_paths[step.name], *inner),
                 f"{given} is less than score: {{generation: {{max_new_tokens: {wanted}}}}}. An engine cannot"
                 f" generate more tokens than it was built for. Set at least {wanted} here.",

@@ -16,7 +16,7 @@ from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.quantization.schemes.registry import SCHEMES
 
 
-def prequantized_mistakes(
+def prequantized_errors(
     steps: Sequence[PlanStep], quantization: QuantizedModelInfo | None
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (step, message, code) for steps that need float weights, or whose target lacks the scheme.
@@ -101,7 +101,7 @@ class _QuantizationState:
     has_low_rank: bool = False
 
 
-def qat_mistakes(
+def qat_errors(
     steps: Sequence[PlanStep], quantization: QuantizedModelInfo | None
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (step, message, code) for training settings that do not fit the quantized weights.

@@ -15,8 +15,8 @@ from smelt.core.artifact import Format
 from smelt.core.messages import Message, warning
 from smelt.core.stage import Need, Settings, Stage
 from smelt.pipeline.plan.plan import PlanStep
-from smelt.pipeline.recipe.mistakes import Mistakes
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry
+from smelt.pipeline.recipe.validation_errors import RecipeErrors
 from smelt.quantization.scheme import EXPORT_TARGETS, Scheme, SchemeOptions
 from smelt.quantization.schemes.registry import (
     DEFAULT_SCHEME,
@@ -122,7 +122,7 @@ def scheme_text(draft: StepDraft) -> str:
 
 
 def _are_settings_valid(quantized: StepDraft, names: set[str]) -> bool:
-    """Return whether the settings `names` of a step are valid: no mistakes, and no misspelt setting."""
+    """Return whether the settings `names` of a step are valid: no errors, and no misspelt setting."""
     settings = quantized.settings
     if settings is None or quantized.invalid_settings & names:
         return False
@@ -135,7 +135,7 @@ def _are_settings_valid(quantized: StepDraft, names: set[str]) -> bool:
 def quantization_schemes(quantized: StepDraft) -> tuple[Scheme, ...] | None:
     """Return the schemes of a quantize step, that of the linear layers first; None if unknown.
 
-    They are unknown if the settings that choose them have mistakes.
+    They are unknown if the settings that choose them have errors.
     """
     if not _are_settings_valid(quantized, {"scheme", "embedding_scheme", "mixed_precision"}):
         return None
@@ -227,7 +227,7 @@ def check_target(
     parent: StepDraft | None,
     quantized: StepDraft | None,
     start_format: Format,
-    mistakes: Mistakes,
+    errors: RecipeErrors,
 ) -> None:
     """Check that a step's target supports the quantized weights, and that `tensorrt` gets its own graphs.
 
@@ -236,22 +236,22 @@ def check_target(
         parent: its parent step; None for the original model.
         quantized: the nearest earlier step that quantized the model.
         start_format: the format of the original model.
-        mistakes: receives the mistakes.
+        errors: receives the errors.
     """
     if draft.entry.stage == "onnx" and draft.target is not None and quantized:
-        _check_quantization(draft, draft.target, quantized, mistakes)
+        _check_quantization(draft, draft.target, quantized, errors)
     made_for = parent.target if parent else None
     if draft.entry.stage == "tensorrt" and made_for not in (None, "tensorrt"):
         assert parent is not None
         if start_format == "onnx":
-            mistakes.add(
+            errors.add(
                 draft.entry.path,
                 f"tensorrt needs symmetric int8, but '{parent.name}' has target {made_for}. Use"
                 f" `{parent.entry.stage}: {{scheme: {STATIC_SCHEME}, target: tensorrt}}`.",
                 code="unsupported-scheme",
             )
             return
-        mistakes.add(
+        errors.add(
             draft.entry.path,
             f"tensorrt needs a graph with target tensorrt, but '{parent.name}' has target {made_for}."
             " Add `- onnx: {target: tensorrt}` before it, or set `from:` to such a step.",
@@ -259,26 +259,26 @@ def check_target(
         )
 
 
-def _check_quantization(draft: StepDraft, target: str, quantized: StepDraft, mistakes: Mistakes) -> None:
-    """Add a mistake if a target does not support the schemes of `quantized`, their options or the dtype."""
+def _check_quantization(draft: StepDraft, target: str, quantized: StepDraft, errors: RecipeErrors) -> None:
+    """Add an error if a target does not support the schemes of `quantized`, their options or the dtype."""
     runtime, back = RUNTIME_NAMES[target], f"`from: {quantized.parent or MODEL_STEP}`"
     if codes := unsupported_layers(quantized, target):
         fit = " or ".join(name for name in EXPORT_TARGETS if unsupported_layers(quantized, name) is None)
         ways = [f"target: {fit}"] if fit else []
         ways += _supported_width_settings(quantized, target) + _supported_scheme_settings(quantized, target)
-        mistakes.add(
+        errors.add(
             (*draft.entry.path, "target"),
             f"{runtime} cannot run the {codes} of '{quantized.name}'. Use {', or '.join([back, *ways])}.",
             code="unsupported-scheme",
         )
     elif wanted := unsupported_options(quantized, target):
-        mistakes.add(
+        errors.add(
             (*draft.entry.path, "target"),
             f"{runtime} supports only {wanted}. Set these options in '{quantized.name}', or use {back}.",
             code="unsupported-options",
         )
     elif "dtype" not in draft.invalid_settings and (kept := lost_precision(quantized, draft.settings)):
-        mistakes.add(
+        errors.add(
             (*draft.entry.path, "dtype"),
             f"the scales of '{quantized.name}' would lose precision in this dtype. Set dtype: {kept}.",
             code="low-precision-scales",
@@ -316,7 +316,7 @@ def _supported_scheme_settings(quantized: StepDraft, target: str) -> list[str]:
     return [f"quantize with {' or '.join(schemes)}{', without `embedding_scheme`' if named else ''}"]
 
 
-def check_shortlist_scheme(draft: StepDraft, quantized: StepDraft | None, mistakes: Mistakes) -> None:
+def check_shortlist_scheme(draft: StepDraft, quantized: StepDraft | None, errors: RecipeErrors) -> None:
     """Check that the output layer's scheme allows a shortlist, which reads only some rows of the matrix."""
     wanted: Any = draft.settings
     if quantized is None or wanted is None or not wanted.generation_graph or draft.target != "ort-cpu":
@@ -326,7 +326,7 @@ def check_shortlist_scheme(draft: StepDraft, quantized: StepDraft | None, mistak
         return
     scheme = SCHEMES[settings.resolved_embedding_scheme]
     if not scheme.supports_shortlist:
-        mistakes.add(
+        errors.add(
             draft.entry.path,
             f"a shortlist does not support an output layer quantized with {scheme.name}. Set in"
             f" '{quantized.name}' `embedding_scheme: {DEFAULT_SCHEME}`, or in this step `generation_graph:"

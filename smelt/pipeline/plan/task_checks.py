@@ -38,8 +38,8 @@ from smelt.models.text_rules import (
     read_sentence_rules,
     read_text_rules,
 )
-from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.recipe import ParsedRecipe
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, has_error
 
 
 def _tokenizer_folder(recipe: ParsedRecipe, folder: Path) -> Path | None:
@@ -90,7 +90,7 @@ def prompt_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[st
 def check_prompts(
     recipe: ParsedRecipe, folder: Path, splits: Mapping[str, Split]
 ) -> list[tuple[str, Message]]:
-    """Return (split, mistake) for prompts that do not fit the prompt template, at most one for each split.
+    """Return (split, error) for prompts that do not fit the prompt template, at most one for each split.
 
     Instructions and conversations need the format that the model was trained with, so they are never passed
     as plain text to a model without a chat template unless the recipe sets the template. One conversation
@@ -205,7 +205,7 @@ def check_embedder(
     recipe: ParsedRecipe,
     folder: Path | None,
     splits: Mapping[str, Split],
-    mistakes: Mistakes,
+    errors: RecipeErrors,
     bad: set[str],
     warnings: list[Message],
 ) -> ParsedRecipe:
@@ -215,24 +215,24 @@ def check_embedder(
         recipe: the parsed recipe.
         folder: the model's folder; None if it is not downloaded or created yet.
         splits: the splits that were read.
-        mistakes: receives the mistakes.
+        errors: receives the errors.
         bad: dotted paths of parts that are known to be invalid.
         warnings: receives the warnings.
 
     Returns:
         The recipe, with default metrics if it names none.
     """
-    if recipe.task != SENTENCE_SIMILARITY or has_mistake(bad, "task"):
+    if recipe.task != SENTENCE_SIMILARITY or has_error(bad, "task"):
         return recipe
-    if folder is not None and not has_mistake(bad, "model", "embedding"):
+    if folder is not None and not has_error(bad, "model", "embedding"):
         try:
             warnings += resolve_pooling(recipe, folder)[1]
         except InputError as error:
-            mistakes.add_error(("model",), error)
-    if "test" not in splits or has_mistake(bad, "score.quality"):
+            errors.add_error(("model",), error)
+    if "test" not in splits or has_error(bad, "score.quality"):
         return recipe
-    for where, found in _embedder_mistakes(recipe, splits):
-        mistakes.add_message(where, found)
+    for where, found in _embedder_errors(recipe, splits):
+        errors.add_message(where, found)
     score = recipe.score.model_copy(update={"quality": _metrics_for(recipe, splits["test"])})
     return recipe.model_copy(update={"score": score})
 
@@ -241,11 +241,10 @@ def embedder_metrics(recipe: ParsedRecipe, data: Mapping[str, Split]) -> tuple[s
     """Return the metrics of a run on `data`.
 
     Raises:
-        InputError: metrics or gates need scores that the test samples do not have; lists every mistake.
+        InputError: metrics or gates need scores that the test samples do not have; lists every error.
     """
     found = [
-        mistake.with_prefix(f"{'.'.join(map(str, where))}: ")
-        for where, mistake in _embedder_mistakes(recipe, data)
+        error.with_prefix(f"{'.'.join(map(str, where))}: ") for where, error in _embedder_errors(recipe, data)
     ]
     if found:
         raise combined_error(found)
@@ -257,10 +256,10 @@ def _metrics_for(recipe: ParsedRecipe, test: Split) -> tuple[str, ...]:
     return recipe.score.quality or fitting
 
 
-def _embedder_mistakes(
+def _embedder_errors(
     recipe: ParsedRecipe, data: Mapping[str, Split]
 ) -> list[tuple[tuple[str | int, ...], Message]]:
-    """Return (path in the recipe, mistake) for metrics and gates that need scores the samples do not have."""
+    """Return (path in the recipe, error) for metrics and gates that need scores the samples do not have."""
     scored = dict.fromkeys(["test", recipe.judged_on or "test"])
     lacking = next((name for name in scored if name in data and not data[name].has_labels), None)
     if lacking is None:

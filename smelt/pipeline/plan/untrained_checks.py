@@ -26,20 +26,20 @@ from smelt.pipeline.inspect.model_folder import (
     unsupported_config_errors,
 )
 from smelt.pipeline.plan.plan import PlanStep
-from smelt.pipeline.recipe.mistakes import Mistakes, has_mistake
 from smelt.pipeline.recipe.model_and_data import (
     NewTokenizer,
     UntrainedModel,
-    gate_mistakes,
+    gate_errors,
     has_classifier,
-    label_mistakes,
-    metric_class_mistakes,
-    metric_mistakes,
+    label_errors,
+    metric_class_errors,
+    metric_errors,
     new_class_names,
     resolve_problem_type,
 )
 from smelt.pipeline.recipe.recipe import TRAINING_STAGES, ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, has_error
 from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, parse_processor
 
 UNTRAINED_NOT_SCORED = "random weights; the first trained step is the baseline"
@@ -52,7 +52,7 @@ def config_file(model: UntrainedModel, base: Path) -> Path:
 
 
 def read_untrained_config(file: Path) -> tuple[dict[str, Any], list[Message]]:
-    """Return the config of an untrained model, and the mistakes in it.
+    """Return the config of an untrained model, and the errors in it.
 
     The outputs of a new classifier are the labels of the data, unless the config has `id2label`.
     """
@@ -63,7 +63,7 @@ def read_untrained_config(file: Path) -> tuple[dict[str, Any], list[Message]]:
 
 
 def check_untrained(
-    recipe: ParsedRecipe, steps: Sequence[PlanStep], mistakes: Mistakes, bad: set[str]
+    recipe: ParsedRecipe, steps: Sequence[PlanStep], errors: RecipeErrors, bad: set[str]
 ) -> None:
     """Check config and tokenizer, and that the model is trained before it is a teacher or the baseline.
 
@@ -73,20 +73,18 @@ def check_untrained(
     if "model" in bad or not isinstance(model, UntrainedModel):
         return
     config, problems = read_config_file(config_file(model, recipe.base))
-    for problem in (
-        () if has_mistake(bad, "model.config") else [*problems, *unsupported_config_errors(config)]
-    ):
-        mistakes.add_message(("model", "config"), problem)
+    for problem in () if has_error(bad, "model.config") else [*problems, *unsupported_config_errors(config)]:
+        errors.add_message(("model", "config"), problem)
     kind = str(config.get("model_type", ""))
-    if config and not has_mistake(bad, "task") and kind not in FAMILIES_BY_TASK[recipe.task]:
-        mistakes.add_message(("model", "config"), unknown_family_message(kind, recipe.task))
-    elif config and not has_mistake(bad, "model.tokenizer"):
-        for where, problem in _tokenizer_mistakes(recipe, model, kind, bad):
-            mistakes.add_message(("model", "tokenizer", *where), problem)
-        for where, problem in _image_mistakes(recipe, model, config):
-            mistakes.add_message(("model", *where), problem)
+    if config and not has_error(bad, "task") and kind not in FAMILIES_BY_TASK[recipe.task]:
+        errors.add_message(("model", "config"), unknown_family_message(kind, recipe.task))
+    elif config and not has_error(bad, "model.tokenizer"):
+        for where, problem in _tokenizer_errors(recipe, model, kind, bad):
+            errors.add_message(("model", "tokenizer", *where), problem)
+        for where, problem in _image_errors(recipe, model, config):
+            errors.add_message(("model", *where), problem)
     if "stages" not in bad:
-        _check_training_order(recipe, steps, mistakes)
+        _check_training_order(recipe, steps, errors)
 
 
 def preprocessor_config(model: UntrainedModel, base: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def preprocessor_config(model: UntrainedModel, base: Path, config: Mapping[str, 
     return values
 
 
-def _image_mistakes(
+def _image_errors(
     recipe: ParsedRecipe, model: UntrainedModel, config: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, ...], Message]]:
     if recipe.task != IMAGE_CLASSIFICATION:
@@ -131,10 +129,10 @@ def _image_mistakes(
         yield ("image_size",), error_message("settings-conflict", text)
 
 
-def _tokenizer_mistakes(
+def _tokenizer_errors(
     recipe: ParsedRecipe, model: UntrainedModel, kind: str, bad: set[str]
 ) -> Iterator[tuple[tuple[str, ...], Message]]:
-    """Yield (path below the tokenizer, mistake)."""
+    """Yield (path below the tokenizer, error)."""
     tokenizer = model.tokenizer
     if recipe.task == IMAGE_CLASSIFICATION:
         if tokenizer is not None:
@@ -150,7 +148,7 @@ def _tokenizer_mistakes(
 
         if reason := unsupported_tokenizer(kind, tokenizer.train, tokenizer.vocab_size):
             yield (), error_message("wrong-value", reason)
-        if recipe.data.train is None and not has_mistake(bad, "data.train"):
+        if recipe.data.train is None and not has_error(bad, "data.train"):
             text = "no training samples to train the tokenizer on. Set data: {train: FILE}."
             yield ("train",), error_message("missing-data", text)
         return
@@ -162,25 +160,25 @@ def _tokenizer_mistakes(
         yield from (((), problem) for problem in check_tokenizer_files(folder, kind))
 
 
-def _check_training_order(recipe: ParsedRecipe, steps: Sequence[PlanStep], mistakes: Mistakes) -> None:
+def _check_training_order(recipe: ParsedRecipe, steps: Sequence[PlanStep], errors: RecipeErrors) -> None:
     if not any(step.stage in TRAINING_STAGES for step in steps):
         words = " or ".join(TRAINING_STAGES)
-        mistakes.add(
+        errors.add(
             ("stages",),
             f"the model has random weights and no step trains it. Add {words}.",
             code="untrained-model",
         )
     elif recipe.baseline == MODEL_STEP:
-        mistakes.add(
+        errors.add(
             ("baseline",),
             f"'{MODEL_STEP}' has random weights. Set baseline to a trained step.",
             code="untrained-baseline",
         )
-    _reject_as_teacher(steps, "has random weights", mistakes)
+    _reject_as_teacher(steps, "has random weights", errors)
 
 
 def check_new_classifier(
-    recipe: ParsedRecipe, steps: Sequence[PlanStep], folder: Path | None, mistakes: Mistakes
+    recipe: ParsedRecipe, steps: Sequence[PlanStep], folder: Path | None, errors: RecipeErrors
 ) -> None:
     """Check that an encoder without a classifier, which gets a random one, is not a teacher.
 
@@ -192,11 +190,11 @@ def check_new_classifier(
     if not problems and not has_classifier(config):
         named = str((config.get("architectures") or ["encoder"])[0])
         why = f"is a {named}, whose new classifier has random weights"
-        _reject_as_teacher(steps, why, mistakes)
+        _reject_as_teacher(steps, why, errors)
 
 
-def _reject_as_teacher(steps: Sequence[PlanStep], reason: str, mistakes: Mistakes) -> None:
-    """Add a mistake for every step that would use the original model as teacher."""
+def _reject_as_teacher(steps: Sequence[PlanStep], reason: str, errors: RecipeErrors) -> None:
+    """Add an error for every step that would use the original model as teacher."""
     for at, step in enumerate(steps):
         for setting, name in step.settings.step_references().items():
             if name == MODEL_STEP and setting not in step.invalid_settings:
@@ -207,11 +205,15 @@ def _reject_as_teacher(steps: Sequence[PlanStep], reason: str, mistakes: Mistake
                     else f"Put a finetune step before it and set {setting} to that step"
                 )
                 what = f"{step.name}: {setting}: '{MODEL_STEP}' {reason}. {how}."
-                mistakes.add((), what, line=step.line, code="untrained-teacher")
+                errors.add((), what, line=step.line, code="untrained-teacher")
 
 
 def check_classifier(
-    recipe: ParsedRecipe, folder: Path | None, splits: Mapping[str, Split], mistakes: Mistakes, bad: set[str]
+    recipe: ParsedRecipe,
+    folder: Path | None,
+    splits: Mapping[str, Split],
+    errors: RecipeErrors,
+    bad: set[str],
 ) -> tuple[ParsedRecipe, ProblemType | None]:
     """Check labels and metrics of a classifier, as far as model and data are available.
 
@@ -219,7 +221,7 @@ def check_classifier(
         recipe: the parsed recipe.
         folder: the model's folder; None if it is not downloaded or created yet.
         splits: the splits that were read.
-        mistakes: receives the mistakes.
+        errors: receives the errors.
         bad: dotted paths of parts that are known to be invalid.
 
     Returns:
@@ -228,7 +230,7 @@ def check_classifier(
     """
     untrained = recipe.model if isinstance(recipe.model, UntrainedModel) else None
     here = folder is not None or untrained is not None
-    if recipe.task not in CLASSIFICATION_TASKS or has_mistake(bad, "task", "model") or not here:
+    if recipe.task not in CLASSIFICATION_TASKS or has_error(bad, "task", "model") or not here:
         return recipe, None
     if untrained is not None:
         config, problems = read_untrained_config(config_file(untrained, recipe.base))
@@ -243,21 +245,21 @@ def check_classifier(
     try:
         problem = resolve_problem_type(config, splits)
     except InputError as error:
-        mistakes.add(("model",), f"{folder or recipe.model}: {error}", code=error.code)
+        errors.add(("model",), f"{folder or recipe.model}: {error}", code=error.code)
         return recipe, None
-    for name, found in label_mistakes(config, splits, problem):
-        mistakes.add_message(("data", name), found)
-    if has_mistake(bad, "score.quality") or not (whole or config.get("problem_type")):
+    for name, found in label_errors(config, splits, problem):
+        errors.add_message(("data", name), found)
+    if has_error(bad, "score.quality") or not (whole or config.get("problem_type")):
         return recipe, problem if whole else None
-    for at, found in metric_mistakes(recipe.score.quality, problem):
-        mistakes.add_message(("score", "quality", at), found)
+    for at, found in metric_errors(recipe.score.quality, problem):
+        errors.add_message(("score", "quality", at), found)
     names = class_names(config) if has_classifier(config) else new_class_names(splits, problem)
-    for at, found in metric_class_mistakes(recipe.score.quality, recipe.metric_settings, names):
-        mistakes.add_message(("score", "quality", at), found)
+    for at, found in metric_class_errors(recipe.score.quality, recipe.metric_settings, names):
+        errors.add_message(("score", "quality", at), found)
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
     if not recipe.score.quality:
-        for gate, found in gate_mistakes(recipe.gates, metrics, problem):
-            mistakes.add_message(("gates", gate), found)
+        for gate, found in gate_errors(recipe.gates, metrics, problem):
+            errors.add_message(("gates", gate), found)
     score = recipe.score.model_copy(update={"quality": metrics})
     return recipe.model_copy(update={"score": score}), problem if whole else None
 
@@ -277,17 +279,17 @@ def resolve_labels(
         The problem type with the class names for a new classifier, and the metrics.
 
     Raises:
-        InputError: labels, metrics or gates do not fit the model; the message lists every mistake.
+        InputError: labels, metrics or gates do not fit the model; the message lists every error.
     """
     config, _ = (read_config_file if isinstance(recipe.model, str) else read_untrained_config)(file)
     problem = problem or resolve_problem_type(config, data)
-    found = [mistake for _, mistake in label_mistakes(config, data, problem)]
-    quality = metric_mistakes(recipe.score.quality, problem)
+    found = [error for _, error in label_errors(config, data, problem)]
+    quality = metric_errors(recipe.score.quality, problem)
     names = class_names(config) if has_classifier(config) else new_class_names(data, problem)
-    quality += metric_class_mistakes(recipe.score.quality, recipe.metric_settings, names)
-    found += [mistake.with_prefix("score.quality: ") for _, mistake in quality]
+    quality += metric_class_errors(recipe.score.quality, recipe.metric_settings, names)
+    found += [error.with_prefix("score.quality: ") for _, error in quality]
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
-    found += [mistake.with_prefix("gates: ") for _, mistake in gate_mistakes(recipe.gates, metrics, problem)]
+    found += [error.with_prefix("gates: ") for _, error in gate_errors(recipe.gates, metrics, problem)]
     if found:
         raise combined_error(found)
     return (problem, new_class_names(data, problem)), metrics

@@ -114,7 +114,7 @@ def agreement_warnings(recipe: ParsedRecipe) -> list[Message]:
         warning(
             "agreement-only",
             f"Only agreement with the outputs of '{recipe.baseline}' is scored. It shows how much a step"
-            " changes the outputs, not whether they are right: correcting a mistake lowers it too. Score"
+            " changes the outputs, not whether they are right: correcting an error lowers it too. Score"
             " samples with references or labels before deploying.",
             setting="score.quality",
         )

@@ -1,1 +1,1 @@
-"""Read recipes and report their mistakes with line numbers."""
+"""Read recipes and report their errors with line numbers."""

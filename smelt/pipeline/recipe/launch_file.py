@@ -95,8 +95,8 @@ def _read(path: Path) -> Mapping[str, Any]:
             if path.suffix == ".json":
                 raise _refused(path, [f"not valid JSON: {error}"]) from error
     document = parse_yaml(text, str(path))
-    if document.mistakes:
-        raise _refused(path, [f"line {line}: {message}" for _, message, line, _ in document.mistakes])
+    if document.errors:
+        raise _refused(path, [f"line {line}: {message}" for _, message, line, _ in document.errors])
     return _mapping(document.value)
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
-from smelt.data.examples import UNLABELLED
+from smelt.data.examples import UNLABELED
 from smelt.data.labels import (
     CLASSIFIER_SUFFIXES,
     REGRESSION,
@@ -34,7 +34,7 @@ from smelt.evaluate.metrics import (
     METRICS_BY_PROBLEM,
     MetricSettingValues,
     base_metric,
-    is_own_metric,
+    is_custom_metric,
 )
 from smelt.models.text_rules import Pooling
 
@@ -107,12 +107,12 @@ class DataSettings(Settings):
     """
 
     train: NonEmptyText | None = Field(default=None, description="training samples")
-    unlabelled: NonEmptyText | None = Field(default=None, description="samples without labels, for `distill`")
+    unlabeled: NonEmptyText | None = Field(default=None, description="samples without labels, for `distill`")
     validation: NonEmptyText | None = Field(
         default=None, description="samples for choosing weights and settings"
     )
     calibration: NonEmptyText | None = Field(
-        default=None, description="samples for calibration; default: train"
+        default=None, description="samples for calibration; most stages need no labels; default: train"
     )
     test: NonEmptyText | None = Field(default=None, description="samples for scoring; no stage reads them")
     split: SplitFractions = Field(
@@ -139,7 +139,7 @@ class DataSettings(Settings):
 
     def split_sources(self) -> dict[str, str]:
         """Return the source of each split by name; splits taken from `train` have the source of `train`."""
-        names = ("train", "unlabelled", "validation", "calibration", "test")
+        names = ("train", "unlabeled", "validation", "calibration", "test")
         found = {name: value for name in names if (value := getattr(self, name)) is not None}
         parts = dict.fromkeys(self.split.named_fractions(), self.train) if self.train is not None else {}
         return {name: origin for name in names if (origin := found.get(name, parts.get(name))) is not None}
@@ -158,9 +158,9 @@ def has_classifier(config: Mapping[str, Any]) -> bool:
     return any(str(name).endswith(CLASSIFIER_SUFFIXES) for name in config.get("architectures") or [])
 
 
-def _labelled_splits(data: Mapping[str, Split]) -> dict[str, Split]:
+def _labeled_splits(data: Mapping[str, Split]) -> dict[str, Split]:
     """Return the splits whose samples have labels."""
-    return {name: split for name, split in data.items() if name != UNLABELLED}
+    return {name: split for name, split in data.items() if name != UNLABELED}
 
 
 def resolve_problem_type(config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemType:
@@ -169,7 +169,7 @@ def resolve_problem_type(config: Mapping[str, Any], data: Mapping[str, Split]) -
     Raises:
         InputError: the config's `problem_type` is not supported.
     """
-    labels = (e.label for split in _labelled_splits(data).values() for e in split.examples)
+    labels = (e.label for split in _labeled_splits(data).values() for e in split.examples)
     return infer_problem_type(config if has_classifier(config) else None, labels)
 
 
@@ -178,7 +178,7 @@ def new_class_names(data: Mapping[str, Split], problem: ProblemType) -> list[str
 
     Without training samples, the labels of all splits.
     """
-    learned = {"train": data["train"]} if "train" in data else _labelled_splits(data)
+    learned = {"train": data["train"]} if "train" in data else _labeled_splits(data)
     labels = (e.label for split in learned.values() for e in split.examples)
     return infer_label_names((label for label in labels if label is not None), problem)
 
@@ -208,17 +208,17 @@ def _unseen_labels_text(split: Split, name: str, names: Sequence[str], problem: 
     )
 
 
-def label_mistakes(
+def label_errors(
     config: Mapping[str, Any], data: Mapping[str, Split], problem: ProblemType
 ) -> list[tuple[str, Message]]:
-    """Return (split, mistake) for labels that do not fit the model.
+    """Return (split, error) for labels that do not fit the model.
 
     An encoder without a classifier gets one for the labels of the data, so only their type can be wrong.
     """
     names = class_names(config) if has_classifier(config) else new_class_names(data, problem)
     found = []
     if not has_classifier(config) and "train" in data and problem != REGRESSION:
-        splits = {name: split for name, split in _labelled_splits(data).items() if name != "train"}
+        splits = {name: split for name, split in _labeled_splits(data).items() if name != "train"}
         strange = {name: _unseen_labels_text(split, name, names, problem) for name, split in splits.items()}
         found = [(name, error_message("unknown-label", text)) for name, text in strange.items() if text]
         if found:
@@ -226,7 +226,7 @@ def label_mistakes(
     if problem == SINGLE_LABEL and len(names) < 2:
         text = "all samples have the same label. A classifier needs at least two labels."
         return [("train" if "train" in data else "test", error_message("one-label", text))]
-    for name, split in _labelled_splits(data).items():
+    for name, split in _labeled_splits(data).items():
         rows = [example for example in split.examples if example.label is not None]  # see `read_split`
         try:
             check_labels(rows, names, problem, split.origin)
@@ -235,20 +235,20 @@ def label_mistakes(
     return found
 
 
-def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
-    """Return (index, mistake) for the metrics that do not fit the problem type."""
+def metric_errors(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
+    """Return (index, error) for the metrics that do not fit the problem type."""
     fitting = METRICS_BY_PROBLEM[problem]
     return [
         (at, unfit_metric(metric, problem))
         for at, metric in enumerate(metrics)
-        if base_metric(metric) not in fitting and not is_own_metric(metric)
+        if base_metric(metric) not in fitting and not is_custom_metric(metric)
     ]
 
 
-def metric_class_mistakes(
+def metric_class_errors(
     metrics: Sequence[str], settings: MetricSettingValues, names: Sequence[str]
 ) -> list[tuple[int, Message]]:
-    """Return (index, mistake) for the metrics of one class whose `label` is none of the classes `names`."""
+    """Return (index, error) for the metrics of one class whose `label` is none of the classes `names`."""
     found = []
     for at, metric in enumerate(metrics):
         label = settings.get(metric, {}).get("label")
@@ -261,10 +261,10 @@ def metric_class_mistakes(
     return found
 
 
-def gate_mistakes(
+def gate_errors(
     gates: Iterable[str], metrics: Sequence[str], problem: ProblemType
 ) -> list[tuple[str, Message]]:
-    """Return (gate, mistake) for the gates on metrics that do not fit the problem type."""
+    """Return (gate, error) for the gates on metrics that do not fit the problem type."""
     return [
         (g, unfit_metric(g, problem))
         for g in gates
@@ -273,7 +273,7 @@ def gate_mistakes(
 
 
 def unfit_metric(metric: str, problem: ProblemType) -> Message:
-    """Return the mistake that `metric` does not fit `problem`, or is not one of its default metrics."""
+    """Return the error that `metric` does not fit `problem`, or is not one of its default metrics."""
     fitting = METRICS_BY_PROBLEM[problem]
     if base_metric(metric) in fitting:
         text = f"'{metric}' is not measured. Add it to score.quality."
@@ -281,7 +281,7 @@ def unfit_metric(metric: str, problem: ProblemType) -> Message:
     owner = next((name for name, metrics in METRICS_BY_PROBLEM.items() if metric in metrics), None)
     what = f"'{metric[:60]}' is a metric for {owner}" if owner else f"'{metric[:60]}' is not a metric"
     return error_message(
-        "does-not-fit-labels" if owner else "unknown-metric",
+        "does-not-fit-labels" if owner else "unkncustom-metric",
         f"{what}; the model and data are {problem}. Available metrics: {', '.join(fitting)}."
         f"{did_you_mean(metric, fitting)}",
     )

@@ -29,28 +29,28 @@ from smelt.evaluate.metrics import (
     MetricSettingValues,
     absent_metric_hint,
     base_metric,
+    is_custom_metric,
     is_lower_better,
-    is_own_metric,
     metric_settings_type,
-    takes_own_metrics,
+    takes_custom_metrics,
     variant_name,
 )
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.launch_file import resolve_launch
-from smelt.pipeline.recipe.mistakes import (
-    Mistakes,
-    dotted_path,
-    has_mistake,
-    other_name_hint,
-    validate_settings,
-    value_text,
-)
 from smelt.pipeline.recipe.model_and_data import (
     DataSettings,
     EmbeddingSettings,
     UntrainedModel,
 )
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
+from smelt.pipeline.recipe.validation_errors import (
+    RecipeErrors,
+    dotted_path,
+    has_error,
+    other_name_hint,
+    validate_settings,
+    value_text,
+)
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
 from smelt.runtimes.device import select_gpu
 from smelt.training.processes import LaunchSettings
@@ -262,11 +262,11 @@ def find_recipe(word: str) -> Path:
 
 def check_recipe(
     document: YamlDocument, path: Path, overrides: Sequence[str]
-) -> tuple[ParsedRecipe, Mistakes, set[str]]:
+) -> tuple[ParsedRecipe, RecipeErrors, set[str]]:
     """Check the keys and settings of a recipe, without reading its model and data.
 
     Returns:
-        The recipe, with defaults and placeholders for invalid parts; the mistakes; the dotted paths of the
+        The recipe, with defaults and placeholders for invalid parts; the errors; the dotted paths of the
         invalid parts (a whole key such as `data`, or a part of it), which later checks must skip.
     """
     if not isinstance(document.value, dict):
@@ -277,36 +277,36 @@ def check_recipe(
             file=document.name,
             line=1,
         )
-    mistakes = Mistakes(document)
+    errors = RecipeErrors(document)
     value: dict[str, Any] = document.value
-    apply_overrides(value, overrides, mistakes, _RECIPE_KEYS)
+    apply_overrides(value, overrides, errors, _RECIPE_KEYS)
     head = {key: part for key, part in value.items() if key in RecipeKeys.model_fields}
     for key in value:
         if key not in _RECIPE_KEYS:
             hint = other_name_hint(key, _RECIPE_KEYS) or did_you_mean(key, _RECIPE_KEYS)
-            mistakes.add(
+            errors.add(
                 (key,),
                 f"unknown key. Known keys: {', '.join(_RECIPE_KEYS)}.{hint}",
                 code="unknown-setting",
             )
-    metric_settings = _extract_metric_settings(head, mistakes)
-    judged_on = _extract_judged_on(head, mistakes)
-    task_bad = _check_task(head, mistakes)
-    keys, places = validate_settings(RecipeKeys, head | task_bad, (), mistakes, _PLACEHOLDERS)
+    metric_settings = _extract_metric_settings(head, errors)
+    judged_on = _extract_judged_on(head, errors)
+    task_bad = _check_task(head, errors)
+    keys, places = validate_settings(RecipeKeys, head | task_bad, (), errors, _PLACEHOLDERS)
     assert keys is not None  # each key has a default or a placeholder
     bad = {dotted_path(place) for place in places} | set(task_bad)
     try:
         keys = keys.model_copy(update={"device": select_gpu(keys.device)})
     except InputError as error:
-        mistakes.add_error(("device",), error)
+        errors.add_error(("device",), error)
     try:
         keys = keys.model_copy(update={"launch": resolve_launch(keys.launch, path.parent)})
     except InputError as error:
-        mistakes.add_error(("launch", "config_file"), error)
-    _check_data(keys, bad, mistakes)
-    keys = _check_quality(keys, bad, mistakes)
-    _check_gates(keys, metric_settings, bad, mistakes)
-    entries, stages_bad = read_stages(value.get("stages"), mistakes)
+        errors.add_error(("launch", "config_file"), error)
+    _check_data(keys, bad, errors)
+    keys = _check_quality(keys, bad, errors)
+    _check_gates(keys, metric_settings, bad, errors)
+    entries, stages_bad = read_stages(value.get("stages"), errors)
     if stages_bad:
         bad.add("stages")
     if isinstance(keys.model, UntrainedModel) and "baseline" not in head:
@@ -317,19 +317,19 @@ def check_recipe(
     if (
         judged_on == "validation"
         and "validation" not in keys.data.split_sources()
-        and not has_mistake(bad, "data")
+        and not has_error(bad, "data")
     ):
-        mistakes.add(
+        errors.add(
             ("gates", "on"),
             "the recipe has no validation samples. Set data: validation.",
             code="missing-data",
         )
     parts |= {"metric_settings": metric_settings, "judged_on": judged_on, "document": value}
     recipe = ParsedRecipe(**parts, stages=tuple(entries), path=path)
-    return recipe, mistakes, bad
+    return recipe, errors, bad
 
 
-def _extract_metric_settings(values: dict[str, Any], mistakes: Mistakes) -> dict[str, dict[str, Any]]:
+def _extract_metric_settings(values: dict[str, Any], errors: RecipeErrors) -> dict[str, dict[str, Any]]:
     """Replace each metric with settings by its name; return the settings by metric, without defaults.
 
     A metric of one class that is listed several times is named with its class, `f1(positive)`.
@@ -347,9 +347,9 @@ def _extract_metric_settings(values: dict[str, Any], mistakes: Mistakes) -> dict
             path = (*path, name)
         names.append(name)
         given_settings.append({})
-        if not isinstance(name, str) or (name not in METRICS and not is_own_metric(name)):
+        if not isinstance(name, str) or (name not in METRICS and not is_custom_metric(name)):
             continue
-        settings, _ = validate_settings(metric_settings_type(name), given, path, mistakes)
+        settings, _ = validate_settings(metric_settings_type(name), given, path, errors)
         if settings is not None:
             given_settings[-1] = settings.model_dump(exclude_defaults=True)
     of_class = [
@@ -363,7 +363,7 @@ def _extract_metric_settings(values: dict[str, Any], mistakes: Mistakes) -> dict
     return {name: given for name, given in zip(names, given_settings, strict=True) if given}
 
 
-def _extract_judged_on(values: dict[str, Any], mistakes: Mistakes) -> JudgedOn | None:
+def _extract_judged_on(values: dict[str, Any], errors: RecipeErrors) -> JudgedOn | None:
     """Remove `on` from the gates (all other keys are metrics) and return it; None if not set."""
     gates = values.get("gates")
     if not isinstance(gates, dict) or "on" not in gates:
@@ -372,50 +372,50 @@ def _extract_judged_on(values: dict[str, Any], mistakes: Mistakes) -> JudgedOn |
     for word in get_args(JudgedOn):
         if gates["on"] == word:
             return word  # type: ignore[no-any-return]
-    mistakes.add(
+    errors.add(
         ("gates", "on"), f"expected validation or test, got {value_text(gates['on'])}.", code="wrong-value"
     )
     return None
 
 
-def _check_task(values: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+def _check_task(values: dict[str, Any], errors: RecipeErrors) -> dict[str, Any]:
     """Return a replacement for an unknown task; an empty dict for a known one."""
     task = values.get("task")
     if not isinstance(task, str) or task in ALL_TASKS:
         return {}
     known = ", ".join(ALL_TASKS)
     hint = other_name_hint(task, ALL_TASKS) or did_you_mean(task, ALL_TASKS)
-    mistakes.add(
+    errors.add(
         ("task",), f"unknown task {value_text(task)}. Supported tasks: {known}.{hint}", code="unknown-task"
     )
     return {"task": ALL_TASKS[0]}
 
 
-def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
+def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
     """Check that there is a test split, each split has one source, and windows and embedding fit the task."""
     data = keys.data
     parts = data.split.named_fractions()
     for name in parts:
         if getattr(data, name) is not None:
-            mistakes.add(
+            errors.add(
                 ("data", "split", name),
                 f"'{name}' also has its own file (data: {name}). Remove one of the two.",
                 code="settings-conflict",
             )
-    if parts and data.train is None and not has_mistake(bad, "data.train"):
-        mistakes.add(
+    if parts and data.train is None and not has_error(bad, "data.train"):
+        errors.add(
             ("data", "split"),
             "takes samples from train, but data: train is missing. Set data: train.",
             code="missing-data",
         )
-    elif "test" not in data.split_sources() and not has_mistake(bad, "data.test", "data.split", "data.train"):
+    elif "test" not in data.split_sources() and not has_error(bad, "data.test", "data.split", "data.train"):
         or_split = " (or `split: {test: 0.1}` to take samples from train)" if data.train is not None else ""
-        mistakes.add(
+        errors.add(
             ("data", "test"), f"missing. Expected a file or a hub id{or_split}.", code="missing-setting"
         )
     wrong = keys.task != "language-modeling" and data.windows != Windows()
-    if wrong and not has_mistake(bad, "task", "data.windows"):
-        mistakes.add(
+    if wrong and not has_error(bad, "task", "data.windows"):
+        errors.add(
             ("data", "windows"),
             f"only for language-modeling; the task is {keys.task}. Remove it.",
             code="does-not-fit-task",
@@ -423,18 +423,18 @@ def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     if (
         keys.task != SENTENCE_SIMILARITY
         and keys.embedding != EmbeddingSettings()
-        and not has_mistake(bad, "task", "embedding")
+        and not has_error(bad, "task", "embedding")
     ):
-        mistakes.add(
+        errors.add(
             ("embedding",),
             f"only for {SENTENCE_SIMILARITY}; the task is {keys.task}. Remove it.",
             code="does-not-fit-task",
         )
 
 
-def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> RecipeKeys:
+def _check_quality(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> RecipeKeys:
     """Check that the metrics fit the task, and fill in the task's defaults if none is named."""
-    if has_mistake(bad, "task", "score.quality"):
+    if has_error(bad, "task", "score.quality"):
         return keys
     fitting = METRICS_BY_TASK[keys.task]
     if not keys.score.quality:
@@ -445,29 +445,31 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
         path: KeyPath = ("score", "quality", number)
         known = f"Known for {keys.task}: {', '.join(fitting)}."
         if metric in keys.score.quality[:number]:
-            mistakes.add(path, f"'{metric}' is listed twice. Remove one.", code="duplicate-metric")
-        elif is_own_metric(metric) and takes_own_metrics(keys.task):
+            errors.add(path, f"'{metric}' is listed twice. Remove one.", code="duplicate-metric")
+        elif is_custom_metric(metric) and takes_custom_metrics(keys.task):
             continue  # a function, which the plan imports
         elif base_metric(metric) not in fitting:
             bad.add("score.quality")
-            elsewhere = metric in everything or is_own_metric(metric)
+            elsewhere = metric in everything or is_custom_metric(metric)
             owner = everything.get(metric, ", ".join(sorted(TEXT_TO_TEXT_TASKS | CLASSIFICATION_TASKS)))
             what = f"is a metric for {owner}" if elsewhere else "is not a metric"
-            mistakes.add(
+            errors.add(
                 path,
                 f"{value_text(metric)} {what}. {known}"
                 f"{absent_metric_hint(metric) or did_you_mean(metric, fitting)}",
-                code="does-not-fit-task" if elsewhere else "unknown-metric",
+                code="does-not-fit-task" if elsewhere else "unkncustom-metric",
             )
     return keys
 
 
-def _check_gates(keys: RecipeKeys, settings: MetricSettingValues, bad: set[str], mistakes: Mistakes) -> None:
+def _check_gates(
+    keys: RecipeKeys, settings: MetricSettingValues, bad: set[str], errors: RecipeErrors
+) -> None:
     """Check that each gate is on a measured quantity and has limits that fit it."""
-    if has_mistake(bad, "task"):
+    if has_error(bad, "task"):
         return
     every = METRICS_BY_TASK[keys.task]
-    measured = every if has_mistake(bad, "score.quality") else keys.score.quality or every
+    measured = every if has_error(bad, "score.quality") else keys.score.quality or every
     limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
     # lower is better for these, so `max_drop` limits an increase
     limits |= {metric: ("max_drop", "max") for metric in limits if is_lower_better(metric, settings)}
@@ -478,9 +480,9 @@ def _check_gates(keys: RecipeKeys, settings: MetricSettingValues, bad: set[str],
             code, what = (
                 ("metric-not-scored", "is not measured. Add it to score.quality")
                 if base_metric(metric) in every
-                else ("unknown-metric", "is not a metric for gates")
+                else ("unkncustom-metric", "is not a metric for gates")
             )
-            mistakes.add(
+            errors.add(
                 path,
                 f"'{metric[:60]}' {what}. Available: {', '.join(limits)}.{did_you_mean(metric, limits)}",
                 code=code,
@@ -490,44 +492,44 @@ def _check_gates(keys: RecipeKeys, settings: MetricSettingValues, bad: set[str],
         if (
             metric in SPEED_METRICS
             and not keys.score.latency
-            and ("score", "latency") not in mistakes.overridden
+            and ("score", "latency") not in errors.overridden
         ):
-            mistakes.add(
+            errors.add(
                 path,
                 f"{metric} needs latency measurements, but `latency: false` is set. Remove that setting or"
                 " this gate.",
                 code="settings-conflict",
             )
-        _check_limits(metric, gate, limits[metric], path, mistakes, has_mistake(bad, f"gates.{metric}"))
+        _check_limits(metric, gate, limits[metric], path, errors, has_error(bad, f"gates.{metric}"))
 
 
 def _check_limits(
-    metric: str, gate: GateSettings, fitting: Sequence[str], path: KeyPath, mistakes: Mistakes, wrong: bool
+    metric: str, gate: GateSettings, fitting: Sequence[str], path: KeyPath, errors: RecipeErrors, wrong: bool
 ) -> None:
     """Check the limits of one gate. wrong: an invalid part was dropped, which may have been the limit."""
     given = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
     for name in given:
         if name not in fitting:
-            mistakes.add(
+            errors.add(
                 (*path, name),
                 f"not available for '{metric}'. Use {' or '.join(fitting)}.",
                 code="does-not-fit-metric",
             )
     if gate.confidence is not None and metric == "size_bytes":
-        mistakes.add(
+        errors.add(
             (*path, "confidence"),
             "size_bytes is exact and has no confidence interval. Remove confidence.",
             code="does-not-fit-metric",
         )
     if not given and not wrong:
-        mistakes.add(
+        errors.add(
             path,
             f"no limit. Set {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.",
             code="missing-setting",
         )
 
 
-def check_reachable(metric: str, gate: GateSettings, path: KeyPath, mistakes: Mistakes) -> None:
+def check_reachable(metric: str, gate: GateSettings, path: KeyPath, errors: RecipeErrors) -> None:
     """Check that a value within the metric's range meets the limits, without which a search has no result."""
     known = METRICS.get(base_metric(metric))
     low, high = known.limits if known else (-math.inf, math.inf)
@@ -537,7 +539,7 @@ def check_reachable(metric: str, gate: GateSettings, path: KeyPath, mistakes: Mi
         ("max", gate.max, gate.max is not None and gate.max < low),
     ):
         if unreachable:
-            mistakes.add(
+            errors.add(
                 (*path, name),
                 f"no model meets {name}: {limit:g}, because {metric} is from {low:g} to {high:g}. Change it.",
                 code="unreachable-limit",

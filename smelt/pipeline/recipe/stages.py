@@ -14,7 +14,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.stage import Stage
-from smelt.pipeline.recipe.mistakes import Mistakes, other_name_hint, value_text
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, other_name_hint, value_text
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, parse_yaml
 
 STAGE_CLASSES: dict[str, str] = {
@@ -29,9 +29,9 @@ STAGE_CLASSES: dict[str, str] = {
     "shortlist": "smelt.compress.shortlist:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
-    "simplify": "smelt.export.third_party.stages:Simplify",
-    "quantize-onnx": "smelt.export.third_party.quantize_onnx:QuantizeOnnx",
-    "fp16": "smelt.export.third_party.stages:Fp16",
+    "simplify": "smelt.export.onnx_models.stages:Simplify",
+    "quantize-onnx": "smelt.export.onnx_models.quantize_onnx:QuantizeOnnx",
+    "fp16": "smelt.export.onnx_models.stages:Fp16",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",
 }
 # Stages that have another class in recipes that start from an ONNX file.
@@ -90,28 +90,28 @@ class StageEntry:
         return ("stages", self.index, self.stage)
 
 
-def read_stages(value: Any, mistakes: Mistakes) -> tuple[list[StageEntry], bool]:
-    """Read the list `stages` and add every mistake to `mistakes`.
+def read_stages(value: Any, errors: RecipeErrors) -> tuple[list[StageEntry], bool]:
+    """Read the list `stages` and add every error to `errors`.
 
     Returns:
         The valid steps, and whether any step is invalid.
     """
     path: KeyPath = ("stages",)
     if value is None:
-        mistakes.add(
+        errors.add(
             path,
             "missing. Expected a list of stages (`stages: []` scores the unchanged model).",
             code="missing-setting",
         )
         return [], True
     if not isinstance(value, list):
-        mistakes.add(path, f"expected a list of stages, got {value_text(value)}.", code="wrong-value")
+        errors.add(path, f"expected a list of stages, got {value_text(value)}.", code="wrong-value")
         return [], True
-    entries = [read_stage_entry(item, number, mistakes) for number, item in enumerate(value)]
+    entries = [read_stage_entry(item, number, errors) for number, item in enumerate(value)]
     return [entry for entry in entries if entry is not None], None in entries
 
 
-def read_stage_entry(item: Any, index: int, mistakes: Mistakes) -> StageEntry | None:
+def read_stage_entry(item: Any, index: int, errors: RecipeErrors) -> StageEntry | None:
     """Read one step: `- prune: {...}` with `name`, `from` and `optional`, or only the stage's name."""
     path: KeyPath = ("stages", index)
     if isinstance(item, str):
@@ -119,7 +119,7 @@ def read_stage_entry(item: Any, index: int, mistakes: Mistakes) -> StageEntry | 
     words = [key for key in item if key not in STEP_KEYS] if isinstance(item, dict) else []
     known = [word for word in words if word in STAGE_CLASSES]
     if not words:
-        mistakes.add(
+        errors.add(
             path,
             f"expected a stage such as `prune: {{keep_ratio: 0.5}}`, got {value_text(item)}.",
             code="wrong-value",
@@ -130,13 +130,13 @@ def read_stage_entry(item: Any, index: int, mistakes: Mistakes) -> StageEntry | 
             if word not in STAGE_CLASSES:
                 hint = did_you_mean(word, STEP_KEYS)
                 inside = hint or f" If it is a setting of {known[0]}, indent it more."
-                mistakes.add(
+                errors.add(
                     (*path, word),
                     f"unknown key. Known next to a stage: {', '.join(STEP_KEYS)}.{inside}",
                     code="unknown-setting",
                 )
     elif len(words) > 1:
-        mistakes.add(
+        errors.add(
             path,
             f"expected one stage, got {len(words)}: {', '.join(words)}. Start each with a dash.",
             code="several-stages",
@@ -144,17 +144,17 @@ def read_stage_entry(item: Any, index: int, mistakes: Mistakes) -> StageEntry | 
         return None
     word = known[0] if known else words[0]
     if word not in STAGE_CLASSES:
-        mistakes.add((*path, word), unknown_stage_text(word), code="unknown-stage")
+        errors.add((*path, word), unknown_stage_text(word), code="unknown-stage")
         return None
-    return _build_entry(item, word, index, mistakes)
+    return _build_entry(item, word, index, errors)
 
 
-def _build_entry(item: dict[str, Any], stage: str, index: int, mistakes: Mistakes) -> StageEntry:
+def _build_entry(item: dict[str, Any], stage: str, index: int, errors: RecipeErrors) -> StageEntry:
     path: KeyPath = ("stages", index)
     settings = {} if item[stage] is None else item[stage]
     settled = isinstance(settings, dict)
     if not settled:
-        mistakes.add(
+        errors.add(
             (*path, stage),
             f"expected a mapping of settings, got {value_text(settings)}.",
             code="wrong-value",
@@ -162,35 +162,35 @@ def _build_entry(item: dict[str, Any], stage: str, index: int, mistakes: Mistake
         settings = {}
     parent, optional = item.get("from"), item.get("optional", False)
     if not isinstance(parent, str | None):
-        mistakes.add(
+        errors.add(
             (*path, "from"),
             f"expected the name of an earlier step, got {value_text(parent)}.",
             code="wrong-value",
         )
         parent = None
     if not isinstance(optional, bool):
-        mistakes.add(
+        errors.add(
             (*path, "optional"), f"expected true or false, got {value_text(optional)}.", code="wrong-value"
         )
         optional = False
-    name = _checked_name(item.get("name"), (*path, "name"), mistakes)
-    return StageEntry(index, stage, settings, name, parent, optional, mistakes.line_of(path), settled)
+    name = _checked_name(item.get("name"), (*path, "name"), errors)
+    return StageEntry(index, stage, settings, name, parent, optional, errors.line_of(path), settled)
 
 
-def _checked_name(value: Any, path: KeyPath, mistakes: Mistakes) -> str | None:
+def _checked_name(value: Any, path: KeyPath, errors: RecipeErrors) -> str | None:
     # Names become folders, and --set NAME.SETTING looks up keys of the recipe first.
     taken = {MODEL_STEP, "task", "data", "stages", "score", "baseline", "gates", "seed", "truncation"}
     taken |= {"threads", "device"}
     if value is None:
         return None
     if not isinstance(value, str) or not _STEP_NAME.fullmatch(value):
-        mistakes.add(
+        errors.add(
             path,
             f"expected a name of letters, digits, - and _, got {value_text(value)}.",
             code="wrong-value",
         )
     elif value in taken:
-        mistakes.add(path, f"'{value}' is a reserved word. Choose another name.", code="reserved-name")
+        errors.add(path, f"'{value}' is a reserved word. Choose another name.", code="reserved-name")
     else:
         return value
     return None
@@ -213,7 +213,7 @@ def step_names(entries: list[StageEntry]) -> list[str]:
 
 
 def apply_overrides(
-    value: dict[str, Any], overrides: Sequence[str], mistakes: Mistakes, keys: Sequence[str]
+    value: dict[str, Any], overrides: Sequence[str], errors: RecipeErrors, keys: Sequence[str]
 ) -> None:
     """Apply each `NAME.SETTING=VALUE` of `overrides` to the recipe `value`, in place.
 
@@ -225,27 +225,27 @@ def apply_overrides(
         parts = address.strip().split(".")
         if not sign or not all(parts):
             expected = "expected NAME.SETTING=VALUE, such as seed=3 or prune.keep_ratio=0.5."
-            mistakes.add_for_option(expected, code="invalid-override", option=option)
+            errors.add_for_option(expected, code="invalid-override", option=option)
             continue
         try:
             document = parse_yaml(written, option)
         except InputError as error:
-            mistakes.add_for_option(str(error), code=error.code, option=option)
+            errors.add_for_option(str(error), code=error.code, option=option)
             continue
-        if document.mistakes:
-            for _, message, _, code in document.mistakes:
-                mistakes.add_for_option(message, code=code, option=option)
+        if document.errors:
+            for _, message, _, code in document.errors:
+                errors.add_for_option(message, code=code, option=option)
             continue
-        path = _resolve_path(value, parts, text, mistakes, keys)
+        path = _resolve_path(value, parts, text, errors, keys)
         if path:
             _set_value(value, path, document.value)
-            mistakes.overridden[path] = text
+            errors.overridden[path] = text
 
 
 def _resolve_path(
-    value: dict[str, Any], parts: list[str], text: str, mistakes: Mistakes, keys: Sequence[str]
+    value: dict[str, Any], parts: list[str], text: str, errors: RecipeErrors, keys: Sequence[str]
 ) -> KeyPath | None:
-    """Return the path in the recipe that `parts` addresses; None, with a mistake noted, if there is none."""
+    """Return the path in the recipe that `parts` addresses; None, with an error noted, if there is none."""
     steps = _entries_by_name(value)
     if parts[0] in keys and parts[0] != "stages":
         return tuple(parts)
@@ -253,12 +253,12 @@ def _resolve_path(
         known = [*(key for key in keys if key != "stages"), *steps]
         hint = did_you_mean(parts[0], known)
         problem = f"no key or step '{parts[0]}'. Known: {', '.join(known)}.{hint}"
-        mistakes.add_for_option(problem, code="unknown-setting", option=f"--set {text}")
+        errors.add_for_option(problem, code="unknown-setting", option=f"--set {text}")
         return None
     entry = steps[parts[0]]
     if len(parts) == 1:
         problem = f"missing the setting of '{parts[0]}'. Write {parts[0]}.SETTING=VALUE."
-        mistakes.add_for_option(problem, code="missing-setting", option=f"--set {text}")
+        errors.add_for_option(problem, code="missing-setting", option=f"--set {text}")
         return None
     _expand_bare_stage(value, entry)
     if parts[1] in STEP_KEYS:
@@ -267,8 +267,8 @@ def _resolve_path(
 
 
 def _entries_by_name(value: dict[str, Any]) -> dict[str, StageEntry]:
-    """Return the valid steps by name; `read_stages` reports the mistakes."""
-    unheard = Mistakes(YamlDocument("", None))
+    """Return the valid steps by name; `read_stages` reports the errors."""
+    unheard = RecipeErrors(YamlDocument("", None))
     stages = value.get("stages")
     items = stages if isinstance(stages, list) else []
     entries = [e for number, item in enumerate(items) if (e := read_stage_entry(item, number, unheard))]

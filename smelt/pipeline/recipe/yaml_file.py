@@ -39,10 +39,10 @@ _PREFIXED = re.compile(r"[-+]?0[box]")
 
 @dataclass
 class YamlDocument:
-    """A YAML document as plain Python values, with line numbers and mistakes.
+    """A YAML document as plain Python values, with line numbers and errors.
 
     lines: line number (from 1) of each key or list item, by path such as ("stages", 1, "prune").
-    mistakes: (path, message, line, code) of duplicate keys, keys that are not strings, and invalid values.
+    errors: (path, message, line, code) of duplicate keys, keys that are not strings, and invalid values.
     replaced_paths: paths of invalid values (not finite, too large) that were replaced by others.
     """
 
@@ -50,7 +50,7 @@ class YamlDocument:
     value: Any
     text: str = ""
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    mistakes: list[tuple[KeyPath, str, int, str]] = field(default_factory=list)
+    errors: list[tuple[KeyPath, str, int, str]] = field(default_factory=list)
     replaced_paths: set[KeyPath] = field(default_factory=set)
 
 
@@ -204,12 +204,12 @@ class _NodeConverter:
                 key = str(key)
             if not isinstance(key, str):
                 read = repr(key_node.value)[:60] if isinstance(key_node, ScalarNode) else "a structure"
-                self._note_mistake(path, f"a key must be a string, got {read}.", line, "wrong-key")
+                self._note_error(path, f"a key must be a string, got {read}.", line, "wrong-key")
                 continue
             if key in out:
                 first = self.document.lines[(*path, key)]
                 text = f"duplicate key, first in line {first}. Remove one."
-                self._note_mistake((*path, key), text, line, "duplicate-key")
+                self._note_error((*path, key), text, line, "duplicate-key")
                 continue
             self.document.lines[(*path, key)] = line
             out[key] = self.convert(value_node, (*path, key), depth + 1)
@@ -250,14 +250,14 @@ class _NodeConverter:
     def _note_unsupported_tag(self, node: Node, path: KeyPath) -> None:
         line = node.start_mark.line + 1
         text = f"unsupported YAML tag {str(node.tag)[:60]!r}. Remove it."
-        self._note_mistake(path, text, line, "unsupported-tag")
+        self._note_error(path, text, line, "unsupported-tag")
 
     def _note_replaced(self, path: KeyPath, message: str, line: int, code: str) -> None:
         self.document.replaced_paths.add(path)
-        self._note_mistake(path, message, line, code)
+        self._note_error(path, message, line, code)
 
-    def _note_mistake(self, path: KeyPath, message: str, line: int, code: str) -> None:
-        self.document.mistakes.append((path, message, line, code))
+    def _note_error(self, path: KeyPath, message: str, line: int, code: str) -> None:
+        self.document.errors.append((path, message, line, code))
 
 
 def dump_yaml(value: Any) -> str:

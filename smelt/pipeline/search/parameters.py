@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from smelt.core.errors import did_you_mean
-from smelt.pipeline.recipe.mistakes import Mistakes, value_text
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, value_text
 from smelt.pipeline.recipe.yaml_file import KeyPath
 
 SEARCH_KEY = "search"
@@ -57,7 +57,7 @@ def stage_parameters(
     stage: str,
     name: str,
     index: int,
-    mistakes: Mistakes,
+    errors: RecipeErrors,
     refused: list[KeyPath],
 ) -> Iterator[Parameter]:
     """Yield the parameters of a stage. Settings with a wrong range are removed and added to `refused`."""
@@ -65,7 +65,7 @@ def stage_parameters(
         yield Parameter(name, "used", ("stages", index), choices=(True, False))
     for path, given in [*_searched(item[stage], ("stages", index, stage))]:
         setting = ".".join(str(part) for part in path[3:])
-        found = _parameter(f"{name}.{setting}", path, given, mistakes)
+        found = _parameter(f"{name}.{setting}", path, given, errors)
         if found is not None:
             yield found
             continue
@@ -89,26 +89,26 @@ def _searched(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
             yield from _searched(part, (*path, at))
 
 
-def _parameter(name: str, path: KeyPath, given: Any, mistakes: Mistakes) -> Parameter | None:
+def _parameter(name: str, path: KeyPath, given: Any, errors: RecipeErrors) -> Parameter | None:
     where = (*path, SEARCH_KEY)
     if isinstance(given, dict) and set(given) == {"choices"}:
         choices = given["choices"]
         if not isinstance(choices, list) or not choices:
-            mistakes.add(
+            errors.add(
                 (*where, "choices"),
                 f"expected a list of values, got {value_text(choices)}.",
                 code="empty-choices",
             )
             return None
         if any(one == other for one, other in itertools.combinations(choices, 2)):
-            mistakes.add((*where, "choices"), "a value is listed twice. Remove one.", code="duplicate-choice")
+            errors.add((*where, "choices"), "a value is listed twice. Remove one.", code="duplicate-choice")
             return None
         return Parameter(name, "choice", path, choices=tuple(choices))
     if isinstance(given, list) and len(given) == 2:
         given = {"low": given[0], "high": given[1]}
     known = isinstance(given, dict) and {"low", "high"} <= set(given) <= set(_RANGE_KEYS)
     if not known or not all(_is_number(given[key]) for key in given if key != "log"):
-        mistakes.add(
+        errors.add(
             where,
             "expected [LOW, HIGH], {low: ..., high: ..., log: true, step: ...} or {choices: [...]}, got"
             f" {value_text(given)}.",
@@ -130,7 +130,7 @@ def _parameter(name: str, path: KeyPath, given: Any, mistakes: Mistakes) -> Para
         else None
     )
     if problem:
-        mistakes.add(where, f"{problem}, got {value_text(given)}.", code="wrong-search-range")
+        errors.add(where, f"{problem}, got {value_text(given)}.", code="wrong-search-range")
         return None
     if step is not None:  # the highest value that the steps reach
         high = min(high, low + int((high - low) / step + 1e-9) * step)
@@ -143,27 +143,25 @@ def _is_number(value: Any) -> bool:
 
 
 def order_parameters(
-    groups: Mapping[str, Sequence[str]], names: Sequence[str], mistakes: Mistakes
+    groups: Mapping[str, Sequence[str]], names: Sequence[str], errors: RecipeErrors
 ) -> Iterator[Parameter]:
     """Yield a parameter for each group of steps whose order is searched. names: of all steps."""
     seen: dict[str, str] = {}
     for group, members in groups.items():
         path: KeyPath = (SEARCH_KEY, "order", group)
         if group.split(".")[0] in names:
-            mistakes.add(
-                path, f"'{group}' is the name of a step. Rename the group.", code="wrong-order-group"
-            )
+            errors.add(path, f"'{group}' is the name of a step. Rename the group.", code="wrong-order-group")
             continue
         unknown = [name for name in members if name not in names]
         if unknown:
-            mistakes.add(
+            errors.add(
                 path,
                 f"no step '{unknown[0]}'. Steps: {', '.join(names)}.{did_you_mean(unknown[0], names)}",
                 code="unknown-step",
             )
             continue
         if twice := [name for name in members if name in seen]:
-            mistakes.add(
+            errors.add(
                 path,
                 f"{twice[0]} is in the group '{seen[twice[0]]}' too. Make one group of both.",
                 code="wrong-order-group",
@@ -172,20 +170,20 @@ def order_parameters(
         seen |= dict.fromkeys(members, group)
         places = sorted(names.index(name) for name in members)
         if len(set(members)) < 2 or places != list(range(places[0], places[0] + len(members))):
-            mistakes.add(
+            errors.add(
                 path,
                 "expected at least two different steps that follow each other in the list of stages.",
                 code="wrong-order-group",
             )
             continue
         if len(names) - 1 in places:
-            mistakes.add(
+            errors.add(
                 path, f"the last step ({names[-1]}) must stay the last. Remove it.", code="wrong-order-group"
             )
             continue
         orders = tuple(list(order) for order in itertools.permutations(names[at] for at in places))
         if len(orders) > _MAX_ORDERS:
-            mistakes.add(
+            errors.add(
                 path,
                 f"{len(members)} steps have {len(orders)} orders; at most 4 steps.",
                 code="wrong-order-group",

@@ -28,11 +28,10 @@ from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import json_hash, write_atomically
 from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
-from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, base_metric, is_lower_better, is_own_metric
-from smelt.evaluate.own_metric import copy_own_metrics
+from smelt.evaluate.custom_metric import copy_custom_metrics
+from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, base_metric, is_custom_metric, is_lower_better
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.plan.plan import Plan
-from smelt.pipeline.recipe.mistakes import Mistakes, dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.recipe import (
     SPEED_METRICS,
     GateSettings,
@@ -41,6 +40,7 @@ from smelt.pipeline.recipe.recipe import (
     find_recipe,
 )
 from smelt.pipeline.recipe.stages import MODEL_STEP, apply_overrides, read_stages, step_names
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, dump_yaml, read_yaml
 from smelt.pipeline.search.parameters import SEARCH_KEY, Parameter, order_parameters, stage_parameters
 
@@ -217,11 +217,11 @@ class SearchSpace:
     def write_recipe(self, values: Mapping[str, Any], path: Path) -> None:
         """Write the recipe of one point, which runs from any folder, to `path`.
 
-        The modules of the user's own metrics are copied next to it.
+        The modules of the user's custom metrics are copied next to it.
         """
         path.parent.mkdir(exist_ok=True)
         plan = self.plan_at(values)
-        copy_own_metrics(plan.recipe.score.quality, plan.recipe.base, path.parent)
+        copy_custom_metrics(plan.recipe.score.quality, plan.recipe.base, path.parent)
         write_atomically(path, plan.portable_recipe())
 
 
@@ -242,18 +242,18 @@ def read_space(recipe: str | Path, overrides: Sequence[str] = ()) -> SearchSpace
     order are checked as `smelt plan` does, the others of the same setting at their defaults.
 
     Raises:
-        InputError: the recipe or the space has mistakes; the message lists them with file and line.
+        InputError: the recipe or the space has errors; the message lists them with file and line.
     """
     path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
     document = read_yaml(path)
-    mistakes = Mistakes(document)
+    errors = RecipeErrors(document)
     value = document.value
     if not isinstance(value, dict):
         make_plan(document, path)  # raises the error
-    apply_overrides(value, overrides, mistakes, (*RecipeKeys.model_fields, "stages", SEARCH_KEY))
-    settings, wrong = validate_settings(SearchSettings, value.get(SEARCH_KEY, {}), (SEARCH_KEY,), mistakes)
+    apply_overrides(value, overrides, errors, (*RecipeKeys.model_fields, "stages", SEARCH_KEY))
+    settings, wrong = validate_settings(SearchSettings, value.get(SEARCH_KEY, {}), (SEARCH_KEY,), errors)
     settings = settings or SearchSettings()
-    entries, stages_wrong = read_stages(_without_search(value.get("stages")), mistakes)
+    entries, stages_wrong = read_stages(_without_search(value.get("stages")), errors)
     names = step_names(entries)
     if entries:
         value["stages"] = [{item: {}} if isinstance(item, str) else item for item in value["stages"]]
@@ -263,30 +263,30 @@ def read_space(recipe: str | Path, overrides: Sequence[str] = ()) -> SearchSpace
         item = value["stages"][entry.index]
         if item[entry.stage] is None:
             item[entry.stage] = {}
-        parameters += stage_parameters(item, entry.stage, name, entry.index, mistakes, refused)
+        parameters += stage_parameters(item, entry.stage, name, entry.index, errors, refused)
     if stages_wrong:
-        mistakes.raise_if_any()
-    parameters += order_parameters(settings.order, names, mistakes)
+        errors.raise_if_any()
+    parameters += order_parameters(settings.order, names, errors)
     if not parameters and not refused:
-        mistakes.add(
+        errors.add(
             ("stages",),
             "nothing to search. Give a setting a range, such as keep_ratio: {search: [0.5, 0.9]}.",
             code="empty-search-space",
         )
     if not settings.minimize and not settings.maximize and not wrong:
-        mistakes.add(
+        errors.add(
             (SEARCH_KEY,),
             "no objective. Set minimize or maximize, such as minimize: latency.",
             code="missing-setting",
         )
-    before = len(mistakes)
-    _check_chain(value["stages"], names, parameters, mistakes)
-    is_chain = len(mistakes) == before
-    _check_validation(value.get("data"), mistakes)
+    before = len(errors)
+    _check_chain(value["stages"], names, parameters, errors)
+    is_chain = len(errors) == before
+    _check_validation(value.get("data"), errors)
     space = SearchSpace(path, document, settings, tuple(parameters), value, tuple(names))
-    plan = _check_corners(space, refused, mistakes) if entries and is_chain else None
-    objectives = _objectives(settings, plan, value.get("task"), mistakes)
-    mistakes.raise_if_any()
+    plan = _check_corners(space, refused, errors) if entries and is_chain else None
+    objectives = _objectives(settings, plan, value.get("task"), errors)
+    errors.raise_if_any()
     return replace(space, objectives=objectives, plan=plan)
 
 
@@ -303,29 +303,29 @@ def _without_search(stages: Any) -> Any:
 
 
 def _check_chain(
-    items: Sequence[Any], names: Sequence[str], parameters: Sequence[Parameter], mistakes: Mistakes
+    items: Sequence[Any], names: Sequence[str], parameters: Sequence[Parameter], errors: RecipeErrors
 ) -> None:
     """Require one chain: each step starts from the one before, and the last one is in every point."""
     for at, item in enumerate(items):
         if "from" in item and item["from"] != (names[at - 1] if at else MODEL_STEP):
-            mistakes.add(
+            errors.add(
                 ("stages", at, "from"),
                 "a search needs one chain of stages. Remove `from`, and search each branch by itself.",
                 code="not-a-chain",
             )
         item.pop("from", None)
     if any(each.kind == "used" and each.path[1] == len(items) - 1 for each in parameters):
-        mistakes.add(
+        errors.add(
             ("stages", len(items) - 1, "optional"),
             "the last step is the result of every trial and cannot be optional.",
             code="not-a-chain",
         )
 
 
-def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], mistakes: Mistakes) -> Plan | None:
-    """Add the mistakes of the recipe at every bound and choice; return the plan of the defaults.
+def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], errors: RecipeErrors) -> Plan | None:
+    """Add the errors of the recipe at every bound and choice; return the plan of the defaults.
 
-    refused: settings whose range is wrong, which is reported already. None if the defaults have mistakes.
+    refused: settings whose range is wrong, which is reported already. None if the defaults have errors.
     """
     base, reported = space.defaults(), set[Message]()
     known = {dotted_path(path) for path in (*refused, ("gates", "on"))}
@@ -339,7 +339,7 @@ def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], mistakes: Mis
             return None, [_as_constraint(each, space) for each in found if each.setting not in known]
 
     plan, found = planned(base)
-    mistakes.add_found(found)
+    errors.add_found(found)
     for each in space.parameters:
         for label in each.corner_values():
             if label == base[each.name]:
@@ -351,12 +351,12 @@ def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], mistakes: Mis
                     f" {value_text(each.value_of(label))}:\n{combined_error(found)}"
                 )
                 code, name = combined_error(found).code, space.document.name
-                mistakes.add_found([error_message(code, text, setting=each.name, file=name)])
+                errors.add_found([error_message(code, text, setting=each.name, file=name)])
     return plan
 
 
 def _as_constraint(found: Message, space: SearchSpace) -> Message:
-    """Return a mistake in a gate of a point as one in the constraint that it comes from."""
+    """Return an error in a gate of a point as one in the constraint that it comes from."""
     for metric in space.settings.subject_to:
         gate, own = f"gates.{metric}", f"{SEARCH_KEY}.subject_to.{metric}"
         if found.setting is not None and found.setting.startswith(gate):
@@ -365,11 +365,11 @@ def _as_constraint(found: Message, space: SearchSpace) -> Message:
     return found
 
 
-def _check_validation(data: Any, mistakes: Mistakes) -> None:
+def _check_validation(data: Any, errors: RecipeErrors) -> None:
     if isinstance(data, dict) and not (
         data.get("validation") or (isinstance(data.get("split"), dict) and data["split"].get("validation"))
     ):
-        mistakes.add(
+        errors.add(
             ("data",),
             "a search chooses on validation samples and scores its winners on test. Set data.validation, or"
             " split: {validation: 0.1} to take samples from train.",
@@ -378,11 +378,11 @@ def _check_validation(data: Any, mistakes: Mistakes) -> None:
 
 
 def _objectives(
-    settings: SearchSettings, plan: Plan | None, task: object, mistakes: Mistakes
+    settings: SearchSettings, plan: Plan | None, task: object, errors: RecipeErrors
 ) -> tuple[Objective, ...]:
     """Return the objectives, with the name of the metric for `quality`.
 
-    Adds a mistake for each that is unknown, not scored, named twice, or has the wrong direction. Without a
+    Adds an error for each that is unknown, not scored, named twice, or has the wrong direction. Without a
     plan the scored metrics are not known, and any metric is accepted.
     """
     scored = plan.recipe.score.quality if plan else METRICS_BY_TASK.get(str(task), tuple(METRICS))
@@ -394,10 +394,10 @@ def _objectives(
             name = scored[0] if written == QUALITY and scored else written
             path: KeyPath = (SEARCH_KEY, key, at)
             if name not in (*COSTS, *scored) and (
-                plan or (base_metric(name) == name and not is_own_metric(name))
+                plan or (base_metric(name) == name and not is_custom_metric(name))
             ):
                 known = ", ".join((*COSTS, QUALITY, *scored))
-                mistakes.add(
+                errors.add(
                     path,
                     f"'{written[:60]}' is not measured. Known: {known}."
                     f"{did_you_mean(written, (*COSTS, *scored))}",
@@ -405,11 +405,11 @@ def _objectives(
                 )
             elif maximize == (name in COSTS or is_lower_better(name, metric_settings)):
                 other = "minimize" if maximize else "maximize"
-                mistakes.add(path, f"{name}: {other} it instead.", code="wrong-direction")
+                errors.add(path, f"{name}: {other} it instead.", code="wrong-direction")
             elif name in [each.name for each in found]:
-                mistakes.add(path, f"{name} is listed twice. Remove one.", code="duplicate-metric")
+                errors.add(path, f"{name} is listed twice. Remove one.", code="duplicate-metric")
             elif name in ("latency", "memory") and not timed:
-                mistakes.add(
+                errors.add(
                     path,
                     f"{name} needs latency measurements, but `latency: false` is set.",
                     code="settings-conflict",
@@ -417,16 +417,16 @@ def _objectives(
             else:
                 found.append(Objective(name, maximize))
     for name in (name for name, gate in settings.subject_to.items() if gate.at is not None):
-        mistakes.add(
+        errors.add(
             (SEARCH_KEY, "subject_to", name, "at"),
             "constraints are on the last step. Remove `at`; a limit on another step belongs into `gates`.",
             code="wrong-value",
         )
     for name, gate in settings.subject_to.items():
-        check_reachable(name, gate, (SEARCH_KEY, "subject_to", name), mistakes)
+        check_reachable(name, gate, (SEARCH_KEY, "subject_to", name), errors)
     limited = [name for name in settings.subject_to if name in SPEED_METRICS]
     if limited and not timed:
-        mistakes.add(
+        errors.add(
             (SEARCH_KEY, "subject_to", limited[0]), "needs latency measurements.", code="settings-conflict"
         )
     return tuple(found)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import optuna
 
 DEFAULT_TRIALS = 50
-_MAX_FIRST_FAILURES = 5  # a search whose first trials all fail has a mistake that no trial will avoid
+_MAX_FIRST_FAILURES = 5  # a search whose first trials all fail has an error that no trial will avoid
 _RUNG_FACTOR = 4  # each part of the samples is this many times as large as the one before
 _MIN_RUNG = 32  # samples; intervals of fewer stop no trial
 _MAX_POINTS = 12  # of the front, scored on test

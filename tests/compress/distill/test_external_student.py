@@ -26,7 +26,7 @@ SMALL |= {"intermediate_size": 24, "max_position_embeddings": 32}
 
 @pytest.fixture
 def rows(tmp_path):
-    file = tiny.write_labelled(tmp_path / "rows.jsonl")
+    file = tiny.write_labeled(tmp_path / "rows.jsonl")
     return read_split(str(file), "text-classification", Columns(), tmp_path)
 
 
@@ -104,7 +104,7 @@ def test_a_student_is_told_in_one_way():
 
 def test_in_a_recipe_the_path_is_the_recipes_and_the_key_is_what_the_file_holds(tmp_path):
     tiny.write_bert(tmp_path / "model")
-    tiny.write_labelled(tmp_path / "rows.jsonl")
+    tiny.write_labeled(tmp_path / "rows.jsonl")
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

@@ -67,8 +67,8 @@ def test_a_step_learns_from_a_teacher_with_other_padding(tmp_path, write_qwen, p
     assert ctx.details["words_of_teacher"] == 328
     assert harness.load_output_model(ctx).config.vocab_size == sizes[1]
     external = DistillSettings.model_validate({"student": str(student)} | SHORT)
-    mistakes, config = Distill.check_model(external, {"model_type": "qwen2", "vocab_size": sizes[0]})
-    assert (mistakes, config["vocab_size"]) == ([], sizes[1])
+    errors, config = Distill.check_model(external, {"model_type": "qwen2", "vocab_size": sizes[0]})
+    assert (errors, config["vocab_size"]) == ([], sizes[1])
     ctx = harness.run_stage(Distill(), external, teacher, tmp_path / "second", "text-generation", rows)
     assert harness.load_output_model(ctx).config.vocab_size == sizes[1]
 
@@ -82,5 +82,5 @@ def test_extra_rows_with_tokens_are_refused(tmp_path, write_qwen):
     with raises_code("vocabulary-mismatch", InputError):
         Distill()(ancestors["a"], DistillSettings(teacher="b"), ctx)
     external = DistillSettings.model_validate({"student": str(small)})
-    (mistake,), _ = Distill.check_model(external, {"model_type": "qwen2", "vocab_size": 352})
-    assert mistake.code == "vocabulary-mismatch"
+    (error,), _ = Distill.check_model(external, {"model_type": "qwen2", "vocab_size": 352})
+    assert error.code == "vocabulary-mismatch"

@@ -170,6 +170,6 @@ def test_a_graph_of_the_teacher_may_decode(tmp_path, monkeypatch):
     recipe.write_text(recipe.read_text().replace("generator: fast", "generator: fats"))
     with raises_code("unknown-step", InputError) as caught:
         load_plan(recipe)
-    (mistake,) = caught.value.found
-    assert mistake.setting == "stages[1].distill.sequence_level.generator"
-    assert all(words in mistake.message for words in ("'fats'", "model, fast"))
+    (error,) = caught.value.found
+    assert error.setting == "stages[1].distill.sequence_level.generator"
+    assert all(words in error.message for words in ("'fats'", "model, fast"))

@@ -26,10 +26,10 @@ from tests.support.models import tiny
         # without the teacher something has to count; rows without labels have none
         ("translation", {"losses": {"logits": 0}}, 1.0, 0.0, 1.0),
         ("translation", {"losses": {"logits": 0, "hidden_states": 1}}, 1.0, 0.0, 1.0),
-        ("text-classification", {"train_on": "unlabelled"}, 1.0, 1.0, 0.0),
+        ("text-classification", {"train_on": "unlabeled"}, 1.0, 1.0, 0.0),
         (
             "text-classification",
-            {"train_on": "unlabelled", "losses": {"logits": 0}},
+            {"train_on": "unlabeled", "losses": {"logits": 0}},
             1.0,
             0.0,
             0.5,

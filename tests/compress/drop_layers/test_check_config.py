@@ -27,8 +27,8 @@ def test_stack_that_is_not_named_keeps_a_fraction_or_all(settings, kept):
 
 
 def test_config_of_the_result_says_how_many_layers_are_left():
-    mistakes, after = check_layer_counts(DropLayersSettings(keep_ratio=0.5), MARIAN)
-    assert not mistakes
+    errors, after = check_layer_counts(DropLayersSettings(keep_ratio=0.5), MARIAN)
+    assert not errors
     assert after == {**MARIAN, "encoder_layers": 3, "decoder_layers": 2}
     _, after = check_layer_counts(DropLayersSettings(decoder_layers=[1]), T5)
     assert after == {**T5, "num_decoder_layers": 1, "num_layers": 4}

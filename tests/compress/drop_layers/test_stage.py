@@ -13,7 +13,6 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of
 from tests.support import harness
@@ -36,14 +35,6 @@ def _with_idle_layer(family, out):
     out.mkdir()
     save_model(model, edits, out, source)
     return out
-
-
-def test_an_embedder_without_scores_takes_block_influence():
-    split = Split("pairs.jsonl", (Example("a"), Example("b")))
-    [found] = DropLayers.check_rows(DropLayersSettings(), "sentence-similarity", {"train": split})
-    assert (found.setting, found.code) == ("importance", "missing-scores")
-    settings = DropLayersSettings(importance="block-influence")
-    assert not DropLayers.check_rows(settings, "sentence-similarity", {"train": split})
 
 
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)

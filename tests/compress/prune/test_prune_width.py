@@ -124,7 +124,7 @@ def test_a_quantized_convolutional_model_has_no_width_either(tmp_path):
 
 
 @pytest.mark.parametrize("importance", ["taylor", "fisher"])
-def test_an_empty_file_has_no_labelled_samples(importance, tmp_path):
+def test_an_empty_file_has_no_labeled_samples(importance, tmp_path):
     source = every_family.model_with_layers("bart", 2)
     settings = PruneSettings(importance=importance, reconstruct=False)
     with raises_code("missing-data", InputError) as caught:
@@ -137,8 +137,8 @@ def test_an_empty_file_has_no_labelled_samples(importance, tmp_path):
 def test_the_plan_goes_on_with_the_width_that_is_left():
     """So that a distillation by cosine, which needs equal widths, is refused before anything runs."""
     settings = PruneSettings.model_validate({"targets": ["width"], "keep_ratio": 0.7})
-    mistakes, after = Prune.check_model(settings, {"model_type": "bert", "hidden_size": 768})
-    assert not mistakes
+    errors, after = Prune.check_model(settings, {"model_type": "bert", "hidden_size": 768})
+    assert not errors
     assert after == {"model_type": "bert", "hidden_size": 536}
     assert (
         Prune.check_model(PruneSettings(), {"model_type": "bert", "hidden_size": 768})[1]["hidden_size"]

@@ -117,7 +117,7 @@ def _rows(model, family, task, ctx, space):
     source: Artifact = tiny.as_artifact(every_family.model_with_layers(family, 2), task)
     make = {"language-modeling": lambda p: causal.write_lines(p.with_suffix(".txt"), 2)}.get(
         task,
-        lambda p: (tiny.write_labelled if task == "text-classification" else tiny.write_pairs)(
+        lambda p: (tiny.write_labeled if task == "text-classification" else tiny.write_pairs)(
             p.with_suffix(".jsonl")
         ),
     )

@@ -22,7 +22,7 @@ def decided(tmp_path, change, **settings):
     model, _ = load_model(source)
     change(model.bert.encoder.layer[0].intermediate)
     rows = read_split(
-        str(tiny.write_labelled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path
+        str(tiny.write_labeled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path
     )
     ctx = harness.make_context(tmp_path / "out", "text-classification", rows)
     made = QuantizeSettings(**settings)

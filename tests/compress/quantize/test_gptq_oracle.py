@@ -10,7 +10,7 @@ from smelt.calibration.statistics import empty_statistics
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import scheme_grid
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, default_options
-from tests.support.processes import third_party_tools
+from tests.support.processes import peer_tools
 
 pytestmark = pytest.mark.peers
 CASES = [
@@ -29,9 +29,7 @@ def decided(tmp_path_factory):
     weight = torch.randn(16, 320, generator=draw)
     np.save(folder / "weight.npy", weight.numpy())
     np.save(folder / "fed.npy", fed.numpy())
-    done = third_party_tools.run_in_gptqmodel(
-        "quantize_by_gptqmodel.py", {"folder": str(folder), "cases": CASES}
-    )
+    done = peer_tools.run_in_gptqmodel("quantize_by_gptqmodel.py", {"folder": str(folder), "cases": CASES})
     assert done == len(CASES)
     found = empty_statistics(320, second=True)
     found.update(fed)

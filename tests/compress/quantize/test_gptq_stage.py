@@ -159,7 +159,7 @@ def test_what_a_layer_was_fed_is_forgotten_when_its_codes_are_decided(tmp_path, 
 def test_it_decides_on_a_gpu_what_it_decides_on_the_cpu(tmp_path):
     source, found = every_family.model_with_layers("bert", 2), []
     data = read_split(
-        str(tiny.write_labelled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path
+        str(tiny.write_labeled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path
     )
     for device in ("cpu", "cuda"):
         made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, calibration_samples=8)

@@ -11,7 +11,7 @@ from smelt.compress.quantize.stage import Quantize
 from smelt.core.near_ties import NEAR_TIE
 from smelt.quantization.schemes.registry import SCHEMES, default_options, find_scheme
 from tests.support.models import every_family
-from tests.support.processes import third_party_tools
+from tests.support.processes import peer_tools
 
 HEAVY = torch.distributions.StudentT(3.0)
 
@@ -39,7 +39,7 @@ def test_zero_points_are_those_of_the_published_code_before_they_are_rounded(nam
     options = default_options(scheme) | {"symmetric": False, "group_size": 64}
     grid = scheme.compute_qparams(groups, 192, options)
     scales, zeros, theirs = grid["scales"], grid["zeros"].float(), grid["zeros"].float()[..., None]
-    published, beta, let_go = third_party_tools.hqq_module(), 10.0, 0
+    published, beta, let_go = peer_tools.hqq_module(), 10.0, 0
     for _ in range(20):
         now = grid | {"zeros": zeros}
         values = scheme.dequantize(

@@ -163,7 +163,7 @@ WIDTHS_BY_NAME = {scheme.name: bits for bits, scheme in SCHEMES_BY_BITS.items()}
 
 
 def dropped(out, turned=(), **bits):
-    path = tiny.write_labelled(out / "rows.jsonl")
+    path = tiny.write_labeled(out / "rows.jsonl")
     data = read_split(str(path), "text-classification", Columns(), out)
     made = QuantizeSettings(mixed_precision=bits, **FEW)
     source = every_family.model_with_layers("bert", 2)

@@ -59,7 +59,7 @@ def artifact(folder, key, stage="model", settings=None, parent=None):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tiny.write_labelled(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+    path = tiny.write_labeled(tmp_path_factory.mktemp("rows") / "rows.jsonl")
     split = read_split(str(path), "text-classification", Columns(), path.parent)
     return {"train": split, "validation": split}
 

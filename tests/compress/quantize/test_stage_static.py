@@ -153,3 +153,19 @@ def test_half_precision_around_codes_is_refused(marian, tmp_path):
         harness.run_stage(Onnx(), settings, made.out, tmp_path / "graphs", data=ROWS)
     assert caught.value.setting == "dtype"
     assert "int8-static" in str(caught.value)
+
+
+def test_classifier_has_the_same_ranges_without_labels(tmp_path):
+    source = tiny.write_bert(tmp_path / "bert")
+    labeled = Split(
+        "rows", tuple(Example(text, label=f"LABEL_{i % 2}") for i, text in enumerate(tiny.SENTENCES))
+    )
+    unlabeled = Split("rows", tuple(Example(text) for text in tiny.SENTENCES))
+    settings = QuantizeSettings(scheme="int8-static", sensitivity_samples=0)
+    scales = []
+    for name, split in (("labeled", labeled), ("unlabeled", unlabeled)):
+        ctx = harness.run_stage(
+            Quantize(), settings, source, tmp_path / name, "text-classification", {"calibration": split}
+        )
+        scales.append({n: float(layer.matrix.input_scale) for n, layer in linears(ctx).items()})
+    assert scales[0] == scales[1]

@@ -32,7 +32,7 @@ from tests.support.models.every_family import DISTINCT_FAMILIES
 ROWS = {
     "translation": tiny.write_pairs,
     "summarization": tiny.write_pairs,
-    "text-classification": tiny.write_labelled,
+    "text-classification": tiny.write_labeled,
 }
 
 

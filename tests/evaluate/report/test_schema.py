@@ -73,7 +73,7 @@ def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
         (lambda r: r["steps"][0]["latency"][0].pop("p50_ms"), "missing", "steps.0.latency.0.p50_ms", ""),
     ],
 )
-def test_schema_names_every_mistake(report, change, code, place, read):
+def test_schema_names_every_error(report, change, code, place, read):
     change(report)
     with raises_code("invalid-report", InputError) as caught:
         validate_report(report)
@@ -83,7 +83,7 @@ def test_schema_names_every_mistake(report, change, code, place, read):
     assert (place or "report") in str(caught.value)
 
 
-def test_all_mistakes_are_told_at_once(report):
+def test_all_errors_are_told_at_once(report):
     report["status"] = "fine"
     report["steps"][0]["stage"] = 3
     with raises_code("invalid-report", InputError) as caught:

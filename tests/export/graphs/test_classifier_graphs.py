@@ -35,7 +35,7 @@ def small(request, tmp_path_factory):
     classifiers.MAKERS[request.param](
         folder / "m", labels=3, id2label=dict(enumerate(classifiers.CLASS_NAMES))
     )
-    classifiers.write_labelled_rows(folder / "data.jsonl", "single_label_classification", pairs=True)
+    classifiers.write_labeled_rows(folder / "data.jsonl", "single_label_classification", pairs=True)
     source = tiny.as_artifact(folder / "m", TASK)
     settings = PruneSettings(keep_ratio={"heads": 0.75, "ffn": 0.5}, importance="magnitude")
     pruned, _ = step(folder, "pruned", Prune, settings, source)

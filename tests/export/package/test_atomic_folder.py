@@ -221,7 +221,7 @@ def test_a_full_disk_is_told_whoever_says_it(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_in_a_package_is_a_mistake(tmp_path):
+def test_a_link_in_a_package_is_an_error(tmp_path):
     with raises_code("link-in-package", RunError) as caught, atomic_folder(tmp_path / "p") as folder:
         (folder / "a").symlink_to(tmp_path)
     assert caught.value.file == "a"

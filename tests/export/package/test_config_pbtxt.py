@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import text_format
 
 from smelt.export.package.triton_format import TritonTensor, model_config
-from tests.support.processes import third_party_tools
+from tests.support.processes import peer_tools
 from tests.support.standins.triton_stand_in import ENUMS, SCHEMA, parse_model_config
 
 SCALARS = {9: "string", 3: "int64", 5: "int32", 4: "uint64"}  # FieldDescriptor.Type
@@ -42,7 +42,7 @@ def find(triton: Any, name: str) -> Any:
 
 @pytest.mark.peers
 def test_the_schema_of_the_tests_is_that_of_triton_s_client() -> None:
-    triton = third_party_tools.triton_schema()
+    triton = peer_tools.triton_schema()
     for name, fields in SCHEMA.items():
         real = find(triton, name).DESCRIPTOR.fields_by_name
         for number, word, kind in map(str.split, fields.split(",")):
@@ -59,7 +59,7 @@ def test_the_schema_of_the_tests_is_that_of_triton_s_client() -> None:
 
 @pytest.mark.peers
 def test_triton_s_client_reads_what_is_written_as_the_tests_do() -> None:
-    kind = third_party_tools.triton_schema().ModelConfig
+    kind = peer_tools.triton_schema().ModelConfig
     assert kind.FromString(parse_model_config(example_config()).SerializeToString()) == text_format.Parse(
         example_config(), kind()
     )

@@ -21,7 +21,7 @@ from smelt.export.package.package_format import PackageOrigin
 from smelt.models.text_rules import read_prompt_template
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import exported_artifacts
-from tests.support.processes import third_party_tools
+from tests.support.processes import peer_tools
 
 PROMPTS = ["she sings", "the old house stands"]
 
@@ -124,7 +124,7 @@ def test_answer_program_renders_prompts_as_the_model_does(tmp_path: Path, templa
 @pytest.mark.parametrize("kind", ["gpt2", "writer"])
 def test_onnxruntime_genai_says_the_tokens_of_smelt(tmp_path: Path, kind: str) -> None:
     """Tokens, since a model with random weights breaks letters."""
-    environment = third_party_tools.genai_environment()
+    environment = peer_tools.genai_environment()
     folder = written(kind, tmp_path / "p")
     program = (folder / "answer.py").read_text().replace("print(text + tokenizer.decode(new))", "print(*new)")
     (folder / "tokens.py").write_text(program)

@@ -15,7 +15,7 @@ from smelt.export.package.transformers_js import TransformersJsFormat
 from smelt.export.package.write_package import write_package
 from tests.support.graphs import exported_artifacts, translator_graphs
 from tests.support.models import tiny
-from tests.support.processes import third_party_tools
+from tests.support.processes import peer_tools
 from tests.support.shared_folders import make_once
 
 KINDS = ("translator", "t5", "writer", "gpt2", "classifier", "embedder")
@@ -106,7 +106,7 @@ def test_optimum_says_what_smelt_says():
                 expected.append(
                     [list(r.probabilities.values()) for r in rows] if form == "classifier" else rows
                 )
-    answers = third_party_tools.run_in_optimum("open_by_optimum.py", {"packages": asked})
+    answers = peer_tools.run_in_optimum("open_by_optimum.py", {"packages": asked})
     for one, found, wanted in zip(asked, answers, expected, strict=True):
         if one["kind"] in ("seq2seq", "causal"):
             assert found == wanted, one

@@ -8,7 +8,7 @@ import pytest
 
 import smelt
 from tests.support.models import causal, tiny
-from tests.support.processes import third_party_tools
+from tests.support.processes import peer_tools
 
 TEXTS = tiny.SENTENCES[:4]
 TASKS = {
@@ -25,7 +25,7 @@ def test_graphs_that_optimum_exported_write_what_the_model_writes(tmp_path: Path
         {"source": str(tmp_path / kind), "out": str(tmp_path / f"{kind}-onnx"), "task": task}
         for kind, (task, _) in TASKS.items()
     ]
-    names = third_party_tools.run_in_optimum("export_by_optimum.py", {"models": asked})
+    names = peer_tools.run_in_optimum("export_by_optimum.py", {"models": asked})
     assert set(names[0]) >= {"encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"}
     shutil.copytree(tmp_path / "marian-onnx", tmp_path / "merged-onnx")
     for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):

@@ -18,7 +18,7 @@ from smelt.models.tokenizer import MarianTokenizer, TokenizerInfo, read_tokenize
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import exported_artifacts, graph_exports
 from tests.support.models import tiny
-from tests.support.processes import third_party_tools
+from tests.support.processes import peer_tools
 from tests.support.shared_folders import make_once
 
 KINDS = {"translator": "seq2seq", "t5": "seq2seq", "writer": "causal"}
@@ -114,9 +114,7 @@ def test_transformers_js_says_what_smelt_says():
     details = read_tokenizer_info(source)
     texts = comparison_texts(source, details, 2000)
     encode = {"folder": str(package("translator")), "texts": texts}
-    answers = third_party_tools.run_in_node(
-        "open_by_transformers_js.mjs", {"packages": asked, "encode": [encode]}
-    )
+    answers = peer_tools.run_in_node("open_by_transformers_js.mjs", {"packages": asked, "encode": [encode]})
     for one, found, wanted in zip(asked, answers["packages"], expected, strict=True):
         if one["generation"]:
             assert found == wanted, one["folder"]

@@ -1,4 +1,4 @@
-"""Mistakes put into finished graphs are found, in every scheme and kind of graph, and named.
+"""Errors put into finished graphs are found, in every scheme and kind of graph, and named.
 
 tests/support/graphs/mutations.py says what each of them is. A graph in int8 is as far from torch as one
 without its mask: only what is compared exactly distinguishes them.
@@ -56,7 +56,7 @@ GRAPHS: dict[tuple[str, str], list[str]] = {
 MET = {"marian": ("int8", "int4"), "bert": ("static", "binary"), "gpt2": ("groupwise", "int8")}
 if matrix.is_full_matrix():
     MET = dict.fromkeys(MET, SCHEMES[1:])
-# every mistake without codes, and in at least one scheme; in all of them with SMELT_MATRIX=all
+# every error without codes, and in at least one scheme; in all of them with SMELT_MATRIX=all
 CASES = [(f, "fp32", "fp32", g, m) for (f, g), names in GRAPHS.items() for m in names]
 CASES += [
     (f, s, "fp32", g, m) for (f, g), names in GRAPHS.items() for m, s in matrix.matrix_cells(names, MET[f])
@@ -116,7 +116,7 @@ def mutated(found, graph, mutation, folder):
 
 
 @pytest.mark.parametrize(("family", "scheme", "dtype", "graph", "mutation"), CASES)
-def test_a_mistake_is_found_and_named(family, scheme, dtype, graph, mutation, tmp_path):
+def test_an_error_is_found_and_named(family, scheme, dtype, graph, mutation, tmp_path):
     found = exported(family, scheme, dtype)
     subject = mutated(found, graph, mutation, tmp_path / "x")
     with pytest.raises(ParityError) as caught:
@@ -162,7 +162,7 @@ def test_a_parent_that_preparing_has_changed_is_found(family, scheme, tmp_path, 
     assert "logits" in str(caught.value)
 
 
-def test_a_mistake_below_the_tolerance_as_deployed_is_found(tmp_path):
+def test_an_error_below_the_tolerance_as_deployed_is_found(tmp_path):
     """An int8 graph without its mask is nearer to its parent than the tolerance that int8 needs."""
     from smelt.export.parity import check_parity
 
@@ -207,7 +207,7 @@ def real(tmp_path_factory):
 @pytest.mark.parametrize(
     ("graph", "mutation"), [(DECODER, "drop_padding_mask"), (ENCODER, "change_one_scale")]
 )
-def test_a_mistake_in_a_trained_int8_model_is_found(real, graph, mutation, tmp_path):
+def test_an_error_in_a_trained_int8_model_is_found(real, graph, mutation, tmp_path):
     subject = mutated(real, graph, mutation, tmp_path / "x")
     with pytest.raises(ParityError) as caught:
         check_exported_graphs(subject, real.reference)

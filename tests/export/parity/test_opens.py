@@ -5,7 +5,7 @@ from onnx import TensorProto, helper
 
 from smelt.core.errors import ParityError
 from smelt.export.parity.check_parity import _require_opens
-from tests.support.graphs import third_party_graphs
+from tests.support.graphs import imported_graphs
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ from tests.support.graphs import third_party_graphs
     ],
 )
 def test_a_graph_of_bfloat16_is_opened_for_its_target(tmp_path, operator, opset, target, opens):
-    ends = [[third_party_graphs.value_info(name, [2, 2], TensorProto.BFLOAT16)] for name in "xy"]
-    model = third_party_graphs.make_model([helper.make_node(operator, ["x"], ["y"])], *ends, opset=opset)
-    path = third_party_graphs.save_model(model, tmp_path / "model.onnx")
+    ends = [[imported_graphs.value_info(name, [2, 2], TensorProto.BFLOAT16)] for name in "xy"]
+    model = imported_graphs.make_model([helper.make_node(operator, ["x"], ["y"])], *ends, opset=opset)
+    path = imported_graphs.save_model(model, tmp_path / "model.onnx")
     if opens:
         _require_opens(path, target)
         return

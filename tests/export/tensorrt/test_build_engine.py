@@ -1,6 +1,6 @@
 """The build against a real TensorRT builder; see tests/support/processes/tensorrt_rig.py.
 
-Every mistake stands with what smelt's preflight says of the file and with what smelt makes of the
+Every error stands with what smelt's preflight says of the file and with what smelt makes of the
 parser's and the builder's words: the second is what a user reads where the first overlooks something.
 """
 
@@ -33,7 +33,7 @@ def value(name: str, kind: int, dimensions: list[Any] | None) -> Any:
 class Case:
     """A graph and a profile.
 
-    preflight: the rule that finds a mistake, and values that it names. builder: the code of the builder's
+    preflight: the rule that finds an error, and values that it names. builder: the code of the builder's
     error, and values that it names; nothing where it builds.
     """
 
@@ -180,7 +180,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mistake_is_told_by_the_preflight_with_node_and_remedy(name: str, tmp_path: Path) -> None:
+def test_error_is_told_by_the_preflight_with_node_and_remedy(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     path = case.save(tmp_path / "m.onnx")
     model = load_graph(path)
@@ -191,7 +191,7 @@ def test_mistake_is_told_by_the_preflight_with_node_and_remedy(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_builder_says_to_a_mistake_is_explained(name: str, answers: dict[str, Any]) -> None:
+def test_what_the_builder_says_to_an_error_is_explained(name: str, answers: dict[str, Any]) -> None:
     answer = answers[name]
     if not CASES[name].builder:
         assert answer.get("bytes", 0) > 0, answer  # which is why the preflight looks for it

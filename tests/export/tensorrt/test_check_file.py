@@ -11,7 +11,7 @@ from onnx import helper
 from smelt.core.system import ProcessLimits
 from smelt.export.tensorrt import preflight as module
 from smelt.export.tensorrt.preflight import check_onnx_for_tensorrt, subprocess_main
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 
 
 def found(path: Path) -> list[tuple[str, str]]:

@@ -132,7 +132,7 @@ def test_a_dimension_without_a_known_name_is_refused() -> None:
     assert "'encoder_length'" in str(caught.value)
 
 
-def test_profile_mistakes_that_tensorrt_would_build_are_found() -> None:
+def test_profile_errors_that_tensorrt_would_build_are_found() -> None:
     shapes = profile_shapes(decoder(), RANGES, "decoder")
     assert check_profile(decoder(), shapes, 128) == []
     (problem,) = check_profile(decoder(), shapes, 127)

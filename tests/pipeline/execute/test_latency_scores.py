@@ -27,7 +27,7 @@ score: {quality: [accuracy], latency: {batch_sizes: [1, 2], rounds: 3, texts: 2}
 @pytest.fixture
 def home(tmp_path):
     tiny.write_bert(tmp_path / "m")
-    tiny.write_labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_labeled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 

@@ -35,7 +35,7 @@ score: {latency: false, sqnr_samples: 0}
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("costs")
     tiny.write_bert(folder / "m")
-    tiny.write_labelled(folder / "data.jsonl", 8)
+    tiny.write_labeled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     options = RunOptions(folder / "runs" / "r", quiet=True)
     assert run_plan(load_plan(folder / "recipe.yaml", until="prune"), options).exit_code == 0

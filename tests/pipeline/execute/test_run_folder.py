@@ -54,7 +54,7 @@ def _links(home):
 @pytest.fixture
 def home(tmp_path):
     tiny.write_bert(tmp_path / "m")
-    tiny.write_labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_labeled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
@@ -64,7 +64,7 @@ def finished(tmp_path_factory):
     """A whole run, and the steps of its report."""
     home = tmp_path_factory.mktemp("finished")
     tiny.write_bert(home / "m")
-    tiny.write_labelled(home / "data.jsonl", 8)
+    tiny.write_labeled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     return home, _run(home)[1]
 

@@ -42,7 +42,7 @@ score: {quality: [accuracy], latency: false}
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     tiny.write_bert(folder / "m")
-    tiny.write_labelled(folder / "data.jsonl", 8)
+    tiny.write_labeled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 
@@ -267,7 +267,7 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
         folder = Path(name)
         folder.chmod(0o755)
         tiny.write_bert(folder / "m")
-        tiny.write_labelled(folder / "data.jsonl", 8)
+        tiny.write_labeled(folder / "data.jsonl", 8)
         (folder / "recipe.yaml").write_text(RECIPE)
         for path in (folder / "m").iterdir():
             path.chmod(0o644)

@@ -89,7 +89,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path, server, kills, locks):
     """
     home = tmp_path / "home"
     tiny.write_bert(home / "m")
-    tiny.write_labelled(home / "data.jsonl", 8)
+    tiny.write_labeled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     moments = random.Random(7)
     before = "" if locks else WITHOUT_LOCKS

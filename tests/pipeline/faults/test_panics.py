@@ -62,7 +62,7 @@ def test_a_run_tells_it_in_its_report(tmp_path):
         json.dumps(json.loads(tokenizer_config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
     )
     panicking(tmp_path / "m")
-    tiny.write_labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_labeled(tmp_path / "data.jsonl", 8)
     with (tmp_path / "data.jsonl").open("a") as file:
         rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
         file.write(json.dumps(rows[0] | {"text": TEXT}) + "\n")

@@ -50,7 +50,7 @@ def home(tmp_path_factory):
     (folder / "m" / "model.safetensors").chmod(
         0o600
     )  # as safetensors writes it, and as others may keep theirs
-    tiny.write_labelled(folder / "data.jsonl", 8)
+    tiny.write_labeled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "short.yaml").write_text(SHORT)
     return folder

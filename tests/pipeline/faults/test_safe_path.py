@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 from tests.support.graphs.standalone_packages import standalone_package
 from tests.support.models import tiny
 

@@ -34,7 +34,7 @@ score:
 
 def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_path, monkeypatch):
     tiny.write_bert(tmp_path / "m")
-    tiny.write_labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_labeled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     ask, loaded = WorkerProcess.ask, {}
 
@@ -83,7 +83,7 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
 
 def test_times_that_cannot_be_taken_at_all_leave_the_scores(tmp_path, monkeypatch):
     tiny.write_bert(tmp_path / "m")
-    tiny.write_labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_labeled(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
 
     def refuse(self, *arguments):

@@ -33,7 +33,7 @@ score: {quality: [accuracy], latency: false}
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("together")
     tiny.write_bert(folder / "m")
-    tiny.write_labelled(folder / "data.jsonl", 8)
+    tiny.write_labeled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 

@@ -8,20 +8,18 @@ import pytest
 from onnx import helper, numpy_helper
 
 from smelt.core.errors import InputError
-from smelt.pipeline.inspect.model_info import ThirdPartyModel, infer_batch_axes
-from smelt.runtimes.third_party.signature import GraphSignature
-from smelt.runtimes.third_party.validate_graph import subprocess_main
+from smelt.pipeline.inspect.model_info import OnnxModel, infer_batch_axes
+from smelt.runtimes.onnx_import.signature import GraphSignature
+from smelt.runtimes.onnx_import.validate_graph import subprocess_main
 from tests.support.expected_errors import raises_code
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 
 
 def found(folder: Path, model: Any, **arrays: Any) -> tuple[dict[str, int | None], list[str]]:
     path = graphs.save_model(model, folder / "m.onnx")
     np.savez(folder / "r.npz", allow_pickle=False, **arrays)
     answer = subprocess_main([str(path)])
-    seen = ThirdPartyModel(
-        path, GraphSignature.model_validate(answer["signature"]), (), None, answer["details"]
-    )
+    seen = OnnxModel(path, GraphSignature.model_validate(answer["signature"]), (), None, answer["details"])
     return infer_batch_axes(seen, folder / "r.npz")
 
 

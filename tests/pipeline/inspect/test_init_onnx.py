@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from smelt.core.errors import InputError
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
 from tests.support.expected_errors import raises_code
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 
 
 def test_names_that_yaml_does_not_allow_are_written_as_escapes(tmp_path: Path) -> None:

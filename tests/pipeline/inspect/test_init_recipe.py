@@ -34,7 +34,7 @@ def _data(folder, task):
             (folder / f"{split}.txt").write_text("\n".join(tiny.SENTENCES * 3))
         else:
             others = {
-                "text-classification": tiny.write_labelled,
+                "text-classification": tiny.write_labeled,
                 "text-generation": causal.write_prompts,
                 embedders.TASK: embedders.write_rows,
             }
@@ -96,8 +96,12 @@ def test_without_training_samples_the_model_is_only_quantized(
     [test] = folder.glob("*test*")
     files = [test]
     if with_calibration:
-        files.append(test.with_name(f"unlabelled{test.suffix}"))
-        shutil.copy(test, files[1])
+        files.append(test.with_name(f"unlabeled{test.suffix}"))
+        samples = test.read_text()
+        if task == "text-classification":
+            rows = (json.loads(line) for line in samples.splitlines())
+            samples = "".join(json.dumps({"text": row["text"]}) + "\n" for row in rows)
+        files[1].write_text(samples)
     _, path = init_recipe(str(models[family]), files, str(tmp_path / "r.yaml"), task)
     assert path is not None
     plan = load_plan(path)
@@ -108,6 +112,17 @@ def test_without_training_samples_the_model_is_only_quantized(
     reads = "calibration" in few_bits.needs
     assert (few_bits.name, reads) == (calibrated if with_calibration else "int4", with_calibration)
     assert {plan.step(name).parent for name in ("onnx-fp32", "int8", few_bits.name)} == {"model"}
+
+
+def test_classifier_is_calibrated_on_plain_text(tmp_path, models):
+    [test] = _data(tmp_path / "rows", "text-classification").glob("*test*")
+    texts = tmp_path / "unlabeled.txt"
+    texts.write_text("\n".join(tiny.SENTENCES))
+    _, path = init_recipe(str(models["bert"]), [test, texts], str(tmp_path / "r.yaml"), "text-classification")
+    plan = load_plan(path)
+    assert plan.step("int8-static").needs >= {"calibration"}
+    calibration = plan.splits["calibration"].examples
+    assert [example.text for example in calibration] == list(tiny.SENTENCES)
 
 
 def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):

@@ -38,7 +38,7 @@ def rows(folder, task):
         (folder / "train.txt").write_text("\n".join(tiny.SENTENCES * 40))
     else:
         others = {
-            "text-classification": tiny.write_labelled,
+            "text-classification": tiny.write_labeled,
             "text-generation": causal.write_prompts,
             embedders.TASK: embedders.write_rows,
         }

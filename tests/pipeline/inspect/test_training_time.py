@@ -34,7 +34,7 @@ def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
     text = training_time_text(seen, data, steps)
     assert all(number in text for number in ("2.5 epochs", "800 samples"))
     assert f"roughly {init_stages._duration_text(seconds)}" in text
-    # labelled texts are used with those that the teacher generates, with as many beams
+    # labeled texts are used with those that the teacher generates, with as many beams
     written = [ProposedStep("distill", "{epochs: 2, sequence_level: {num_beams: 5, original_ratio: 0.5}}")]
     seconds = (4 * 8 + 5 * 2) * seen.parameters * 1000 * kept * tokens / 1e6
     text = training_time_text(seen, data, written)

@@ -42,7 +42,7 @@ def test_the_stage_asks_the_model_where_nobody_says_it(home):
     assert _longest(home, "{max_new_tokens: 50}", "{}") == 50
 
 
-def test_an_engine_that_is_too_short_for_the_scoring_is_a_mistake(home):
+def test_an_engine_that_is_too_short_for_the_scoring_is_an_error(home):
     with raises_code("engine-too-short", InputError) as caught:
         _longest(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")
     assert message_locations(caught.value.found) == [

@@ -10,7 +10,7 @@ import pytest
 from smelt.core.messages import message_codes
 from smelt.pipeline.plan.plan_checker import choose_judging_split
 from tests.support.expected_errors import message_locations
-from tests.support.standins.stage_stand_ins import STAGE_TREE, plan_mistakes, plan_stages
+from tests.support.standins.stage_stand_ins import STAGE_TREE, plan_errors, plan_stages
 
 pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
@@ -78,7 +78,7 @@ def test_gate_on_speed_is_left_out_when_the_command_line_turns_latency_off(folde
     [warning] = made.warnings
     assert (warning.code, "speedup" in warning.message) == ("gate-not-judged", True)
     assert f"warning {warning.message}" in " ".join(str(made).split())
-    assert message_locations(plan_mistakes(folder, stages + "\nscore: {latency: false}")) == [
+    assert message_locations(plan_errors(folder, stages + "\nscore: {latency: false}")) == [
         ("settings-conflict", "gates.speedup", 5)
     ]
 
@@ -88,7 +88,7 @@ def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
     latency = plan_stages(folder, good).recipe.score.latency
     assert latency
     assert [latency.is_timed(name, deployable=True) for name in ("prune", "model")] == [True, False]
-    (found,) = plan_mistakes(folder, good.replace("[prune]}}", "[prun]}}"))
+    (found,) = plan_errors(folder, good.replace("[prune]}}", "[prun]}}"))
     assert message_locations([found]) == [("unknown-step", "score.latency.steps", 5)]
     assert "'prune'?" in found.message
 

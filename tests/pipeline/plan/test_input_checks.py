@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.expected_errors import message_locations
-from tests.support.standins.stage_stand_ins import RECIPE_HEAD, plan_mistakes, plan_stages
+from tests.support.standins.stage_stand_ins import RECIPE_HEAD, plan_errors, plan_stages
 
 pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
@@ -21,7 +21,7 @@ def test_a_tokenizer_that_cannot_split_the_references_is_refused(folder: Path) -
     (folder / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     assert "bleu (zh)" in str(plan_stages(folder, "[prune]", head=RECIPE_HEAD))
     text = RECIPE_HEAD + "score: {quality: [{bleu: {tokenize: 13a}}]}\n"
-    found = plan_mistakes(folder, "[prune]", head=text)
+    found = plan_errors(folder, "[prune]", head=text)
     assert message_locations(found) == [("bleu-tokenizer", "score.quality[0].bleu.tokenize", 4)]
 
 
@@ -69,7 +69,7 @@ def test_parts_of_one_file_are_planned(folder: Path) -> None:
 )
 def test_splits_that_cannot_be_are_told(folder: Path, data: str, code: str, setting: str) -> None:
     (folder / "few.jsonl").write_text('{"source": "a", "target": "b"}\n' * 9)
-    found = plan_mistakes(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
+    found = plan_errors(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
     assert message_locations(found) == [(code, setting, 3)]
 
 
@@ -95,7 +95,7 @@ def test_data_files_are_checked(
 ) -> None:
     if content is not None:
         (folder / name).write_bytes(content)
-    [found] = plan_mistakes(folder, "[]", f"data.test={name}")
+    [found] = plan_errors(folder, "[]", f"data.test={name}")
     assert message_locations([found]) == [(code, "data.test", None)]
     assert found.message.startswith(f"--set data.test={name}: ")
     assert named in found.message
@@ -106,7 +106,7 @@ def test_data_files_are_checked(
     [("modle", "missing-folder", "'model'?"), ("''", "empty-text", ""), ("m.onnx", "missing-file", "m.onnx")],
 )
 def test_models_are_checked(folder: Path, model: str, code: str, named: str) -> None:
-    [found] = plan_mistakes(folder, "[]", head=RECIPE_HEAD.replace("model: model", f"model: {model}"))
+    [found] = plan_errors(folder, "[]", head=RECIPE_HEAD.replace("model: model", f"model: {model}"))
     assert message_locations([found]) == [(code, "model", 1)]
     assert named in found.message
 

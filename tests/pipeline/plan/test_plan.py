@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from smelt.core.errors import InputError
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe import stages as stage_table
-from tests.support.standins.stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_mistakes, plan_stages
+from tests.support.standins.stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_errors, plan_stages
 
 pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
@@ -52,7 +52,7 @@ def test_until_keeps_what_the_step_needs(folder: Path) -> None:
     assert made.excluded_names == ("quantize", "onnx-int8", "tensorrt")
     assert made.gates[0].at == ("onnx",)
     assert plan_stages(folder, STAGE_TREE, until="model").steps == ()
-    [found] = plan_mistakes(folder, STAGE_TREE, until="onix")
+    [found] = plan_errors(folder, STAGE_TREE, until="onix")
     assert (found.code, found.setting) == ("unknown-step", "--until")
     known = "model, distill, prune, prune-2, small, quantize, onnx-int8, onnx, tensorrt"
     assert all(value in found.message for value in ("'onix'", known, "'onnx'?"))

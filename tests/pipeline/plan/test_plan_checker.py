@@ -1,4 +1,4 @@
-"""One mistake gives one message, all of them come together, and none is blamed for another."""
+"""One error gives one message, all of them come together, and none is blamed for another."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 from smelt.core.messages import message_codes
 from tests.support.expected_errors import message_locations
-from tests.support.standins.stage_stand_ins import RECIPE_HEAD, plan_mistakes, plan_stages
+from tests.support.standins.stage_stand_ins import RECIPE_HEAD, plan_errors, plan_stages
 
 pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 
 
 def test_names_that_only_an_unreadable_step_may_have_are_not_blamed(folder: Path) -> None:
-    found = plan_mistakes(folder, "\n  - {onxn: {}, name: gone}\n  - {prune: {}, from: gone}\nbaseline: gone")
+    found = plan_errors(folder, "\n  - {onxn: {}, name: gone}\n  - {prune: {}, from: gone}\nbaseline: gone")
     assert message_locations(found) == [("unknown-stage", "stages[0].onxn", 5)]
-    found = plan_mistakes(
+    found = plan_errors(
         folder, "\n  - {onxn: {}}\n  - prune\nbaseline: onnx\ngates: {bleu: {min: 1, at: nowhere}}"
     )
     assert message_locations(found) == [
@@ -29,17 +29,15 @@ def test_names_that_only_an_unreadable_step_may_have_are_not_blamed(folder: Path
 
 def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
     """A setting that is wrong has its default while the rest is checked; nothing is concluded from that."""
-    assert message_codes(plan_mistakes(folder, "[{onnx: {target: tensort}}, tensorrt]")) == ["wrong-value"]
-    found = plan_mistakes(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep_ratio: 7, x: 1}}]")
+    assert message_codes(plan_errors(folder, "[{onnx: {target: tensort}}, tensorrt]")) == ["wrong-value"]
+    found = plan_errors(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep_ratio: 7, x: 1}}]")
     assert message_locations(found) == [
         ("wrong-value", "stages[1].distill.keep_ratio", 4),
         ("unknown-setting", "stages[1].distill.x", 4),
         ("unknown-step", "stages[1].distill.teacher", 4),
     ]
     head = RECIPE_HEAD.replace("train: train.jsonl", "train: [train.jsonl], columns: {source: 3}")
-    assert (
-        len(plan_mistakes(folder, "[prune]", head=head)) == 2
-    )  # no word of missing training data, or columns
+    assert len(plan_errors(folder, "[prune]", head=head)) == 2  # no word of missing training data, or columns
 
 
 @pytest.mark.parametrize(
@@ -133,11 +131,11 @@ def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
         ),
     ],
 )
-def test_one_mistake_gives_one_message(
+def test_one_error_gives_one_message(
     folder: Path, stages: str, place: tuple[str, str, int], named: tuple[str, ...]
 ) -> None:
     """With the values that were read, and those that would do."""
-    [found] = plan_mistakes(folder, stages)
+    [found] = plan_errors(folder, stages)
     assert message_locations([found]) == [place]
     assert [value for value in named if value not in found.message] == []
 
@@ -147,17 +145,17 @@ def test_stages_need_their_data_and_their_task(folder: Path) -> None:
     (folder / "model/config.json").write_text(json.dumps({"model_type": "bert"}))
     (folder / "model/vocab.txt").touch()
     (folder / "labels.csv").write_text("text,label\na,0\nb,1\n")
-    assert message_locations(plan_mistakes(folder, "[finetune, factorize]", head=head)) == [
+    assert message_locations(plan_errors(folder, "[finetune, factorize]", head=head)) == [
         ("missing-data", "stages[0].finetune", 4),
         ("unsupported-task", "stages[1].factorize", 4),
     ]
 
 
-def test_mistakes_of_all_kinds_come_together(folder: Path) -> None:
+def test_errors_of_all_kinds_come_together(folder: Path) -> None:
     (folder / "model/model.safetensors").unlink()
     (folder / "train.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": \n')
     (folder / "test.jsonl").write_text('{"sorce": "a", "target": "b"}\n')
-    found = plan_mistakes(folder, "\n  - prune: {keep_ratio: 2}\n  - prnue\n  - onnx\nseed: -1")
+    found = plan_errors(folder, "\n  - prune: {keep_ratio: 2}\n  - prnue\n  - onnx\nseed: -1")
     assert message_locations(found) == [
         ("missing-weights", "model", 1),
         ("invalid-json", "data.train", 3),
@@ -171,7 +169,7 @@ def test_mistakes_of_all_kinds_come_together(folder: Path) -> None:
 
 
 def test_a_step_after_an_unreadable_one_is_not_blamed(folder: Path) -> None:
-    found = plan_mistakes(folder, "\n  - onxn: {}\n  - tensorrt")
+    found = plan_errors(folder, "\n  - onxn: {}\n  - tensorrt")
     assert message_locations(found) == [("unknown-stage", "stages[0].onxn", 5)]
 
 

@@ -55,7 +55,7 @@ ROOMY = MachineLimits(memory_bytes=10**12, free_bytes=10**12, disk_bytes=10**12)
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     tiny.write_bert(folder / "m")
-    tiny.write_labelled(folder / "data.jsonl", 16)
+    tiny.write_labeled(folder / "data.jsonl", 16)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 
@@ -223,7 +223,7 @@ def test_every_technique_has_an_estimate_whose_lower_bound_is_one(config):
     tasks = {"llama": "language-modeling", "bert": "text-classification", "marian": "translation"}
     task = tasks[config["model_type"]]
     targets = (5, 6, 7) if task == "translation" else (0, 0, 0)
-    samples = {name: SampleLengths((8, 9, 10), targets, 3) for name in ("train", "validation", "unlabelled")}
+    samples = {name: SampleLengths((8, 9, 10), targets, 3) for name in ("train", "validation", "unlabeled")}
     for technique in TECHNIQUES.values():
         stage = load_stage(technique.stage)
         settings = stage.settings_type.model_validate(technique.settings)

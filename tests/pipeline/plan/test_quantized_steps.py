@@ -37,14 +37,14 @@ def recipe(folder, *stages, model="gptq"):
 
 
 def refused(folder, *stages, model="gptq"):
-    """Return code and setting of each mistake that the plan reports."""
+    """Return code and setting of each error that the plan reports."""
     with pytest.raises(InputError) as caught:
         load_plan(recipe(folder, *stages, model=model))
     return [(found.code, found.setting) for found in caught.value.found]
 
 
 def text_of(folder, *stages, model="gptq"):
-    """Return the text of the one mistake that the plan reports."""
+    """Return the text of the one error that the plan reports."""
     with pytest.raises(InputError) as caught:
         load_plan(recipe(folder, *stages, model=model))
     [found] = caught.value.found

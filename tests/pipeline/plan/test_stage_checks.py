@@ -27,7 +27,7 @@ def _plan(folder, length):
     return load_plan(folder / "recipe.yaml")
 
 
-def test_windows_longer_than_the_model_are_a_mistake_of_the_recipe(tmp_path):
+def test_windows_longer_than_the_model_are_an_error_of_the_recipe(tmp_path):
     with raises_code("window-too-long", InputError) as caught:
         _plan(tmp_path, 257)
     assert message_locations(caught.value.found) == [("window-too-long", "data.windows.length", 6)]

@@ -1,4 +1,4 @@
-"""What other steps conclude of a quantize step: nothing where what chooses its codes is a mistake."""
+"""What other steps conclude of a quantize step: nothing where what chooses its codes is an error."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.expected_errors import message_locations
-from tests.support.standins.stage_stand_ins import plan_mistakes
+from tests.support.standins.stage_stand_ins import plan_errors
 
 pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
 
-# settings that are wrong each; code and place of the one mistake; what is named in it
+# settings that are wrong each; code and place of the one error; what is named in it
 WRONG = [
     (
         "{mixed_precision: {target_bits: 3.5, bit_widths: [4, 8]}}",
@@ -47,40 +47,40 @@ WRONG = [
     ],
 )
 @pytest.mark.parametrize(("settings", "place", "named"), WRONG)
-def test_a_mistake_in_quantize_is_one_mistake(
+def test_an_error_in_quantize_is_one_error(
     translator: Path, settings: str, place: tuple[str, str, int], named: str, later: str
 ) -> None:
-    [found] = plan_mistakes(translator, f"[quantize: {settings}, {later}]")
+    [found] = plan_errors(translator, f"[quantize: {settings}, {later}]")
     assert message_locations([found]) == [place]
     assert named in found.message
 
 
 def test_what_holds_for_all_codes_is_still_said(translator: Path) -> None:
     for settings, place, _ in WRONG:
-        found = plan_mistakes(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
+        found = plan_errors(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
         assert message_locations(found) == [place, ("unsupported-scheme", "stages[1].onnx.target", 4)]
     later = ("already-quantized", "stages[1].factorize", 4)
     for settings in ("{mixed_precision: 3}", "{scheme: int4, granularity: tensor}", "{scheme: itn4}", "3"):
-        found = plan_mistakes(translator, f"[quantize: {settings}, factorize: {{}}]")
+        found = plan_errors(translator, f"[quantize: {settings}, factorize: {{}}]")
         assert message_locations(found)[1:] == [later]
         assert "int4" not in found[1].message
     # a scheme that is known is named, whatever else is wrong
-    found = plan_mistakes(translator, "[quantize: {scheme: int4, embedding_scheme: itn4}, factorize: {}]")
+    found = plan_errors(translator, "[quantize: {scheme: int4, embedding_scheme: itn4}, factorize: {}]")
     assert message_locations(found)[1:] == [later]
     assert "int4" in found[1].message
 
 
 def test_a_shortlist_is_not_told_of_codes_that_nobody_knows(translator: Path) -> None:
     one, two = "[shortlist: {}, quantize: {scheme: bnb-nf4", "}, onnx: {}]"
-    found = plan_mistakes(translator, f"{one}{two}")
+    found = plan_errors(translator, f"{one}{two}")
     assert message_locations(found) == [("unsupported-scheme", "stages[2].onnx", 4)]
-    found = plan_mistakes(translator, f"{one}, embedding_scheme: itn4{two}")
+    found = plan_errors(translator, f"{one}, embedding_scheme: itn4{two}")
     assert message_locations(found) == [("wrong-value", "stages[1].quantize.embedding_scheme", 4)]
 
 
 def test_other_steps_are_judged_by_codes_that_are_known(translator: Path) -> None:
-    """A mistake in one `quantize` hides nothing of another."""
+    """An error in one `quantize` hides nothing of another."""
     again = "{quantize: {}, name: second, from: model}, finetune: {qat: {weight_splitting: true}}"
-    found = plan_mistakes(translator, f"[quantize: {{scheme: itn4}}, {again}]")
+    found = plan_errors(translator, f"[quantize: {{scheme: itn4}}, {again}]")
     assert message_locations(found)[1:] == [("unsupported-scheme", "stages[2].finetune", 4)]
     assert "int8-dynamic" in found[1].message

@@ -9,7 +9,7 @@ import pytest
 from smelt.pipeline.plan.step_draft import RUNTIME_NAMES
 from smelt.quantization.scheme import EXPORT_TARGETS
 from tests.support.expected_errors import message_locations
-from tests.support.standins.stage_stand_ins import plan_mistakes, plan_stages
+from tests.support.standins.stage_stand_ins import plan_errors, plan_stages
 
 pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 
@@ -22,7 +22,7 @@ def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_chang
     translator: Path, scheme: str
 ) -> None:
     stages = f"[quantize: {{scheme: {scheme}, embedding_scheme: WORD}}, onnx: {{target: openvino}}]"
-    [found] = plan_mistakes(translator, stages.replace("WORD", "int8-dynamic"))
+    [found] = plan_errors(translator, stages.replace("WORD", "int8-dynamic"))
     assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
     ways = ("`from: model`", "target: ort-cpu,", "`embedding_scheme: int8-static or int8-groupwise or int4`.")
     assert [way for way in ways if way not in found.message] == []
@@ -48,13 +48,13 @@ def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_chang
 def test_of_layers_that_a_target_does_not_run_the_scheme_is_to_change(
     translator: Path, codes: str, way: str
 ) -> None:
-    [found] = plan_mistakes(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
+    [found] = plan_errors(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
     assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
     assert found.message.endswith(way)
 
 
 def test_a_target_without_any_scheme_names_none(translator: Path) -> None:
-    [found] = plan_mistakes(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
+    [found] = plan_errors(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
     assert message_locations([found]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
     assert found.message.endswith("target: ort-cpu or tensorrt or openvino.")
 

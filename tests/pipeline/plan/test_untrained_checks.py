@@ -79,7 +79,7 @@ score: {latency: false}
     ("template", "code"),
     [("'{promt}'", "missing-placeholder"), ("chat", "no-chat-template"), ("'Q: {prompt}'", None)],
 )
-def test_wrong_prompt_template_of_an_untrained_model_is_a_mistake_of_the_plan(tmp_path, template, code):
+def test_wrong_prompt_template_of_an_untrained_model_is_an_error_of_the_plan(tmp_path, template, code):
     (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 16, "n_head": 2}))
     (tmp_path / "p.jsonl").write_text('{"prompt": "one", "response": "two"}\n' * 4)
     (tmp_path / "recipe.yaml").write_text(PROMPTED.replace("TEMPLATE", template))

@@ -261,7 +261,7 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
     tiny.write_bert(tmp_path / "m")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", local_files_only=True)
     model.half().save_pretrained(tmp_path / "m")
-    tiny.write_labelled(tmp_path / "data.jsonl", 8)
+    tiny.write_labeled(tmp_path / "data.jsonl", 8)
     (tmp_path / "r.yaml").write_text(
         "model: m\ntask: text-classification\ndata: {test: data.jsonl}\n"
         "stages:\n  - onnx: {}\n    name: whole\n"

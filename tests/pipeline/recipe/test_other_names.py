@@ -3,8 +3,8 @@
 import pytest
 
 from smelt.core.stage import Settings
-from smelt.pipeline.recipe.mistakes import Mistakes, validate_settings
 from smelt.pipeline.recipe.stages import load_stage
+from smelt.pipeline.recipe.validation_errors import RecipeErrors, validate_settings
 from smelt.pipeline.recipe.yaml_file import parse_yaml
 from tests.support.expected_errors import raises_code
 
@@ -23,8 +23,8 @@ from tests.support.expected_errors import raises_code
 def test_words_of_other_tools_are_told_by_their_names_here(stage: str, word: str, here: str) -> None:
     kind: type[Settings] = load_stage(stage).settings_type
     assert here in kind.model_fields
-    mistakes = Mistakes(parse_yaml("a: 1", "r.yaml"))
-    validate_settings(kind, {word: 0.5}, (), mistakes)
+    errors = RecipeErrors(parse_yaml("a: 1", "r.yaml"))
+    validate_settings(kind, {word: 0.5}, (), errors)
     with raises_code("unknown-setting") as caught:
-        mistakes.raise_if_any()
+        errors.raise_if_any()
     assert f"'{here}'" in str(caught.value)

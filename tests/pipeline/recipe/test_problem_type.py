@@ -4,7 +4,7 @@ import pytest
 
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from smelt.data.splits import Example, Split
-from smelt.pipeline.recipe.model_and_data import label_mistakes, new_class_names
+from smelt.pipeline.recipe.model_and_data import label_errors, new_class_names
 
 NEW = {"architectures": ["BertModel"]}
 
@@ -26,7 +26,7 @@ def split(*labels, origin="a.csv"):
 )
 def test_labels_that_train_never_has_are_named(problem, train, test, strange):
     data = {"train": split(*train), "test": split(*test), "validation": split(*train)}
-    found = label_mistakes(NEW, data, problem)
+    found = label_errors(NEW, data, problem)
     assert [(name, one.code) for name, one in found] == ([("test", "unknown-label")] if strange else [])
     for label in strange:
         assert repr(label) in found[0][1].message
@@ -36,16 +36,16 @@ def test_labels_that_train_never_has_are_named(problem, train, test, strange):
 
 def test_stray_labels_are_counted_with_their_first_line():
     data = {"train": split(*[0, 1] * 20), "test": split(0, 1, 7, 0, 7)}
-    [(name, found)] = label_mistakes(NEW, data, SINGLE_LABEL)
+    [(name, found)] = label_errors(NEW, data, SINGLE_LABEL)
     assert (name, found.code) == ("test", "unknown-label")
     assert "'7' (2 samples, line 4)" in found.message
 
 
 def test_the_labels_of_a_trained_classifier_are_its_own():
     trained = {"architectures": ["BertForSequenceClassification"], "id2label": {0: "a", 1: "b", 2: "c"}}
-    assert label_mistakes(trained, {"train": split("a", "b"), "test": split("c", "a")}, SINGLE_LABEL) == []
+    assert label_errors(trained, {"train": split("a", "b"), "test": split("c", "a")}, SINGLE_LABEL) == []
 
 
 def test_without_training_rows_all_splits_name_the_labels():
     assert new_class_names({"test": split("b", "a")}, SINGLE_LABEL) == ["a", "b"]
-    assert label_mistakes(NEW, {"test": split("b", "a")}, SINGLE_LABEL) == []
+    assert label_errors(NEW, {"test": split("b", "a")}, SINGLE_LABEL) == []

@@ -1,4 +1,4 @@
-"""Reading recipes: defaults, mistakes with their lines, `--set`."""
+"""Reading recipes: defaults, errors with their lines, `--set`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(text: str, *overrides: str) -> ParsedRecipe:
     return parse_recipe(text, Path("recipe.yaml"), overrides)
 
 
-def mistakes(text: str, *overrides: str) -> list[Message]:
+def errors(text: str, *overrides: str) -> list[Message]:
     with pytest.raises(InputError) as caught:
         read(text, *overrides)
     assert caught.value.exit_code == 2
@@ -75,7 +75,7 @@ def test_a_metric_may_have_settings() -> None:
         ("{chrf: {tokenize: zh}}", "unknown-setting", ".chrf.tokenize"),
         ("{bleu: zh}", "wrong-value", ".bleu"),
     ):
-        found = mistakes(GOOD + f"\nscore: {{quality: [{entry}]}}\n")
+        found = errors(GOOD + f"\nscore: {{quality: [{entry}]}}\n")
         assert [(one.code, one.setting) for one in found] == [(code, f"score.quality[0]{setting}")]
 
 
@@ -97,10 +97,10 @@ def test_the_metrics_of_a_classifier_wait_for_its_model_and_data() -> None:
 
 
 def test_files_without_a_name_are_told_so() -> None:
-    splits = ("train", "unlabelled", "validation", "calibration", "test")
+    splits = ("train", "unlabeled", "validation", "calibration", "test")
     data = ", ".join(f"{name}: ''" for name in splits)
     text = f"model: {{config: ''}}\ntask: language-modeling\ndata: {{{data}}}\nstages: []\n"
-    assert message_locations(mistakes(text)) == [
+    assert message_locations(errors(text)) == [
         ("empty-text", key, line)
         for line, key in [(1, "model.config"), *((3, f"data.{name}") for name in splits)]
     ]
@@ -108,13 +108,13 @@ def test_files_without_a_name_are_told_so() -> None:
 
 def test_a_metric_of_the_user_is_refused_where_no_text_is_written() -> None:
     text = "model: m\ntask: TASK\ndata: {train: t, test: t}\nstages: []\nscore: {quality: ['own:metric']}\n"
-    [found] = mistakes(text.replace("TASK", "language-modeling"))
+    [found] = errors(text.replace("TASK", "language-modeling"))
     assert found.code == "does-not-fit-task"
     assert "text-generation" in found.message
     assert read(text.replace("TASK", "text-classification")).score.quality == ("own:metric",)
 
 
-def test_several_mistakes_are_reported_together_in_the_order_of_their_lines() -> None:
+def test_several_errors_are_reported_together_in_the_order_of_their_lines() -> None:
     text = """\
 model: m
 taks: translation
@@ -128,7 +128,7 @@ score: {quality: [bleu, accuracy, rogueL]}
 seed: yes
 threads: 0
 """
-    found = mistakes(text)
+    found = errors(text)
     assert message_locations(found) == [
         ("unknown-setting", "taks", 2),
         ("wrong-value", "data.columns.source", 4),
@@ -137,7 +137,7 @@ threads: 0
         ("unknown-stage", "stages[0].prnue", 6),
         ("unknown-setting", "stages[1].nmae", 8),
         ("does-not-fit-task", "score.quality[1]", 9),
-        ("unknown-metric", "score.quality[2]", 9),
+        ("unkncustom-metric", "score.quality[2]", 9),
         ("wrong-value", "seed", 10),
         ("wrong-value", "threads", 11),
     ]
@@ -146,7 +146,7 @@ threads: 0
     keys = (
         "model, task, tokenizer, data, embedding, score, baseline, gates, seed, truncation, threads, device,"
     )
-    splits = "train, unlabelled, validation, calibration, test, split, columns, windows, prefix,"
+    splits = "train, unlabeled, validation, calibration, test, split, columns, windows, prefix,"
     stages = "finetune, distill, trim-vocabulary, drop-layers, prune, sparsify, factorize, share-weights,"
     for one, known, nearest in (
         (found[0], keys, "task"),
@@ -210,13 +210,13 @@ threads: 0
         ("gates: {bleu: {}}", "missing-setting", "gates.bleu", ("max_drop or min",)),
         (
             "gates: {blue: {min: 3}}",
-            "unknown-metric",
+            "unkncustom-metric",
             "gates.blue",
             ("'blue'", "bleu, chrf, rouge1, rouge2, rougeL, speedup, cpu_speedup, size_bytes", "'bleu'?"),
         ),
         (
             "score: {quality: [comet]}",
-            "unknown-metric",
+            "unkncustom-metric",
             "score.quality[0]",
             ("'comet'", "pickle", "bertscore"),
         ),
@@ -225,14 +225,14 @@ threads: 0
 )
 def test_wrong_values_are_explained(line: str, code: str, setting: str, named: tuple[str, ...]) -> None:
     number = 11 + line.count("\n")
-    [found] = mistakes(GOOD + line)
+    [found] = errors(GOOD + line)
     assert message_locations([found]) == [(code, setting, number)]
     assert [value for value in named if value not in found.message] == []
 
 
 def test_gates_need_what_they_judge_to_be_measured() -> None:
     text = "score: {quality: [bleu], latency: false}\ngates:\n  speedup: {min: 3}\n  chrf: {min: 1}\n"
-    found = mistakes(GOOD + text)
+    found = errors(GOOD + text)
     assert message_locations(found) == [
         ("settings-conflict", "gates.speedup", 13),
         ("metric-not-scored", "gates.chrf", 14),
@@ -256,13 +256,13 @@ def test_gates_need_what_they_judge_to_be_measured() -> None:
 )
 def test_wrong_stages_are_explained(stage: str, code: str, setting: str, read: str) -> None:
     text = f"model: m\ntask: translation\ndata: {{test: t}}\nstages:\n  - {stage}\n"
-    [found] = mistakes(text)
+    [found] = errors(text)
     assert message_locations([found]) == [(code, setting, 5)]
     assert read in found.message
 
 
 def test_tasks_that_are_not_supported() -> None:
-    [found] = mistakes(GOOD.replace("translation", "translatoin"))
+    [found] = errors(GOOD.replace("translation", "translatoin"))
     assert message_locations([found]) == [("unknown-task", "task", 2)]
     for value in ("'translatoin'", ", ".join(ALL_TASKS), "'translation'?"):
         assert value in found.message
@@ -277,7 +277,7 @@ def test_what_is_no_mapping_is_no_recipe(text: str, shown: str) -> None:
 
 
 def test_missing_keys_are_named() -> None:
-    assert [(one.code, one.setting) for one in mistakes("seed: 1")] == [
+    assert [(one.code, one.setting) for one in errors("seed: 1")] == [
         ("missing-setting", name) for name in ("model", "task", "data", "stages")
     ]
 
@@ -320,7 +320,7 @@ def test_set_latency_false_and_back() -> None:
     ],
 )
 def test_wrong_overrides_are_explained(override: str, code: str, setting: str) -> None:
-    [found] = mistakes(GOOD, override)
+    [found] = errors(GOOD, override)
     assert message_locations([found]) == [(code, setting, None)]
     assert found.message.startswith(f"--set {override}:")
 
@@ -330,18 +330,18 @@ def test_a_number_that_is_none_is_said_once(written: str) -> None:
     """What stands in its place (0) is not what was written, and may be wrong too."""
     text = GOOD + f"score: {{latency: {{rounds: {written}}}}}"
     code = "number-too-large" if written == "1e999" else "not-finite"
-    [found] = mistakes(text)
+    [found] = errors(text)
     assert message_locations([found]) == [(code, "score.latency.rounds", 11)]
     assert written in found.message
     # one that is given in its place is judged as any other
-    assert message_locations(mistakes(text, "score.latency.rounds=0")) == [
+    assert message_locations(errors(text, "score.latency.rounds=0")) == [
         (code, "score.latency.rounds", 11),
         ("wrong-value", "score.latency.rounds", None),
     ]
 
 
 def test_set_names_the_nearest_step() -> None:
-    assert "'small'?" in mistakes(GOOD, "smal.keep_ratio=1")[0].message
+    assert "'small'?" in errors(GOOD, "smal.keep_ratio=1")[0].message
 
 
 def test_find_recipe_names_the_nearest_file(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ ADDRESS = st.sampled_from(["small.keep", "seed", "x", "score.latency", "data.tes
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
     tiny.write_bert(folder / "m")
-    tiny.write_labelled(folder / "data.jsonl", 4)
+    tiny.write_labeled(folder / "data.jsonl", 4)
     (folder / "recipe.yaml").write_text(TEXT_RECIPE)
     return folder
 

@@ -55,9 +55,9 @@ def test_scalars_follow_the_core_schema(text: str, expected: object) -> None:
     assert type(value) is type(expected)
 
 
-def test_duplicate_key_is_a_mistake_with_both_lines() -> None:
+def test_duplicate_key_is_an_error_with_both_lines() -> None:
     document = parse_yaml("seed: 1\nmodel: m\nseed: 2\n", "r")
-    [(place, text, line, code)] = document.mistakes
+    [(place, text, line, code)] = document.errors
     assert (place, line, code) == (("seed",), 3, "duplicate-key")
     assert "line 1" in text
     assert document.value["seed"] == 1
@@ -75,8 +75,8 @@ def test_duplicate_key_is_a_mistake_with_both_lines() -> None:
         ('a: "\\ud800"', "lone-surrogate", ""),
     ],
 )
-def test_odd_values_are_mistakes(text: str, code: str, read: str) -> None:
-    [(_, found, line, kind)] = parse_yaml(text, "r").mistakes
+def test_odd_values_are_errors(text: str, code: str, read: str) -> None:
+    [(_, found, line, kind)] = parse_yaml(text, "r").errors
     assert (kind, line) == (code, 1)
     assert read in found
 
@@ -150,4 +150,4 @@ def test_written_yaml_reads_back_equal_here_and_with_ruamel(value: object) -> No
     text = dump_yaml(value)
     document = parse_yaml(text, "r")
     assert document.value == YAML(typ="safe").load(text) == value
-    assert document.mistakes == []
+    assert document.errors == []

@@ -89,7 +89,7 @@ def test_the_space_follows_from_task_samples_and_time(tmp_path, family, task, ex
 
 def test_a_new_classifier_is_trained_first_and_is_the_baseline(tmp_path):
     bare = init_models.make_models()["bare"]
-    classifiers.write_labelled_rows(tmp_path / "train.jsonl", "single_label_classification")
+    classifiers.write_labeled_rows(tmp_path / "train.jsonl", "single_label_classification")
     lines = []
     space = plan_shrink(
         str(bare),

@@ -1,4 +1,4 @@
-"""The search space of a recipe: parameters, the recipe of a point, and mistakes named with their lines."""
+"""The search space of a recipe: parameters, the recipe of a point, and errors named with their lines."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_relative_paths_of_a_point_are_absolute(tmp_path):
     assert all(Path(path).is_absolute() for path in (value["model"], *value["data"].values()))
 
 
-def test_written_recipe_of_a_point_has_its_own_metrics_next_to_it(tmp_path):
+def test_written_recipe_of_a_point_has_its_custom_metrics_next_to_it(tmp_path):
     (tmp_path / "own_of_point.py").write_text("def f(p, r, s): return [0.5] * len(p)\n")
     text = small(**{"[bleu, chrf]": "[bleu, 'own_of_point:f']"})
     space = read_space(write(tmp_path, text))
@@ -96,7 +96,7 @@ def test_another_space_or_goal_has_another_identity(tmp_path):
         ("[latency, size]", "[rouge1]", ["metric-not-scored"]),
         ("[latency, size]", "[bleu]", ["wrong-direction"]),
         ("quality: [bleu, chrf]", "quality: [bleu], latency: false", ["settings-conflict"]),
-        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}", ["unknown-metric"]),
+        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}", ["unkncustom-metric"]),
         ("{bleu: {max_drop: 1.0}}", "{bleu: {}}", ["missing-setting"]),
         ("{bleu: {max_drop: 1.0}}", "{bleu: {min: 101}}", ["unreachable-limit"]),
         ("{bleu: {max_drop: 1.0}}", "{size_bytes: {max: 0}}", ["unreachable-limit"]),
@@ -111,13 +111,13 @@ def test_another_space_or_goal_has_another_identity(tmp_path):
         (f"  validation: {QUICKSTART}/data/validation.jsonl.gz\n", "", ["missing-data"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_named_before_any_work(tmp_path, old, new, codes):
+def test_errors_are_named_before_any_work(tmp_path, old, new, codes):
     with pytest.raises(InputError) as raised:
         read_space(write(tmp_path, small().replace(old, new)))
     assert error_codes(raised.value) == codes
 
 
-def test_all_mistakes_are_named_together_once_each_where_they_are_in_the_file(tmp_path):
+def test_all_errors_are_named_together_once_each_where_they_are_in_the_file(tmp_path):
     text = small()
     for old, new in (
         ("[0.5, 0.9]", "[0.9, 0.5]"),
@@ -136,14 +136,14 @@ def test_all_mistakes_are_named_together_once_each_where_they_are_in_the_file(tm
         "quantize.scheme": "wrong-value",
         "search.trial": "unknown-setting",
         "search.minimize[1]": "metric-not-scored",
-        "search.subject_to.blue": "unknown-metric",
+        "search.subject_to.blue": "unkncustom-metric",
     }
     assert len(raised.value.found) == 5
     lines = path.read_text().splitlines()
     assert "blue" in lines[found["search.subject_to.blue"].line - 1]
 
 
-def test_a_users_own_metric_is_minimized_where_lower_is_better(tmp_path, monkeypatch):
+def test_a_users_custom_metric_is_minimized_where_lower_is_better(tmp_path, monkeypatch):
     (tmp_path / "own_loss.py").write_text("def loss(prediction, references):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     text = small().replace("chrf]", '"own_loss:loss": {greater_is_better: false}]')

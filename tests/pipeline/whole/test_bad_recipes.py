@@ -141,7 +141,7 @@ ITS_MISTAKES = [
     ("already-quantized", "stages[5].factorize", 19),
     ("wrong-model-format", "stages[6].tensorrt", 20),
     ("duplicate-step", "stages[7].name", 22),
-    ("unknown-metric", "score.quality[1]", 24),
+    ("unkncustom-metric", "score.quality[1]", 24),
     ("duplicate-metric", "score.quality[2]", 24),
     ("wrong-value", "score.latency.threads", 25),
     ("wrong-value", "score.generation.num_beams", 26),
@@ -160,8 +160,8 @@ ITS_MISTAKES = [
 ]
 
 
-def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
-    """One mistake of every kind. Whoever mends what is said here has a recipe that plans."""
+def test_all_errors_of_a_recipe_come_at_once_and_nothing_else(home):
+    """One error of every kind. Whoever mends what is said here has a recipe that plans."""
     (home / "train.csv").write_text("text;label\na;0\nb;seven\n")
     (home / "validation.jsonl").write_text('{"text": "a", "label": 0}\n{"text": 7, "label": 1}\n{"text": \n')
     (home / "m" / "vocab.txt").unlink()
@@ -171,11 +171,11 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
         "plan", home / "recipe.yaml", "--until", "nowhere", "--set", "prune.x", "--set", "nobody.keep_ratio=1"
     )  # fmt: skip
     error = command_error(result)
-    assert (result.exit_code, error.code) == (2, "several-mistakes")
+    assert (result.exit_code, error.code) == (2, "several-errors")
     assert sorted(message_locations(error.found), key=str) == sorted(ITS_MISTAKES, key=str)
     lines = [line for _, _, line in message_locations(error.found) if line is not None]
     assert lines == sorted(lines)
-    output = result.output.removeprefix("error[several-mistakes]: ").splitlines()
+    output = result.output.removeprefix("error[several-errors]: ").splitlines()
     assert output == [str(found) for found in error.found]
 
 

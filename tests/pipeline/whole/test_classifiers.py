@@ -45,7 +45,7 @@ def home(folder, family, problem, recipe=CHAIN, pairs=True, **config):
     names = {} if problem == REGRESSION else {"id2label": dict(enumerate(classifiers.CLASS_NAMES))}
     outputs = {"labels": 1 if problem == REGRESSION else 3}
     classifiers.MAKERS[family](folder / "m", **(outputs | names | config))
-    classifiers.write_labelled_rows(folder / "data.jsonl", problem, pairs=pairs)
+    classifiers.write_labeled_rows(folder / "data.jsonl", problem, pairs=pairs)
     (folder / "recipe.yaml").write_text(recipe)
     return folder
 
@@ -334,14 +334,14 @@ def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
     assert all(value in str(command_error(result)) for value in ("x.jsonl:1: ", "'nobody'"))
 
 
-UNLABELLED = SHORT.replace("{latency: false}", "{latency: false, quality: [agreement]}").replace(
+UNLABELED = SHORT.replace("{latency: false}", "{latency: false, quality: [agreement]}").replace(
     "quantize: {}", "prune: {targets: [ffn], keep_ratio: 0.7, importance: magnitude}"
 )
 
 
 @pytest.mark.parametrize(("family", "problem"), [("distilbert", SINGLE_LABEL), ("bert", MULTI_LABEL)])
 def test_samples_without_labels_are_scored_by_agreement_with_the_baseline(tmp_path, family, problem):
-    folder = home(tmp_path, family, problem, UNLABELLED, problem_type=problem)
+    folder = home(tmp_path, family, problem, UNLABELED, problem_type=problem)
     rows = [{"text": text} for text in tiny.SENTENCES]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(folder).exit_code == 0
@@ -367,7 +367,7 @@ def test_samples_without_labels_are_scored_by_agreement_with_the_baseline(tmp_pa
 
 
 def test_numbers_have_no_agreement(tmp_path):
-    folder = home(tmp_path, "bert", REGRESSION, UNLABELLED)
+    folder = home(tmp_path, "bert", REGRESSION, UNLABELED)
     assert command_error(harness.smelt("plan", folder / "recipe.yaml")).code == "does-not-fit-labels"
 
 

@@ -13,7 +13,7 @@ from smelt import InputError
 from smelt.pipeline.plan.load_plan import load_plan
 from tests.support import harness
 from tests.support.expected_errors import command_error, raises_code
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 from tests.support.processes import forked_workers
 
 RECIPE = """
@@ -113,7 +113,7 @@ def test_init_writes_a_recipe_that_can_be_planned(here: Path) -> None:
         ({"model: m.onnx": "model: n.onnx"}, "missing-file", "model", ("n.onnx", "'m.onnx'?")),
     ],
 )
-def test_mistakes_of_recipes_are_said_with_their_line(
+def test_errors_of_recipes_are_said_with_their_line(
     here: Path, changes: dict[str, str], code: str, setting: str, named: tuple[str, ...]
 ) -> None:
     with raises_code(code, InputError) as caught:
@@ -124,7 +124,7 @@ def test_mistakes_of_recipes_are_said_with_their_line(
     assert [value for value in named if value not in found.message] == []
 
 
-def test_all_mistakes_are_said_at_once(here: Path) -> None:
+def test_all_errors_are_said_at_once(here: Path) -> None:
     graphs.save_model(graphs.cyclic_model(), here / "m.onnx")
     changes = {"test: test.npz": "test: gone.npz", "stages: []": "stages: [prune: {}]", "seed": "seed"}
     error = command_error(harness.smelt("plan", recipe(here, **changes), code=2))
@@ -134,7 +134,7 @@ def test_all_mistakes_are_said_at_once(here: Path) -> None:
     }
 
 
-def test_a_file_without_an_input_is_one_mistake(here: Path) -> None:
+def test_a_file_without_an_input_is_one_error(here: Path) -> None:
     np.savez("test.npz", wrong=np.ones((4, 8), np.float32))
     (here / "r.yaml").write_text(RECIPE.replace("STAGES", "[simplify: {}]").replace("LATENCY", "false"))
     with pytest.raises(InputError) as refused:

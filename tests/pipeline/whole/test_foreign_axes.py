@@ -10,7 +10,7 @@ import smelt
 from smelt import InputError
 from smelt.pipeline.plan.load_plan import load_plan
 from tests.support import harness
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 from tests.support.processes import forked_workers
 
 NAMED = (["batch", "time", 4], ["layers", "batch", 8], ["layers", "batch", 8])

@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 from smelt import InputError
 from smelt.pipeline.plan.load_plan import load_plan
 from tests.support.expected_errors import raises_code
-from tests.support.graphs import third_party_graphs as graphs
+from tests.support.graphs import imported_graphs as graphs
 
 RECIPE = """
 model: m.onnx

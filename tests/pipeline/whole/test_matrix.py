@@ -51,7 +51,7 @@ FAMILY = {"t5-gated": "t5"} | {f"{name}-embedder": name for name in embedders.FA
 DATA = {
     "translation": tiny.write_pairs,
     "summarization": tiny.write_pairs,
-    "text-classification": tiny.write_labelled,
+    "text-classification": tiny.write_labeled,
     images.TASK: images.write_rows,
     "language-modeling": lambda path: causal.write_lines(path, 1),
     embedders.TASK: embedders.write_rows,

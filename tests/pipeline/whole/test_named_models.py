@@ -15,7 +15,7 @@ from tests.support.pairs.matrix import matrix_cells
 TASKS = {
     "image-classification": (images.write_model, images.write_rows),
     "sentence-similarity": (embedders.write_embedder, embedders.write_rows),
-    "text-classification": (tiny.write_bert, lambda path: tiny.write_labelled(path, 8)),
+    "text-classification": (tiny.write_bert, lambda path: tiny.write_labeled(path, 8)),
     "translation": (tiny.write_marian, lambda path: tiny.write_pairs(path, 8)),
 }
 

@@ -39,7 +39,7 @@ def _forked():
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     tiny.write_bert(folder / "m")
-    tiny.write_labelled(folder / "data.jsonl", 8)
+    tiny.write_labeled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", code=0)
     return folder

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(has_cuda(), reason="here engines can be run")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     tiny.write_bert(folder / "m")
-    tiny.write_labelled(folder / "data.jsonl", 8)
+    tiny.write_labeled(folder / "data.jsonl", 8)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 

@@ -84,7 +84,7 @@ def test_eval_gives_the_scores_of_the_report(chain):
     assert list(alone) == ["spearman", "pearson"]
     for metric, code, named in (
         ("agreement", "missing-data", "--baseline ARTIFACT"),
-        ("accuracy", "unknown-metric", "accuracy"),
+        ("accuracy", "unkncustom-metric", "accuracy"),
     ):
         error = command_error(
             harness.smelt("eval", artifacts / "onnx", *arguments, "--metric", metric, code=2)
@@ -273,7 +273,7 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
         ),
     ],
 )
-def test_a_mistake_is_named_before_any_work(change, code, setting, named, tmp_path):
+def test_an_error_is_named_before_any_work(change, code, setting, named, tmp_path):
     folder = home(tmp_path, **change)
     error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))
     found = [one for one in error.found if (one.code, one.setting) == (code, setting)]

@@ -113,14 +113,14 @@ def test_texts_without_summaries_are_scored_by_agreement_with_the_baseline(home)
     from sacrebleu.metrics.chrf import CHRF
 
     rows = "".join(json.dumps({"dialogue": text}) + "\n" for text in tiny.SENTENCES)
-    (home / "unlabelled.jsonl").write_text(rows)
+    (home / "unlabeled.jsonl").write_text(rows)
     artifacts = home / "run" / "artifacts"
     printed = [
         harness.smelt("predict", artifacts / name, *tiny.SENTENCES, "--max-new-tokens", 6).output.splitlines()
         for name in ("factorize", "model")
     ]
     result = harness.smelt(
-        *("eval", artifacts / "factorize", "--data", home / "unlabelled.jsonl", "--metric", "agreement"),
+        *("eval", artifacts / "factorize", "--data", home / "unlabeled.jsonl", "--metric", "agreement"),
         *("--baseline", artifacts / "model", "--column", "source=dialogue", "--max-new-tokens", 6, "--json"),
     )
     assert result.exit_code == 0, result.output

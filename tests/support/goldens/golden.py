@@ -120,7 +120,7 @@ def _run_stage(word: str, settings: Any, source: Path, task: str, teacher: Any, 
     elif task == images.TASK:
         split = images.read_rows(images.write_rows(rows.with_suffix(".jsonl")))
     else:
-        write = tiny.write_labelled if task == "text-classification" else tiny.write_pairs
+        write = tiny.write_labeled if task == "text-classification" else tiny.write_pairs
         split = read_split(str(write(rows.with_suffix(".jsonl"), 16)), task, Columns(), out)
     data = {"train": split, "validation": split}
     ctx = Context(
@@ -136,11 +136,11 @@ def _run_on_graph(case: Case, folder: Path) -> tuple[Path, Path]:
     """Run a stage on an imported graph; return the folders of the graph and of the result."""
     from smelt.pipeline.recipe.stages import load_stage
     from tests.support import harness
-    from tests.support.graphs import third_party_graphs
+    from tests.support.graphs import imported_graphs
 
     stage = load_stage(case.stage)
-    source = third_party_graphs.make_artifact(folder / "source", third_party_graphs.two_layer_classifier())
-    rows = {"calibration": third_party_graphs.make_split()}
+    source = imported_graphs.make_artifact(folder / "source", imported_graphs.two_layer_classifier())
+    rows = {"calibration": imported_graphs.make_split()}
     settings = stage.settings_type(**case.settings)
     return source.path, harness.run_stage(stage(), settings, source, folder / "out", data=rows).out
 

@@ -60,7 +60,7 @@ def _run(home: Path, kind: str) -> None:
     make, task = KINDS[kind]
     make(home / "m")
     if task == "text-classification":
-        data = tiny.write_labelled(home / "data.jsonl", 6)
+        data = tiny.write_labeled(home / "data.jsonl", 6)
     elif task == "language-modeling":
         data = causal.write_lines(home / "data.txt", 1)
     elif task == images.TASK:

@@ -1,4 +1,4 @@
-"""Mistakes that an export could make, put into a finished graph: each must be found by the comparison.
+"""Errors that an export could make, put into a finished graph: each must be found by the comparison.
 
 A mutation takes an onnx.ModelProto, changes it in place, and raises `Nothing` where it has nothing to change.
 `ALL` holds them by name.

@@ -85,7 +85,7 @@ def _save_model(kind: Any, config: Any, folder: Path, seed: int) -> Path:
     return folder
 
 
-def write_labelled_rows(path: Path, problem: str, pairs: bool = False, rows: int = 8) -> Path:
+def write_labeled_rows(path: Path, problem: str, pairs: bool = False, rows: int = 8) -> Path:
     """Write `rows` rows as JSON lines: names of NAMES, lists of them, or numbers, by the problem type."""
     label_of = {
         "single_label_classification": lambda i: CLASS_NAMES[i % 3],

@@ -133,7 +133,7 @@ def run_stage(stage: Any, settings: Any, source: Path, family: str, out: Path) -
     if task == "language-modeling":
         file = causal.write_lines(out.with_suffix(".txt"), 2)
     else:
-        file = (tiny.write_labelled if task == "text-classification" else tiny.write_pairs)(
+        file = (tiny.write_labeled if task == "text-classification" else tiny.write_pairs)(
             out.with_suffix(".jsonl")
         )
     return harness.run_stage(stage, settings, source, out, task, read_split(str(file), task, Columns(), out))

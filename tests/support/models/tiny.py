@@ -168,7 +168,7 @@ def read_pairs(folder: Path) -> Any:
     return read_split(str(write_pairs(folder / "rows.jsonl")), "translation", Columns(), folder)
 
 
-def write_labelled(path: Path, rows: int = 8) -> Path:
+def write_labeled(path: Path, rows: int = 8) -> Path:
     """Write `rows` classification rows as JSON lines."""
     lines = [{"text": SENTENCES[i % len(SENTENCES)], "label": i % 2} for i in range(rows)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -48,7 +48,7 @@ LANGUAGES = {
 DATA: dict[str, Callable[[Path], Any]] = {
     "translation": tiny.write_pairs,
     "summarization": tiny.write_pairs,
-    "text-classification": tiny.write_labelled,
+    "text-classification": tiny.write_labeled,
     images.TASK: images.write_rows,
     "language-modeling": lambda path: causal.write_lines(path, 1),
     SENTENCE_SIMILARITY: embedders.write_rows,

@@ -35,13 +35,13 @@ _WORKER_IMPORTS = [
     *("smelt.evaluate.latency.worker", "transformers.modeling_utils", "transformers.tokenization_utils_base"),
 ]
 _ISOLATED_IMPORTS = [
-    *("smelt.runtimes.third_party.validate_graph", "smelt.runtimes.third_party.trial_run"),
-    *("smelt.export.third_party.output_comparison", "smelt.export.third_party.stages"),
+    *("smelt.runtimes.onnx_import.validate_graph", "smelt.runtimes.onnx_import.trial_run"),
+    *("smelt.export.onnx_models.output_comparison", "smelt.export.onnx_models.stages"),
     *("onnx", "onnx.shape_inference", "onnxruntime"),
 ]
 _NOT_FORKED = (
     "tests/core/test_isolated_process.py",
-    "tests/runtimes/third_party/",
+    "tests/runtimes/onnx_import/",
     "tests/pipeline/faults/",
     "tests/export/tensorrt/test_check_file.py",
 )

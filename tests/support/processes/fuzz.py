@@ -186,11 +186,11 @@ def _run_command(words: tuple[str, ...], work: Path) -> str | None:
 
 def write_files(home: Path, kind: str) -> None:
     """Write the files of `kind` into the new folder `home`."""
-    from tests.support.graphs import exported_artifacts, third_party_graphs
+    from tests.support.graphs import exported_artifacts, imported_graphs
     from tests.support.models import images, tiny
 
     home.mkdir()
-    tiny.write_labelled(home / "data.jsonl", 8)
+    tiny.write_labeled(home / "data.jsonl", 8)
     rows = [json.loads(line) for line in (home / "data.jsonl").read_text().splitlines()]
     for end, sign in (("csv", ","), ("tsv", "\t")):
         lines = [sign.join(rows[0]), *(sign.join(str(value) for value in row.values()) for row in rows)]
@@ -204,7 +204,7 @@ def write_files(home: Path, kind: str) -> None:
         run = exported_artifacts.exported_artifact("classifier").parent.parent
         shutil.copytree(run, home / "run", symlinks=False)
     if kind == "foreign":
-        third_party_graphs.save_model(third_party_graphs.two_layer_classifier(), home / "g.onnx")
+        imported_graphs.save_model(imported_graphs.two_layer_classifier(), home / "g.onnx")
     if kind == "images":
         import smelt
 

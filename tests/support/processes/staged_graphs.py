@@ -123,12 +123,12 @@ def _run_stages(
     """Tell of each stage (stage, how it ended, what is wrong or None)."""
     from smelt.data.npz_arrays import SampleArrays
     from smelt.data.splits import split_from_arrays
-    from tests.support.graphs import third_party_graphs
+    from tests.support.graphs import imported_graphs
 
     if here:
         _run_requests_inline()
     shutil.rmtree(folder, ignore_errors=True)
-    source = third_party_graphs.make_artifact(folder / "source", graph.model)
+    source = imported_graphs.make_artifact(folder / "source", graph.model)
     data = {"calibration": split_from_arrays("rows.npz", SampleArrays(graph.rows(ROWS, 1), ROWS))}
     wanted = _run_graph(folder / "source" / "model.onnx", graph, 1)
     for stage in stages:
@@ -145,7 +145,7 @@ def _run_requests_inline() -> None:
         main = getattr(importlib.import_module(module), function or "subprocess_main")
         return json.loads(json.dumps(main(list(arguments))))
 
-    for name in ("smelt.export.third_party.stages", "smelt.runtimes.third_party.trial_run"):
+    for name in ("smelt.export.onnx_models.stages", "smelt.runtimes.onnx_import.trial_run"):
         importlib.import_module(name).run_isolated = run_here  # type: ignore[attr-defined]
 
 
@@ -190,8 +190,8 @@ def _run_stage(
 
 
 def _stage_and_settings(name: str) -> tuple[Any, Any]:
-    from smelt.export.third_party.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
-    from smelt.export.third_party.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
+    from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+    from smelt.export.onnx_models.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
 
     if name == "simplify":
         return Simplify(), SimplifySettings()

@@ -24,7 +24,7 @@ def template(tmp_path_factory):
     folder = tmp_path_factory.mktemp("template")
     tiny.write_bert(folder / "m")
     tiny.write_marian(folder / "t")
-    tiny.write_labelled(folder / "data.jsonl", 8)
+    tiny.write_labeled(folder / "data.jsonl", 8)
     tiny.write_pairs(folder / "pairs.jsonl", 8)
     return folder
 
@@ -38,7 +38,7 @@ def home(template, tmp_path):
 
 
 def assert_refused(home, recipe, *codes, command="plan"):
-    """Expect exit code 2 and mistakes with `codes`, in the order of their lines; return the error."""
+    """Expect exit code 2 and errors with `codes`, in the order of their lines; return the error."""
     if recipe is not None:
         (home / "recipe.yaml").write_text(recipe)
     more = ["--out", home / "r", "--quiet"] if command == "run" else []

@@ -105,7 +105,7 @@ def plan_stages(
     return load_plan(path, overrides, until)
 
 
-def plan_mistakes(folder: Path, stages: str, *overrides: str, **more: Any) -> list[Message]:
+def plan_errors(folder: Path, stages: str, *overrides: str, **more: Any) -> list[Message]:
     """Return what the plan of a recipe is refused for."""
     with pytest.raises(InputError) as caught:
         plan_stages(folder, stages, *overrides, **more)

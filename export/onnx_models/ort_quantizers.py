@@ -1,0 +1,439 @@
+"""Run ONNX Runtime's quantizers with calibrated ranges and float nodes; the settings of `quantize-onnx`.
+
+The range of each activation is calibrated on samples, as onnxruntime.quantization computes it. onnxruntime
+keeps every activation of every sample until the last one, and requires all samples to have one shape. Here
+samples are run twice: first for the minimum and maximum, then, if the method needs them, for histograms of
+that range. That gives onnxruntime's histogram of all samples at once in the memory of one call. The
+thresholds are computed by its own HistogramCollector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from smelt.core.errors import SettingError
+from smelt.core.stage import Context, Settings
+from smelt.export.onnx_models.graph_samples import Feeds
+from smelt.export.onnx_models.prepare_for_quantizer import (
+    float_only_nodes,
+    has_huge_values,
+    masked_values,
+    unfused_activations,
+    unquantizable_nodes,
+)
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, GRAPH_SCHEMES, STATIC_SCHEME, find_scheme
+from smelt.runtimes.graph_walk import iter_graphs, iter_initializers
+
+CalibrationMethodName = Literal["minmax", "entropy", "percentile"]
+# onnxruntime's own defaults (quantization/calibrate.py, create_calibrator).
+_HISTOGRAM_BINS = {"entropy": 128, "percentile": 2048}
+_LEVELS, _PERCENTILE = 128, 99.999
+
+
+class ActivationCalibration:
+    """The result of calibration.
+
+    ranges: an onnxruntime TensorsData for the quantizer. huge: values without a range, because they were
+    infinite or nearly so on the samples.
+    """
+
+    def __init__(self, ranges: Any, huge: set[str]) -> None:
+        self.ranges, self.huge = ranges, huge
+
+
+def calibrate_activations(
+    path: Path,
+    operators: Sequence[str],
+    method: CalibrationMethodName,
+    feeds: Sequence[Feeds],
+    exclude: Collection[str],
+    folder: Path,
+) -> ActivationCalibration:
+    """Return the calibration ranges of the inputs and outputs of nodes of `operators` in the graph `path`.
+
+    Args:
+        path: an ONNX file.
+        operators: operator types.
+        method: minmax, entropy or percentile.
+        feeds: the samples, call by call; calls may have different shapes.
+        exclude: values that need no range.
+        folder: an empty one for files.
+    """
+    from onnxruntime.quantization import CalibrationMethod, TensorsData
+    from onnxruntime.quantization.calibrate import HistogramCollector
+
+    calls = _ActivationReader(path, operators, feeds, exclude, folder)
+    ends: dict[str, tuple[Any, Any, Any]] = {}
+    huge: set[str] = set()
+    for name, values in calls:
+        if has_huge_values(values):
+            huge.add(name)
+        elif values.size:
+            ends[name] = _merge_ranges(ends.get(name), values)
+    nothing = np.float32(0)
+    pairs = {name: ends.get(name, (nothing,) * 3)[:2] for name in calls.names if name not in huge}
+    kind = {
+        "minmax": CalibrationMethod.MinMax, "entropy": CalibrationMethod.Entropy,
+        "percentile": CalibrationMethod.Percentile,
+    }[method]  # fmt: skip
+    if method == "minmax" or not pairs:
+        return ActivationCalibration(TensorsData(CalibrationMethod.MinMax, pairs), huge)
+    absolute = method == "percentile"
+    collector = HistogramCollector(method, absolute, _HISTOGRAM_BINS[method], _LEVELS, _PERCENTILE, "same")
+    histograms = _histograms(calls, ends, _HISTOGRAM_BINS[method], absolute, huge)
+    collector.histogram_dict = {
+        name: (*histogram, *ends[name][:2], ends[name][2]) for name, histogram in histograms.items()
+    }
+    found: dict[str, Any] = {}
+    if histograms:
+        with redirect_stdout(StringIO()):
+            found = collector.compute_collection_result()
+    # constant values, and values too close to each other for bins, keep their minimum and maximum
+    known = {name: found.get(name, (*pair, np.zeros(1), np.zeros(1))) for name, pair in pairs.items()}
+    return ActivationCalibration(TensorsData(kind, known), huge)
+
+
+class _ActivationReader:
+    """Run the graph call by call and yield each value by its name; can be iterated more than once."""
+
+    def __init__(
+        self, path: Path, operators: Sequence[str], feeds: Sequence[Feeds], but: Collection[str], folder: Path
+    ) -> None:
+        from onnxruntime.quantization import CalibrationMethod, create_calibrator
+
+        from smelt.export.graph_files import MAX_INLINE_BYTES, external_data_path
+
+        size = sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
+        calibrator = create_calibrator(
+            path, list(operators), str(folder / "augmented.onnx"), CalibrationMethod.Percentile,
+            use_external_data_format=size > MAX_INLINE_BYTES,
+        )  # fmt: skip
+        self.names = sorted(set(calibrator.tensors_to_calibrate) - set(but))
+        self._session = calibrator.infer_session
+        self._feeds = feeds
+
+    def __iter__(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        from smelt.export.onnx_models.graph_samples import cast_feeds
+
+        kinds = {item.name: item.type for item in self._session.get_inputs()}
+        for feeds in self._feeds if self.names else ():
+            inputs = cast_feeds(feeds, kinds)
+            for name, value in zip(self.names, self._session.run(self.names, inputs), strict=True):
+                yield name, value.ravel()
+
+
+def _merge_ranges(before: tuple[Any, Any, Any] | None, values: NDArray[Any]) -> tuple[Any, Any, Any]:
+    """Return the minimum, the maximum and the smallest magnitude; NaN is ignored."""
+    if np.isnan(values).all():
+        return before or (np.float32(0),) * 3
+    low, high, least = np.nanmin(values), np.nanmax(values), np.nanmin(np.abs(values))
+    return (
+        (low, high, least) if before is None
+        else (min(before[0], low), max(before[1], high), min(before[2], least))
+    )  # fmt: skip
+
+
+def _histograms(
+    calls: _ActivationReader,
+    ends: dict[str, tuple[Any, Any, Any]],
+    bins: int,
+    absolute: bool,
+    huge: Collection[str],
+) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
+    """Return counts and edges of the bins of each value, or of its magnitudes if `absolute`."""
+    found: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+    narrow: set[str] = set()
+    for name, values in calls:
+        if name in huge or name in narrow or name not in ends:
+            continue
+        low, high, least = ends[name]
+        most = max(abs(low), abs(high))
+        seen = values[~np.isnan(values)]
+        try:
+            counts, edges = np.histogram(
+                np.abs(seen) if absolute else seen, bins, range=(least, most) if absolute else (-most, most)
+            )
+        except ValueError:  # numpy: too many bins for the range, so nearly all values are equal
+            narrow.add(name)
+            found.pop(name, None)
+            continue
+        found[name] = (counts + found[name][0] if name in found else counts, edges.astype(np.float32))
+    return found
+
+
+if TYPE_CHECKING:
+    GraphScheme = str
+else:
+    GraphScheme = Literal[GRAPH_SCHEMES]
+
+# Conv would become ConvInteger, which uses one thread and does not support int8 weights on the CPU.
+_DYNAMIC_OPS = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "Gather")
+# ReLU and Clip are fused into a convolution, which is faster and rounds once less. Others lose more than they
+# gain: Add and Softmax raise the error of MiniLM from 0.17 to 0.6 of its standard deviation
+# (docs/measurements/own-onnx.md).
+_STATIC_OPS = ("Conv", "MatMul", "Gemm", "Relu", "Clip")
+# A graph without any of these has nothing to quantize.
+WEIGHTED_OPS = (*_DYNAMIC_OPS, "Conv", "ConvTranspose")
+
+
+class QuantizeOnnxSettings(Settings):
+    """Settings of `quantize-onnx`."""
+
+    scheme: GraphScheme = Field(
+        default=DEFAULT_SCHEME,
+        description="int8-dynamic: activation ranges at run time; int8-static: calibrated (needed for"
+        " convolutions)",
+    )
+    calibration_method: Literal["minmax", "entropy", "percentile"] = Field(
+        default="minmax",
+        description=f"{STATIC_SCHEME}: calibration of activation ranges",
+    )
+    calibration_samples: int = Field(
+        default=128,
+        ge=1,
+        le=100_000,
+        description=f"{STATIC_SCHEME}: from calibration, else validation, train",
+    )
+    per_channel: bool = Field(default=True, description="one weight scale per output channel")
+    target: Literal["ort-cpu", "tensorrt"] = Field(
+        default="ort-cpu",
+        description=f"{STATIC_SCHEME}: ort-cpu: uint8 activations; tensorrt: symmetric int8",
+    )
+    op_types: tuple[str, ...] = Field(
+        default=(),
+        description="operators to quantize; default by scheme",
+    )
+    exclude: tuple[str, ...] = Field(default=(), description="names of nodes kept in float32")
+    max_difference: float | None = Field(
+        default=None,
+        gt=0,
+        description="largest root mean square error of an output, in its standard deviations; default by"
+        " scheme",
+    )
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        if not self.uses_calibration and self.calibration_method != "minmax":
+            raise SettingError(
+                f"calibration_method is for {STATIC_SCHEME}; {self.scheme} computes activation ranges at run"
+                " time. Remove calibration_method",
+                code="settings-conflict",
+            )
+        if self.target in find_scheme(self.scheme).unsupported_targets:
+            raise SettingError(
+                f"TensorRT does not support dynamic quantization. Set scheme: {STATIC_SCHEME}",
+                code="unsupported-target",
+            )
+        return self
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether activation ranges come from calibration samples."""
+        return find_scheme(self.scheme).requires_calibration
+
+    @property
+    def quantized_op_types(self) -> list[str]:
+        """The operators to quantize."""
+        return list(self.op_types or (_STATIC_OPS if self.uses_calibration else _DYNAMIC_OPS))
+
+    @property
+    def difference_limit(self) -> float:
+        """The largest difference from the float graph, in standard deviations of an output."""
+        return (
+            find_scheme(self.scheme).max_graph_error if self.max_difference is None else self.max_difference
+        )
+
+
+# Their outputs are rounded once less than those of a convolution: int8 consumers round their own inputs, and
+# all others (sums, norms, activations) compute in float anyway. MiniLM: less error and not slower.
+_FLOAT_OUTPUT_OPS = ("MatMul", "Gemm")
+_MAX_NAMED = 5  # nodes in a warning
+_MATRIX = 2  # dimensions
+
+
+def run_ort_quantizer(
+    source: Path, target: Path, settings: QuantizeOnnxSettings, feeds: list[Any], ctx: Context
+) -> None:
+    """Write the quantized graph of `source` as `target`.
+
+    Args:
+        source: a graph as `prepare_for_quantizer` returns it.
+        target: in a folder for temporary files.
+        settings: of the stage.
+        feeds: calibration samples, call by call.
+        ctx: gets a warning of the nodes that remain float.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.quant_utils import load_model_with_shape_infer, update_opset_version
+
+    from smelt.export.graph_files import MAX_INLINE_BYTES, external_data_path
+
+    size = sum(file.stat().st_size for file in (source, external_data_path(source)) if file.is_file())
+    model = update_opset_version(load_model_with_shape_infer(source), QuantType.QInt8)
+    kinds = _value_types(model.graph)
+    kept = float_only_nodes(model, kinds, settings.quantized_op_types)
+    bodies = list(iter_graphs(model.graph))[1:]
+    if settings.uses_calibration:
+        kept = unfused_activations(model.graph, settings.quantized_op_types) | kept
+        found = _calibrate(source, model, kinds, settings, feeds, target.parent)
+        for at, node in enumerate(model.graph.node):
+            if node.op_type in settings.quantized_op_types and found.huge & {*node.input, *node.output}:
+                kept.setdefault(at, "unbounded values on the calibration samples")
+        _warn_about_subgraphs(model.graph, bodies, settings, ctx)
+        single = _per_tensor_overrides(model, settings) if settings.per_channel else {}
+        if single:
+            ctx.warn(
+                "per-tensor-weights",
+                f"{len(single):,} weight{'s have' if len(single) > 1 else ' has'} one scale instead of one"
+                " per channel, because ONNX Runtime does not support per-channel scales for batched"
+                " matrices, constant first operands and grouped ConvTranspose with a bias.",
+            )
+        names = [*settings.exclude, *_name_float_nodes(model.graph, kept, ctx)]
+        quantizer = _qdq_quantizer(model, found.ranges, names, settings)
+        quantizer.quantize_model()
+        quantizer.model.save_model_to_file(target, size > MAX_INLINE_BYTES)
+        return
+    vectors = {tensor.name for tensor in iter_initializers(model.graph) if len(tensor.dims) == 1}
+    kept |= _vector_products(model.graph, vectors, settings)
+    names = [*settings.exclude, *_name_float_nodes(model.graph, kept, ctx)]
+    for body in bodies:
+        unfit = unquantizable_nodes(body, kinds, settings.quantized_op_types)
+        unfit |= _vector_products(body, vectors, settings)
+        # the quantizer does not find weights of an LSTM in an outer graph
+        unfit |= {
+            at: "inside If, Loop or Scan" for at, node in enumerate(body.node) if node.op_type == "LSTM"
+        }
+        names += _name_float_nodes(body, unfit, ctx)
+    quantize_dynamic(
+        model if kept or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
+        per_channel=settings.per_channel,
+        # Without VNNI int8 weights need x64quantprecision, which ONNX Runtime does not apply in inner graphs
+        weight_type=QuantType.QUInt8 if bodies else QuantType.QInt8,
+        nodes_to_exclude=[*names, *(f"{name}_MatMul" for name in names)],  # of a Gemm
+        use_external_data_format=size > MAX_INLINE_BYTES,
+        extra_options={"DefaultTensorType": 1, "EnableSubgraph": bool(bodies)},
+    )  # fmt: skip
+
+
+def _vector_products(graph: Any, vectors: Collection[str], settings: QuantizeOnnxSettings) -> dict[int, str]:
+    """Return the indices of the MatMul by a constant vector, which ONNX Runtime's int8 operators reject."""
+    if "MatMul" not in settings.quantized_op_types:
+        return {}
+    return {
+        index: "a vector as its weight"
+        for index, node in enumerate(graph.node)
+        if node.op_type == "MatMul" and node.input[1] in vectors
+    }
+
+
+def _value_types(graph: Any) -> dict[str, int]:
+    """Return the type of each value whose type is known, as an onnx.TensorProto number."""
+    values = (*graph.value_info, *graph.input, *graph.output)
+    kinds = {value.name: value.type.tensor_type.elem_type for value in values}
+    return kinds | {tensor.name: tensor.data_type for tensor in graph.initializer}
+
+
+def _calibrate(
+    source: Path, model: Any, kinds: Mapping[str, int], settings: QuantizeOnnxSettings, feeds: list[Any],
+    folder: Path,
+) -> ActivationCalibration:  # fmt: skip
+    from onnx import TensorProto
+
+    wide = {name for name, kind in kinds.items() if kind != TensorProto.FLOAT}
+    with TemporaryDirectory(dir=folder) as temporary:
+        but = masked_values(model.graph) | wide
+        return calibrate_activations(
+            source, settings.quantized_op_types, settings.calibration_method, feeds, but, Path(temporary)
+        )
+
+
+def _warn_about_subgraphs(
+    graph: Any, bodies: list[Any], settings: QuantizeOnnxSettings, ctx: Context
+) -> None:
+    """Warn about weights of inner graphs, which static quantization leaves in float."""
+    sizes = {tensor.name: 4 * math.prod(tensor.dims) for tensor in graph.initializer}
+    nodes = (node for body in bodies for node in body.node if node.op_type in settings.quantized_op_types)
+    read = {name for node in nodes for name in node.input if name in sizes}
+    if read:
+        total = sum(sizes[name] for name in read) / 1e6
+        ctx.warn(
+            "weights-kept-float",
+            f"{len(read):,} weight{'s remain' if len(read) > 1 else ' remains'} float ({total:.2g} MB): they"
+            " are used inside If, Loop or Scan, where activations cannot be calibrated. Use scheme:"
+            f" {DEFAULT_SCHEME} to quantize them.",
+        )
+
+
+def _per_tensor_overrides(model: Any, settings: QuantizeOnnxSettings) -> dict[str, list[dict[str, Any]]]:
+    """Return overrides for the weights that get a single scale, as ONNX Runtime requires.
+
+    These are stacks of matrices, first operands, whose outputs are their rows, and weights of a ConvTranspose
+    in groups with a bias: its scales are those of one group's outputs, but the bias has those of all groups.
+    """
+    from onnxruntime.quantization import QuantType
+
+    ranks = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
+    products = [node for node in model.graph.node if node.op_type == "MatMul"]
+    names = {node.input[0] for node in products if node.input[0] in ranks}
+    names |= {name for node in products for name in node.input if ranks.get(name, 0) > _MATRIX}
+    names |= {
+        node.input[1]
+        for node in model.graph.node
+        if node.op_type in settings.quantized_op_types
+        and node.op_type == "ConvTranspose"
+        and node.input[1] in ranks
+        and node.input[2:3] not in ([], [""])
+        and any(attribute.name == "group" and attribute.i > 1 for attribute in node.attribute)
+    }
+    return {name: [{"quant_type": QuantType.QInt8}] for name in sorted(names)}
+
+
+def _name_float_nodes(graph: Any, kept: Mapping[int, str], ctx: Context) -> list[str]:
+    """Return the names of the nodes at the indices `kept`, giving them unique names; warn about them."""
+    if not kept:
+        return []
+    times = Counter(node.name for node in graph.node)
+    for at in kept:
+        if times[graph.node[at].name] > 1 or not graph.node[at].name:
+            name = f"{graph.node[at].op_type}_{at}"
+            while name in times:
+                name += "_"
+            graph.node[at].name = name
+            times[name] += 1
+    found = [graph.node[at].name for at in kept]
+    listed = ", ".join(f"{graph.node[at].name} ({why})" for at, why in list(kept.items())[:_MAX_NAMED])
+    more = f" and {len(kept) - _MAX_NAMED:,} more" if len(kept) > _MAX_NAMED else ""
+    ctx.warn(
+        "nodes-kept-float",
+        f"{len(kept):,} node{'s remain' if len(kept) > 1 else ' remains'} float: {listed}{more}.",
+    )
+    return found
+
+
+def _qdq_quantizer(model: Any, ranges: Any, exclude: list[str], settings: QuantizeOnnxSettings) -> Any:
+    """Return onnxruntime's QDQQuantizer, which `quantize_static` runs after its own calibration."""
+    from onnxruntime.quantization import QDQQuantizer, QuantType
+
+    symmetric = settings.target == "tensorrt"
+    return QDQQuantizer(
+        model, settings.per_channel, False, QuantType.QInt8,
+        QuantType.QInt8 if symmetric else QuantType.QUInt8,
+        ranges, [], exclude, settings.quantized_op_types,
+        {
+            "ActivationSymmetric": symmetric, "WeightSymmetric": True, "DefaultTensorType": 1,
+            "TensorQuantOverrides": _per_tensor_overrides(model, settings),
+            "OpTypesToExcludeOutputQuantization": list(_FLOAT_OUTPUT_OPS),
+            "QuantizeBias": not symmetric,  # TensorRT does not support int32 biases
+        },
+    )  # fmt: skip

@@ -1,0 +1,419 @@
+"""The stage `quantize-onnx`: run ONNX Runtime's quantizers on a third-party graph, and make the result valid.
+
+The quantizers' graphs are corrected in node order, domains and scales of stacked matrices.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import numpy as np
+
+from smelt.core.artifact import Artifact, Format
+from smelt.core.errors import InputError, RunError
+from smelt.core.stage import Context, Need, Settings
+from smelt.data.npz_arrays import SampleAxes
+from smelt.data.splits import ALL_TASKS, CUSTOM_TASK, Task
+from smelt.export.onnx_models.normalize_graph import (
+    copy_graphs,
+    copy_model_files,
+    iter_model_nodes,
+    ordered_graphs,
+    rename_reserved,
+    restore_names,
+)
+from smelt.export.onnx_models.ort_quantizers import WEIGHTED_OPS, QuantizeOnnxSettings, run_ort_quantizer
+from smelt.export.onnx_models.output_comparison import (
+    OutputComparison,
+    remove_passthrough_outputs,
+    require_close,
+    restore_passthrough_outputs,
+)
+from smelt.export.onnx_models.prepare_for_quantizer import PER_CHANNEL_OPSET, prepare_for_quantizer
+from smelt.models.costs import CostInputs, StepCost, one_shot_cost
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
+from smelt.runtimes.graph_walk import all_nodes, node_inputs, subgraphs
+
+
+def finalize_quantized(quantized: Path, source: Path) -> Any:
+    """Return the quantized graph in `quantized` as a valid onnx.ModelProto.
+
+    - The quantizers sort nodes without considering outer values that inner graphs (If, Loop, Scan) read.
+    - They drop the domain of nodes that contain graphs (com.microsoft.BeamSearch).
+    - A stack of matrices has one scale per column of all its matrices; MatMulInteger requires zero points and
+      scales of the shape of the stack, with one row.
+
+    Args:
+        quantized: the output of a quantizer.
+        source: its input.
+    """
+    from smelt.export.graph_files import read_graph
+
+    model = read_graph(quantized)
+    domains = {
+        node.output[0]: node.domain
+        for node in all_nodes(read_graph(source, values=False).graph.node)
+        if subgraphs(node)
+    }
+    for node in all_nodes(model.graph.node):
+        if subgraphs(node):
+            node.domain = domains.get(node.output[0], node.domain)
+    _sort_topologically(model.graph)
+    _broadcast_scales(model.graph)
+    return model
+
+
+def _sort_topologically(graph: Any) -> None:
+    """Sort nodes topologically and otherwise keep their order; also in inner graphs."""
+    # not onnx_ir 1.1's TopologicalSortPass: reading a graph, onnx_ir drops its sparse initializers
+    producers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
+    nodes = list(graph.node)
+    before = [sorted({producers[name] for name in node_inputs(node) if name in producers}) for node in nodes]
+    done: set[int] = set()
+    order: list[int] = []
+    for first in range(len(nodes)):
+        waiting = [first]
+        while waiting:
+            at = waiting[-1]
+            open_ends = [source for source in before[at] if source not in done]
+            if at in done or not open_ends:
+                waiting.pop()
+                if at not in done:
+                    done.add(at)
+                    order.append(at)
+            else:
+                waiting += open_ends[::-1]
+    if order != sorted(order):
+        del graph.node[:]
+        graph.node.extend([nodes[at] for at in order])
+    for node in graph.node:
+        for body in subgraphs(node):
+            _sort_topologically(body)
+
+
+def _broadcast_scales(graph: Any) -> None:
+    """Give the zero points and scales of stacked matrices the shape that MatMulInteger requires."""
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    for node in all_nodes(graph.node):
+        if node.op_type != "MatMulInteger" or len(node.input) < 4:
+            continue
+        matrix, zero = tensors.get(node.input[1]), tensors.get(node.input[3])
+        if matrix is None or zero is None or len(matrix.dims) < 3 or len(zero.dims) != 1:
+            continue
+        scale = tensors.get(f"{node.input[3].removesuffix('_zero_point')}_scale")
+        shape = [*matrix.dims[:-2], 1, matrix.dims[-1]]
+        for tensor in (zero, scale):
+            if tensor is not None and list(tensor.dims) == [shape[-1]]:
+                _broadcast_tensor(tensor, shape)
+
+
+def _broadcast_tensor(tensor: Any, shape: Sequence[int]) -> None:
+    from onnx import numpy_helper
+
+    values = np.broadcast_to(numpy_helper.to_array(tensor), shape)
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), tensor.name))
+
+
+_QUANTIZED_OPS = frozenset(
+    {
+        *("QuantizeLinear", "DequantizeLinear", "MatMulInteger", "DynamicQuantizeLinear", "ConvInteger"),
+        *("DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization"),
+    }
+)
+_MAX_COMPARED = 64  # samples on which the quantized graph is compared with the float one
+# Bytes of a float by its number in onnx.TensorProto: float, float16, double, bfloat16.
+_BYTES_BY_TYPE = {1: 4, 10: 2, 11: 8, 16: 2}
+_MIN_FLOAT_SHARE = 0.01  # fraction of the bytes of all weights, below which a float matrix is not reported
+_MAX_NAMED = 3
+
+
+# Of a quantized weight: one, and its share of scales.
+_QUANTIZED_BYTES = 1.05
+
+
+class QuantizeOnnx:
+    """Quantize a third-party ONNX model to int8.
+
+    ONNX Runtime's quantizers, with the settings below. In a recipe that starts
+    from an ONNX model, `quantize` means this stage too. The quantized graph is
+    run on samples of the data; its difference from the float graph is reported
+    as agreement and parity.
+
+        - quantize-onnx: {scheme: int8-dynamic}
+        - quantize-onnx: {scheme: int8-static, calibration_method: entropy}
+        - quantize-onnx: {scheme: int8-static, exclude: [/head/MatMul]}
+    """
+
+    name: ClassVar[str] = "quantize-onnx"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
+    produces: ClassVar[Format] = "onnx"
+    needs: ClassVar[frozenset[Need]] = frozenset({"calibration"})
+    source: ClassVar[str] = (
+        "onnxruntime.quantization, https://onnxruntime.ai/docs/performance/model-optimizations"
+    )
+    version: ClassVar[int] = 7
+    imported_only: ClassVar[bool] = True
+    needs_float: ClassVar[bool] = True
+    settings_type: ClassVar[type[Settings]] = QuantizeOnnxSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+
+    @classmethod
+    def needs_with(cls, settings: QuantizeOnnxSettings, given: Any) -> frozenset[Need]:
+        """Return calibration if ranges are calibrated; no split may replace it."""
+        if not settings.uses_calibration or set(given) & {"validation", "train"}:
+            return frozenset()
+        return frozenset({"calibration"})
+
+    @classmethod
+    def estimate_cost(cls, settings: QuantizeOnnxSettings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step; its time is unknown."""
+        result = inputs.source.stored_as(_QUANTIZED_BYTES, _QUANTIZED_BYTES)
+        return one_shot_cost(inputs, result=result, more_bytes=inputs.source.stored_bytes)
+
+    def __call__(self, src: Artifact, settings: QuantizeOnnxSettings, ctx: Context) -> None:
+        """Write the quantized graph into `ctx.out`.
+
+        Raises:
+            InputError: `exclude` names a node that the graph does not have.
+            RunError: the quantizer fails, or ONNX Runtime cannot run its graph (`graph-crashes`).
+            ParityError: its outputs are too far from those of the float graph (`quantization-error`).
+        """
+        from smelt.export.graph_files import read_graph
+        from smelt.export.onnx_models.graph_samples import (
+            collect_samples,
+            require_imported,
+            require_runnable,
+        )
+        from smelt.runtimes.onnx_import.signature import read_batch_axes
+
+        require_imported(src, self.name)
+        copy_model_files(src, ctx)
+        paths = ordered_graphs(src)
+        _require_quantizable(paths, settings)
+        before = [read_graph(path, values=False) for path in paths]
+        products = {*WEIGHTED_OPS, *settings.op_types}
+        if not any(node.op_type in products for model in before for node in iter_model_nodes(model)):
+            copy_graphs(src, ctx)  # decision trees, linear classifiers
+            _report(before, settings, ctx)
+            return
+        # samples of arrays have one shape, so several per call would only need more memory
+        alone = settings.uses_calibration and src.manifest.task == CUSTOM_TASK
+        feeds, real = collect_samples(src, ctx, settings.calibration_samples, batch_size=1 if alone else 4)
+        axes = read_batch_axes(src.path)
+        found = OutputComparison(axes)
+        for path in paths:
+            graph_feeds = feeds[path.stem]
+            _write_quantized(path, settings, graph_feeds, ctx)
+            require_runnable(ctx.out / path.name, graph_feeds)
+            _compare_graphs(found, ctx.out / path.name, path, graph_feeds, ctx)
+        _report([read_graph(ctx.out / path.name, values=False) for path in paths], settings, ctx)
+        found.record(ctx)
+        if real:
+            self._require_accuracy(found, paths, feeds, settings, ctx)
+        else:
+            ctx.warn(
+                "made-up-inputs",
+                "The quantized graph was compared on random inputs, because the recipe has only test data."
+                " Add data: {calibration: FILE}.",
+            )
+        ctx.details.update(scheme=settings.scheme, target=settings.target)
+
+    @staticmethod
+    def _require_accuracy(
+        found: OutputComparison, paths: list[Path], feeds: Any, settings: QuantizeOnnxSettings, ctx: Context
+    ) -> None:
+        """Require that outputs are close to the float graph's, unless that graph is random itself."""
+        judge_classes = settings.max_difference is None
+        noise = None
+        if any(found.exceeding(settings.difference_limit, judge_classes)):
+            noise = OutputComparison(found.axes)
+            for path in paths:
+                _measure_noise(noise, path, feeds[path.stem], ctx)
+        require_close(found, settings.difference_limit, judge_classes, _advice(settings), ctx, noise)
+
+
+def _compare_graphs(found: OutputComparison, new: Path, old: Path, feeds: list[Any], ctx: Context) -> None:
+    """Run both graphs on up to `_MAX_COMPARED` samples, spread over `feeds`."""
+    from smelt.export.onnx_models.graph_samples import iter_graph_outputs
+
+    some = _select_samples(feeds, found.axes)
+    pairs = zip(
+        iter_graph_outputs(new, some, ctx.threads), iter_graph_outputs(old, some, ctx.threads), strict=True
+    )
+    for inputs, (got, wanted) in zip(some, pairs, strict=True):
+        found.add(inputs, got, wanted)
+
+
+def _measure_noise(noise: OutputComparison, path: Path, feeds: list[Any], ctx: Context) -> None:
+    """Run the float graph twice on the samples of `_compare_graphs`; outputs that are random differ."""
+    from smelt.export.onnx_models.graph_samples import iter_graph_outputs
+
+    some = _select_samples(feeds, noise.axes)
+    found = iter_graph_outputs(
+        path, [repeated for inputs in some for repeated in (inputs, inputs)], ctx.threads
+    )
+    for inputs in some:
+        noise.add(inputs, next(found), next(found))
+
+
+def _select_samples(feeds: list[Any], axes: SampleAxes) -> list[Any]:
+    from smelt.export.onnx_models.graph_samples import batch_size_of
+
+    calls = max(1, _MAX_COMPARED // batch_size_of(feeds[0], axes))
+    return feeds[:: max(1, -(-len(feeds) // calls))]
+
+
+def _advice(settings: QuantizeOnnxSettings) -> str:
+    """Return what a user can change to reduce the error."""
+    ways = ["add nodes that need float32 to `exclude`"]
+    if not settings.per_channel:
+        ways.append("set per_channel: true")
+    if settings.op_types:
+        ways.append("remove `op_types`, so that only matrix multiplications and convolutions are quantized")
+    if settings.uses_calibration:
+        alternatives = [
+            name for name in ("minmax", "percentile", "entropy") if name != settings.calibration_method
+        ]
+        ways += [
+            f"try calibration_method: {alternatives[0]}",
+            "use more calibration samples, similar to the model's inputs",
+        ]
+        if settings.target == "ort-cpu":
+            ways.append(f"set scheme: {DEFAULT_SCHEME}")
+    return f"Options: {'; '.join(ways)}."
+
+
+def _write_quantized(path: Path, settings: QuantizeOnnxSettings, feeds: list[Any], ctx: Context) -> None:
+    """Quantize the graph in `path` and write it into `ctx.out`.
+
+    Raises:
+        RunError: the quantizer fails.
+    """
+    from smelt.export.graph_files import write_graph
+    from smelt.runtimes.onnx_backend import silence_onnxruntime
+
+    with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
+        quantized, ready_in, named_in = (
+            Path(folder, path.name),
+            Path(folder, "prepared"),
+            Path(folder, "named"),
+        )
+        ready_in.mkdir()
+        named_in.mkdir()
+        disabled = logging.root.manager.disable  # the level of the caller
+        try:
+            # it always logs that a graph can be preprocessed first, which `simplify` does
+            logging.disable(max(disabled, logging.WARNING))
+            source, passed = remove_passthrough_outputs(path, Path(folder, "passed"))
+            ready, opset = prepare_for_quantizer(source, ready_in)
+            ready, names = rename_reserved(ready, named_in, settings.exclude)
+            renamed = {before: after for after, before in names.items()}
+            named = [{renamed.get(name, name): value for name, value in inputs.items()} for inputs in feeds]
+            with silence_onnxruntime():
+                run_ort_quantizer(ready, quantized, _per_tensor_settings(opset, settings, ctx), named, ctx)
+            model = finalize_quantized(quantized, ready)
+            restore_names(model, names)
+        except Exception as error:  # a library with many classes of errors; no graph is written
+            words = " ".join(str(error).split())[:400]
+            raise RunError(
+                f"onnxruntime.quantization failed on {path.name}: {words}", code="quantizer-failed"
+            ) from error
+        finally:
+            logging.disable(disabled)
+        write_graph(restore_passthrough_outputs(model, passed), ctx.out / path.name)
+
+
+def _per_tensor_settings(opset: int, settings: QuantizeOnnxSettings, ctx: Context) -> QuantizeOnnxSettings:
+    """Return `settings` as the opset allows: its DequantizeLinear may not support scales per output."""
+    if opset >= PER_CHANNEL_OPSET or not settings.uses_calibration or not settings.per_channel:
+        return settings
+    ctx.warn(
+        "per-tensor-weights",
+        f"Weights have one scale per matrix, because opset {opset} does not support per-channel scales and"
+        f" onnx cannot convert this model. Export it with opset {PER_CHANNEL_OPSET} or newer.",
+    )
+    return settings.model_copy(update={"per_channel": False})
+
+
+def _require_quantizable(paths: list[Path], settings: QuantizeOnnxSettings) -> None:
+    from smelt.core.errors import did_you_mean
+    from smelt.export.graph_files import read_graph
+
+    graphs = [read_graph(path, values=False) for path in paths] if settings.exclude else []
+    names = [node.name for graph in graphs for node in iter_model_nodes(graph)]
+    for name in settings.exclude:
+        if name not in names:
+            raise InputError(
+                f"exclude: the graph has no node '{name[:80]}'.{did_you_mean(name, names)}",
+                code="unknown-node",
+            )
+
+
+def _report(models: list[Any], settings: QuantizeOnnxSettings, ctx: Context) -> None:
+    """Record what was quantized; warn if nothing was, with the possible reason."""
+    operators = Counter(node.op_type for model in models for node in iter_model_nodes(model))
+    ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
+    if _QUANTIZED_OPS & set(operators):
+        left = None if settings.uses_calibration else float_matrices_message(models)
+        if left is not None:
+            ctx.warn(
+                "matrices-kept-float",
+                f"{left}. ONNX Runtime does not quantize their operators, or weights inside If, Loop and"
+                " Scan.",
+            )
+        return
+    more = (
+        f"Set scheme: {STATIC_SCHEME}, which quantizes Conv."
+        if "Conv" in operators and not settings.uses_calibration
+        else "Remove this step."
+    )
+    ctx.warn(
+        "nothing-quantized",
+        f"Nothing was quantized: {settings.scheme} does not support the operators of this graph"
+        f" ({', '.join(list(operators)[:6])}), or none has constant weights as its second input. {more}",
+    )
+
+
+def float_matrices_message(models: Sequence[Any]) -> str | None:
+    """Return the end of a warning about float matrices, the largest first; None if there are none.
+
+    Args:
+        models: onnx.ModelProto, with or without the values of their weights.
+    """
+    from smelt.runtimes.graph_walk import iter_model_tensors
+    from smelt.runtimes.onnx_import.validate_graph import node_label
+
+    readers: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    total = 0
+    for model in models:
+        for node in all_nodes(model.graph.node):
+            for name in node.input:
+                readers.setdefault(name, node_label(node))
+        for tensor in iter_model_tensors(model):
+            size = math.prod(tensor.dims) * _BYTES_BY_TYPE.get(tensor.data_type, 1)
+            total += size
+            if tensor.data_type in _BYTES_BY_TYPE and sum(length > 1 for length in tensor.dims) > 1:
+                sizes[tensor.name] = sizes.get(tensor.name, 0) + size
+    large = {
+        name: size for name, size in sizes.items() if size >= _MIN_FLOAT_SHARE * total and name in readers
+    }
+    if not large:
+        return None
+    worst = sorted(large, key=lambda name: -large[name])
+    listed = ", ".join(
+        f"'{name[:80]}' of {readers[name]} ({_megabytes(large[name])})" for name in worst[:_MAX_NAMED]
+    )
+    more = f" and {len(worst) - _MAX_NAMED:,} more" if len(worst) > _MAX_NAMED else ""
+    what = "1 matrix is" if len(large) == 1 else f"{len(large):,} matrices are"
+    return f"{what} still float, {_megabytes(sum(large.values()))}: {listed}{more}"
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.3g} MB"

@@ -1,0 +1,465 @@
+"""The stages `simplify` and `fp16` of third-party graphs.
+
+`simplify` runs onnxsim and keeps the result only if it computes the same; `fp16` converts a graph to float16,
+except for nodes that would overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from smelt.core.artifact import Artifact, Format
+from smelt.core.errors import ParityError, RunError
+from smelt.core.messages import Message, messages_to_json, warning
+from smelt.core.stage import Context, Need, Settings
+from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
+from smelt.data.splits import ALL_TASKS, Task
+from smelt.export.onnx_models.normalize_graph import copy_graphs, copy_model_files, ordered_graphs
+from smelt.models.costs import CostInputs, StepCost, one_shot_cost
+
+_MAX_NAMED_NODES = 3
+# RMS difference in standard deviations of an output; float16 rounding gives 0.0005.
+_WARN_DIFFERENCE = 0.02
+_RANDOM = 0.1  # of an output's standard deviation: a larger difference than float16 causes
+# the scales of Resize, outputs whose type an attribute sets, the bits of a float32, and operators that ONNX
+# Runtime declares for float16 but cannot compute on the CPU
+_FP32_OPS = (
+    "Resize",
+    "BitCast",
+    "MeanVarianceNormalization",
+    "ScatterElements",
+    "ScatterND",
+    "RandomNormal",
+    "RandomUniform",
+    "RandomNormalLike",
+    "RandomUniformLike",
+    "Bernoulli",
+    "EyeLike",
+)
+
+
+class Fp16Settings(Settings):
+    """Settings of `fp16`."""
+
+    keep_fp32: tuple[str, ...] = Field(default=(), description="operators kept in float32")
+    calibration_samples: int = Field(
+        default=16, ge=1, le=10_000, description="samples to measure value ranges on"
+    )
+
+
+class Fp16:
+    """Convert a third-party ONNX model to float16, for GPUs.
+
+    Inputs and outputs remain float32, also in the bodies of If, Loop and Scan.
+    Nodes remain float32 if their values on samples of the data come close to the
+    range of float16, if they need values that it does not have (a constant of
+    1e-12, the variance of a norm), or if their operators do not support it. On
+    the CPU ONNX Runtime computes most operators in float32: the file is half as
+    large, but not faster.
+
+        - fp16: {}
+        - fp16: {keep_fp32: [Softmax, LayerNormalization]}
+    """
+
+    name: ClassVar[str] = "fp16"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
+    produces: ClassVar[Format] = "onnx"
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    source: ClassVar[str] = "operators kept in float32: onnxruntime.transformers.float16"
+    version: ClassVar[int] = 4
+    imported_only: ClassVar[bool] = True
+    needs_float: ClassVar[bool] = True
+    settings_type: ClassVar[type[Settings]] = Fp16Settings
+    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+
+    @classmethod
+    def estimate_cost(cls, settings: Fp16Settings, inputs: CostInputs) -> StepCost:
+        """Return the estimated cost of the step; its time is unknown."""
+        return one_shot_cost(
+            inputs, result=inputs.source.stored_as(2.0, 2.0), more_bytes=inputs.source.stored_bytes
+        )
+
+    def __call__(self, src: Artifact, settings: Fp16Settings, ctx: Context) -> None:
+        """Write the float16 graph into `ctx.out`.
+
+        Raises:
+            ParityError: an output is not finite where it was.
+            RunError: ONNX Runtime cannot run the new graph.
+        """
+        from smelt.export.convert_to_half import convert_to_half
+        from smelt.export.fp16_range import nodes_outside_fp16
+        from smelt.export.graph_files import write_graph
+        from smelt.export.onnx_models.graph_samples import (
+            collect_samples,
+            max_output_difference,
+            require_imported,
+            require_runnable,
+            run_onnx_graph,
+        )
+        from smelt.export.onnx_models.normalize_graph import normalize_graph
+        from smelt.export.onnx_models.output_comparison import OutputComparison
+        from smelt.export.onnx_models.prepare_for_quantizer import constants_to_initializers
+        from smelt.runtimes.onnx_import.signature import read_batch_axes
+
+        require_imported(src, self.name)
+        models = {path: normalize_graph(path) for path in ordered_graphs(src)}
+        copy_model_files(src, ctx)
+        feeds, real = collect_samples(src, ctx, settings.calibration_samples)
+        if not real:
+            ctx.warn(
+                "made-up-inputs",
+                "Value ranges were measured on random inputs, because the recipe has only test data. Add"
+                " data: {calibration: FILE}.",
+            )
+        kept, got, wanted, inputs = 0, [], [], []
+        for path, model in models.items():
+            constants_to_initializers(model)
+            wide = float32_nodes(model, settings.keep_fp32)
+            large = nodes_outside_fp16(model) | _overflowing_nodes(model, path.name, feeds[path.stem], ctx)
+            ends = {value.name for value in (*model.graph.input, *model.graph.output)}
+            convert_to_half(model, path.name, "fp16", wide | large, ends)
+            write_graph(model, ctx.out / path.name)
+            kept += len(large)
+            inputs += feeds[path.stem]
+            require_runnable(ctx.out / path.name, feeds[path.stem])
+            got += run_onnx_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
+            wanted += run_onnx_graph(path, feeds[path.stem], ctx.threads)
+        if not np.isfinite(max_output_difference(got, wanted, exact=False)):
+            where = _first_non_finite_node([ctx.out / path.name for path in models], feeds, ctx.threads)
+            raise ParityError(
+                "fp16: an output is no longer finite, or its shape has changed"
+                f"{f'; the first node with such a value is {where}' if where else ''}. Add the operators that"
+                " compute it to keep_fp32, or remove this step.",
+                code="non-finite-outputs",
+            )
+        found = OutputComparison(read_batch_axes(src.path))
+        for call in zip(inputs, got, wanted, strict=True):
+            found.add(*call)
+        found.record(ctx)
+        if max_output_difference(got, wanted, exact=False) > _RANDOM and _is_random(models, feeds, ctx):
+            ctx.warn(
+                "random-outputs",
+                "The float32 graph returns different outputs in each call, so the float16 error cannot be"
+                " measured. Remove its random nodes, or score outputs that do not depend on them.",
+            )
+        else:
+            for name, how in found.exceeding(_WARN_DIFFERENCE, judge_classes=False):
+                ctx.warn(
+                    "outputs-changed",
+                    f"Output '{name}' differs from the float32 graph by {how}. float16 loses precision below"
+                    " 6e-5: add the operators that compute such values to keep_fp32.",
+                )
+        count = sum(len(model.graph.node) for model in models.values())
+        ctx.details.update(dtype="fp16", kept_float32=kept, nodes=count)
+
+
+def _first_non_finite_node(
+    paths: Iterable[Path], feeds: Mapping[str, Any], threads: int | None
+) -> str | None:
+    """Return the first node that returns NaN or infinity for finite inputs, on any of the samples."""
+    from onnx import TensorProto
+
+    from smelt.export.graph_files import read_graph
+    from smelt.export.onnx_models.graph_samples import cast_feeds
+    from smelt.export.parity.operator_checks import open_with_outputs
+    from smelt.export.value_types import values_of_type
+    from smelt.runtimes.onnx_import.validate_graph import node_label
+
+    for path in paths:
+        model = read_graph(path)
+        floats = values_of_type(model) | values_of_type(model, TensorProto.FLOAT16)
+        names = [name for node in model.graph.node for name in node.output if name in floats]
+        session = open_with_outputs(model, path.parent, path.stem, names, threads, optimized=False)
+        kinds = {item.name: item.type for item in session.get_inputs()}
+        outputs = [output.name for output in session.get_outputs()]
+        for call in feeds[path.stem]:
+            values = dict(zip(outputs, session.run(outputs, cast_feeds(call, kinds)), strict=True)) | call
+            floating = {name: value for name, value in values.items() if value.dtype.kind == "f"}
+            odd = {name for name, value in floating.items() if not np.isfinite(value).all()}
+            for node in model.graph.node:
+                if odd & {*node.output} and not odd & {*node.input}:
+                    return node_label(node)
+    return None
+
+
+def _is_random(models: Iterable[Path], feeds: Mapping[str, Any], ctx: Context) -> bool:
+    """Return whether the float32 graphs give different outputs in a second call with the same samples."""
+    from smelt.export.onnx_models.graph_samples import max_output_difference, run_onnx_graph
+
+    for path in models:
+        found = run_onnx_graph(path, feeds[path.stem] * 2, ctx.threads)
+        half = len(found) // 2
+        if max_output_difference(found[half:], found[:half], exact=False) > _RANDOM:
+            return True
+    return False
+
+
+def float32_nodes(model: Any, keep: Collection[str] = ()) -> set[str]:
+    """Return the nodes that remain float32 regardless of their values, by the name of their first output.
+
+    Args:
+        model: as `normalize_graph` returns it.
+        keep: additional operators that remain float32.
+    """
+    from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
+
+    from smelt.export.value_types import node_key, node_types
+    from smelt.runtimes.graph_walk import all_nodes, opset_versions
+
+    always, opsets = {*DEFAULT_OP_BLOCK_LIST, *_FP32_OPS, *keep}, opset_versions(model)
+    nodes = list(all_nodes(model.graph.node))
+    found = {node_key(node) for node in nodes if node.op_type in always or node_types(node, opsets) is None}
+    return found | _crashing_transposes(nodes)
+
+
+def _crashing_transposes(nodes: list[Any]) -> set[str]:
+    """Return the Transposes that would crash ONNX Runtime on the CPU if they were float16.
+
+    It casts matrix multiplications that it cannot compute in float16, and then reads the shape of a matrix
+    without one if a batch of three dimensions or more is transposed before the multiplication (onnxruntime
+    1.31, MatmulTransposeFusion). If the Transpose is float32, our Cast is between the two.
+    """
+    multiplied = {name for node in nodes if node.op_type == "MatMul" for name in node.input}
+    found = set()
+    for node in nodes:
+        if node.op_type == "Transpose" and multiplied & set(node.output):
+            order = next((list(a.ints) for a in node.attribute if a.name == "perm"), [])
+            if len(order) != 2 and order[:1] != [0]:
+                found.add(node.output[0])
+    return found
+
+
+def _overflowing_nodes(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str]:
+    """Return the first outputs of the nodes with inputs, outputs or sums near or above float16's range."""
+    from onnx.external_data_helper import load_external_data_for_model
+
+    from smelt.export.graph_files import write_graph
+    from smelt.export.half_graphs import ValueRanges, open_with_measurements, weight_magnitudes
+    from smelt.export.onnx_models.graph_samples import cast_feeds
+    from smelt.export.value_types import node_key
+    from smelt.runtimes.graph_walk import all_nodes, subgraphs
+
+    with TemporaryDirectory(dir=ctx.out.parent, prefix=".fp16-") as folder:
+        write_graph(model, Path(folder, name))
+        load_external_data_for_model(model, folder)  # weights that did not fit into the file were moved out
+        session = open_with_measurements(model, Path(folder), Path(name).stem, ctx.threads)
+        kinds = {item.name: item.type for item in session.get_inputs()}
+        outputs = [output.name for output in session.get_outputs()]
+        ranges = ValueRanges(weight_magnitudes(model), {})
+        for inputs in feeds:
+            got = session.run(outputs, cast_feeds(inputs, kinds))
+            ranges.update(dict(zip(outputs, got, strict=True)))
+    nodes = [node for node in all_nodes(model.graph.node) if not subgraphs(node)]
+    found = {node_key(node): max(sizes) for node in nodes if (sizes := ranges.overflows(node))}
+    if found:
+        calls = {node_key(node): node.name or node_key(node) for node in nodes}
+        worst = sorted(found, key=lambda name: -found[name])
+        listed = ", ".join(f"{calls[name]} ({found[name]:,.0f})" for name in worst[:_MAX_NAMED_NODES])
+        more = f" and {len(worst) - _MAX_NAMED_NODES} more" if len(worst) > _MAX_NAMED_NODES else ""
+        ctx.warn(
+            "kept-float32",
+            f"{len(found)} node{'s remain' if len(found) > 1 else ' remains'} float32, because their values"
+            f" are close to or above float16's maximum (65,504): {listed}{more}.",
+        )
+    return set(found)
+
+
+_TOLERANCE = 1e-4  # largest difference, of an output's standard deviation
+_TOLERANCE_OF_MAX = 1e-5  # or of its largest value: a softmax over thousands of classes deviates by 0.01
+_COMPARED_SAMPLES = 16
+_SLACK_BYTES = 100_000  # for the shapes that onnxsim records
+_MIN_MEMORY_BYTES = 1_500_000_000
+_MEMORY_FRACTION = 0.5  # of the free memory
+
+
+class SimplifySettings(Settings):
+    """Settings of `simplify`."""
+
+    seconds: float = Field(default=300.0, gt=0, le=86_400, description="limit of CPU time, seconds")
+    memory_gb: float | None = Field(
+        default=None, gt=0, description="memory limit, GB; default: half of the free memory"
+    )
+
+
+class Simplify:
+    """Fold constants and remove redundant nodes in a third-party ONNX model.
+
+    onnxsim runs in a subprocess with limits of time and memory. Its graph is kept
+    if it computes the same on samples of the data, with padding, in batches of
+    two sizes, and is not larger; otherwise the graph is not changed and a warning
+    gives the reason. Samples are taken from calibration, validation or train.
+
+        - simplify: {}
+        - simplify: {seconds: 60, memory_gb: 4}
+    """
+
+    name: ClassVar[str] = "simplify"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
+    produces: ClassVar[Format] = "onnx"
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    source: ClassVar[str] = "github.com/daquexian/onnx-simplifier"
+    version: ClassVar[int] = 2
+    imported_only: ClassVar[bool] = True
+    settings_type: ClassVar[type[Settings]] = SimplifySettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+
+    def __call__(self, src: Artifact, settings: SimplifySettings, ctx: Context) -> None:
+        """Write the simplified graph, or the unchanged one, into `ctx.out`."""
+        from smelt.export.graph_files import external_data_path, read_graph
+        from smelt.export.onnx_models.graph_samples import require_imported
+
+        require_imported(src, self.name)
+        copy_model_files(src, ctx)
+        copy_graphs(src, ctx)
+        paths = ordered_graphs(src)
+        samples = SampleFeeds(src, ctx)
+        for path in paths:
+            with TemporaryDirectory(dir=ctx.out.parent, prefix=".simplify-") as folder:
+                candidate = Path(folder, path.name)
+                reason = _simplify_isolated(path, candidate, settings) or _rejection(path, candidate, samples)
+                if reason is None:
+                    for file in (ctx.out / path.name, external_data_path(ctx.out / path.name)):
+                        file.unlink(missing_ok=True)
+                    for file in (candidate, external_data_path(candidate)):
+                        if file.is_file():
+                            file.rename(ctx.out / file.name)
+            if reason is not None:
+                which = f"{path.stem}: " if len(paths) > 1 else ""
+                ctx.warnings.append(reason.with_prefix(f"{which}not simplified: "))
+        before, after = (
+            sum(len(read_graph(folder / path.name, values=False).graph.node) for path in paths)
+            for folder in (src.path, ctx.out)
+        )
+        ctx.details.update(nodes=after, nodes_before=before)
+
+
+class SampleFeeds:
+    """The inputs of the graphs of an artifact, created at first use."""
+
+    def __init__(self, src: Artifact, ctx: Context) -> None:
+        self.src, self.ctx = src, ctx
+        self._rows: dict[str, Any] = {}
+
+    def for_graph(self, name: str) -> list[Any]:
+        """Return inputs of calls of the graph `name`, in batches of two sizes."""
+        from smelt.export.onnx_models.graph_samples import collect_samples, resized_batch
+
+        if not self._rows:
+            self._rows, real = collect_samples(self.src, self.ctx, _COMPARED_SAMPLES)
+            if not real:
+                self.ctx.warn(
+                    "made-up-inputs",
+                    "The simplified graph was compared on random inputs, because the recipe has only test"
+                    " data. Add data: {calibration: FILE}.",
+                )
+        return [*self._rows[name], *resized_batch(self.src, self._rows[name][0])]
+
+
+def _simplify_isolated(path: Path, candidate: Path, settings: SimplifySettings) -> Message | None:
+    """Write the graph simplified by onnxsim as `candidate`; return a warning if there is none."""
+    free = max(_MIN_MEMORY_BYTES, int(_MEMORY_FRACTION * available_bytes()))
+    memory = free if settings.memory_gb is None else int(settings.memory_gb * 1e9)
+    try:
+        answer = run_isolated(__name__, [str(path), str(candidate)], ProcessLimits(memory, settings.seconds))
+    except IsolatedProcessError as error:
+        return warning(error.code, f"onnxsim was stopped: {error}")
+    return None if answer is None else Message(**answer)
+
+
+def subprocess_main(arguments: Sequence[str]) -> dict[str, Any] | None:
+    """Simplify the graph in the first file into the second, in this process; return None or why not."""
+    from smelt.export.graph_files import read_graph, write_graph
+    from smelt.export.onnx_models.normalize_graph import inline_functions
+    from smelt.export.simplify_graph import run_onnxsim
+
+    source, target = map(Path, arguments)
+    bare = read_graph(source, values=False)
+    unknown = [v.name for v in bare.graph.input if not v.type.tensor_type.HasField("shape")]
+    if unknown:
+        text = (
+            f"the input '{unknown[0][:80]}' has an unknown number of dimensions, which onnxsim requires."
+            " Export the model with a known number of dimensions"
+        )
+        return messages_to_json([warning("missing-shape", text)])[0]
+    with TemporaryDirectory(dir=target.parent) as folder:
+        if bare.functions or any(not v.type.tensor_type.HasField("shape") for v in bare.graph.output):
+            model = inline_functions(source)
+            _annotate_output_shapes(model)
+            source = Path(folder, source.name)
+            write_graph(model, source)
+        after = run_onnxsim(source, Path(folder))
+        if isinstance(after, Message):
+            return messages_to_json([after])[0]
+        write_graph(after, target)
+    return None
+
+
+def _annotate_output_shapes(model: Any) -> None:
+    """Record known shapes of outputs that have none, because onnxsim requires them."""
+    import onnx
+
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    del bare.graph.output[:]
+    known = {value.name: value for value in onnx.shape_inference.infer_shapes(bare).graph.value_info}
+    for value in model.graph.output:
+        if not value.type.tensor_type.HasField("shape") and value.name in known:
+            value.CopyFrom(known[value.name])
+
+
+def _rejection(path: Path, candidate: Path, samples: SampleFeeds) -> Message | None:
+    """Return the reason why the simplified graph is rejected, or None."""
+    from smelt.export.graph_files import external_data_path
+    from smelt.export.onnx_models.graph_samples import (
+        batch_size_of,
+        max_output_difference,
+        require_runnable,
+        run_onnx_graph,
+    )
+    from smelt.runtimes.onnx_import.signature import read_batch_axes
+
+    def size(path: Path) -> int:
+        return sum(file.stat().st_size for file in (path, external_data_path(path)) if file.is_file())
+
+    if size(candidate) > 1.05 * size(path) + _SLACK_BYTES:
+        return warning(
+            "larger-graph", f"onnxsim made the graph larger ({size(path):,} to {size(candidate):,} bytes)"
+        )
+    feeds, ctx = samples.for_graph(path.stem), samples.ctx
+    try:
+        require_runnable(candidate, feeds)
+        got, wanted = (run_onnx_graph(graph, feeds, ctx.threads) for graph in (candidate, path))
+        off = max_output_difference(got, wanted)
+        wrong = _first_mismatch(got, wanted)
+    except (RunError, KeyError) as error:
+        return warning("graph-failed", f"the simplified graph does not run: {error}")
+    if wrong is not None:
+        return warning("outputs-changed", f"the outputs of the simplified graph differ ({wrong})")
+    before = ctx.details.get("parity", {"rows": 0, "relative": 0.0})
+    rows = before["rows"] + sum(batch_size_of(call, read_batch_axes(ctx.out)) for call in feeds)
+    ctx.details["parity"] = {"rows": rows, "relative": max(off, before["relative"])}
+    return None
+
+
+def _first_mismatch(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> str | None:
+    """Return the first output that differs, and by how much, or None."""
+    from smelt.export.onnx_models.graph_samples import max_output_difference
+
+    for outputs, other in zip(got, wanted, strict=True):
+        for name, value in other.items():
+            off = max_output_difference([outputs], [{name: value}])
+            if off <= _TOLERANCE:
+                continue
+            largest = np.abs(value[np.isfinite(value)]).max(initial=0.0) if value.dtype.kind == "f" else 0.0
+            difference = (
+                np.abs(outputs[name] - value)[np.isfinite(value)].max(initial=0.0) if largest else 0.0
+            )
+            if not np.isfinite(off) or not difference <= _TOLERANCE_OF_MAX * largest:
+                return f"output '{name[:80]}': relative difference {off:.2g}"
+    return None

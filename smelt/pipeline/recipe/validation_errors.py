@@ -1,0 +1,478 @@
+"""Collect the errors of a recipe with their lines, and write their messages.
+
+pydantic checks the settings; its errors are translated here into messages with the expected value (from
+the JSON schema of the settings) and the value in the recipe. Names of stages, settings and values in other
+tools, and in smelt before its first release, get a hint.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic_core import ErrorDetails
+
+from smelt.core.errors import SettingError, SmeltError, combined_error, did_you_mean
+from smelt.core.messages import Message
+from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
+
+# A name may map to several; the first one that is valid at the place is suggested.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    # stages and tasks
+    "depth": ("drop-layers",),
+    "vocabulary": ("trim-vocabulary", "embedding_scheme"),
+    "share": ("share-weights",),
+    "quantize-graph": ("quantize-onnx",),
+    "tensors": ("custom",),
+    # settings
+    "accumulate": ("gradient_accumulation_steps",),
+    "aim": ("optimize_for",),
+    "beams": ("num_beams",),
+    "begin": ("init",),
+    "bits": ("mixed_precision", "bit_widths", "target_bits"),
+    "budget": ("parameter_budget", "max_excluded", "target_bits"),
+    "by": ("objective",),
+    "by_frequency": ("frequency_weighted",),
+    "checkpoint_minutes": ("checkpoint_interval_minutes",),
+    "choose": ("layer_selection",),
+    "codebook_inputs": ("group_size",),
+    "codes": ("qat", "quantize"),
+    "compensate": ("reconstruct",),
+    "damage": ("sensitivity",),
+    "damage_rows": ("sensitivity_samples",),
+    "decoded_by": ("generator",),
+    "difference": ("low_rank_delta",),
+    "ema": ("ema_decay",),
+    "embedding": ("sentence_embedding",),
+    "embeddings": ("input_embeddings",),
+    "error": ("objective",),
+    "evals": ("num_evals",),
+    "every": ("group_size",),
+    "frequent": ("frequent_tokens",),
+    "head": ("output_layer",),
+    "hidden": ("hidden_states",),
+    "keep": ("keep_ratio", "keep_fp32"),
+    "keep_ends": ("exclude_first_and_last",),
+    "keep_ffn": ("keep_ratio",),
+    "keep_heads": ("keep_ratio",),
+    "keep_logits": ("cache_logits",),
+    "keep_weights": ("save_master_weights",),
+    "leave": ("exclude",),
+    "length": ("sequence_length",),
+    "loop": ("generation_graph",),
+    "low_rank": ("low_rank_correction",),
+    "masks": ("learned_masks",),
+    "method": ("calibration_method",),
+    "mix": ("original_ratio",),
+    "on": ("measure_on",),
+    "operations": ("flops",),
+    "operators": ("op_types",),
+    "per_token": ("candidates_per_token",),
+    "percentile": ("calibration_percentile",),
+    "range": ("calibration_method",),
+    "ratio": ("keep_ratio", "sparsity", "energy"),
+    "relations": ("self_attention_relations",),
+    "reverse_logits": ("reverse_kl",),
+    "round_to": ("multiple_of",),
+    "rows": ("calibration_samples", "train_on", "max_train_samples"),
+    "schedule": ("lr_schedule",),
+    "scores": ("cosent",),
+    "select": ("metric_for_best_model",),
+    "sequences": ("sequence_level",),
+    "similarity": ("pairwise_similarity",),
+    "skip": ("exclude",),
+    "smooth": ("smoothquant_alpha",),
+    "split": ("weight_splitting",),
+    "strict": ("truncation",),
+    "take": ("init_from",),
+    "tokens_per_batch": ("max_tokens_per_batch",),
+    "top": ("top_k",),
+    "tune": ("autotune",),
+    "validation_rows": ("max_validation_samples",),
+    "what": ("targets",),
+    "widths": ("bit_widths",),
+    # values
+    "alternate": ("uniform",),
+    "follow": ("dynamic",),
+    "inside": ("embedded",),
+    "nearest": ("rtn",),
+    "outside": ("stripped",),
+    "own": ("dedicated",),
+    "pair": ("svd",),
+    "row": ("channel",),
+    "spread": ("uniform",),
+    "train": ("labeled",),
+    # options
+    "--beams": ("--num-beams",),
+    "--for": ("--format",),
+    "--fresh": ("--rebuild",),
+    # other tools
+    "alpha": ("losses", "smoothquant_alpha"),
+    "amount": ("keep_ratio", "sparsity"),
+    "dtype": ("precision", "scheme"),
+    "lr": ("learning_rate",),
+    "lr_scheduler_type": ("lr_schedule",),
+    "num_train_epochs": ("epochs",),
+    "per_device_train_batch_size": ("batch_size",),
+    "pruning_ratio": ("keep_ratio", "sparsity"),
+    "rank": ("keep_ratio", "energy"),
+    "sparsity": ("keep_ratio",),
+    "warmup_ratio": ("warmup",),
+    "warmup_steps": ("warmup",),
+}
+
+
+def own_name(word: str, known: Collection[str]) -> str | None:
+    """Return the name in `known` that corresponds to `word` of another tool or version; None without one."""
+    return next((name for name in OTHER_NAMES.get(word, ()) if name in known), None)
+
+
+# A rename that also has another form.
+_FORMS = {
+    "keep_ffn": "keep_ratio: {ffn: ...}",
+    "keep_heads": "keep_ratio: {heads: ...}",
+    "strict": "truncation: error",
+}
+
+
+def other_name_hint(word: str, known: Collection[str]) -> str:
+    """Return a hint such as " 'depth' is called 'drop-layers'.", or an empty string."""
+    found = own_name(word, known)
+    kept = " (the fraction to keep, not to remove)" if found == "keep_ratio" else ""
+    kept = "" if word in _FORMS else kept
+    return f" '{word}' is called '{_FORMS.get(word, found)}'{kept}." if found else ""
+
+
+_LAST_LINE = 2**31  # sorts after all lines
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Schema = Mapping[str, Any]
+_FULL_ERROR_TYPES = ("missing", "extra_forbidden", "value_error", "assertion_error")
+
+
+class RecipeErrors:
+    """Collects all errors of one recipe, to report them together.
+
+    overridden: path of each value that comes from the command line -> text of its `--set`.
+    """
+
+    def __init__(self, document: YamlDocument) -> None:
+        self.document = document
+        self.overridden: dict[KeyPath, str] = {}
+        self._entries: list[tuple[int, Message]] = []
+        for path, message, line, code in document.errors:
+            self.add(path, message, line=line, code=code)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, path: KeyPath, message: str, line: int | None = None, *, code: str) -> None:
+        """Add `message` about the value at `path`, which also determines the line.
+
+        code: of the error; the same as in the error that a stage raises for it during a run.
+        """
+        source = self._override_at(path)
+        if line is None and source is None and path in self.document.replaced_paths:
+            return  # the value was replaced, which has been reported already
+        line = line or self.line_of(path)
+        start = f"--set {source}" if source else ""
+        text = ": ".join(part for part in (start, dotted_path(path), message) if part)
+        place: dict[str, Any] = {} if source else {"file": self.document.name, "line": line}
+        found = Message(code=code, severity="error", message=text, setting=dotted_path(path) or None, **place)
+        if (line, found) not in self._entries:
+            self._entries.append((line, found))
+
+    def add_message(self, path: KeyPath, found: Message) -> None:
+        """Add the message `found` about the value at `path`."""
+        self.add(path, str(found), code=found.code)
+
+    def add_error(self, path: KeyPath, error: SmeltError) -> None:
+        """Add the messages of `error` about the value at `path`."""
+        for found in error.found or (error.as_message(),):
+            self.add_message(path, found)
+
+    def add_found(self, found: Iterable[Message]) -> None:
+        """Add messages as they are, in the order of their lines."""
+        for entry in ((message.line or _LAST_LINE, message) for message in found):
+            if entry not in self._entries:
+                self._entries.append(entry)
+
+    def add_for_option(self, text: str, code: str, option: str) -> None:
+        """Add an error in `option` of the command line, which has no line in the file."""
+        message = text if text.startswith(option) else f"{option}: {text}"
+        found = Message(code=code, severity="error", message=message, setting=option)
+        self._entries.append((_LAST_LINE, found))
+
+    def line_of(self, path: KeyPath) -> int:
+        """Return the line of `path`, or of its nearest parent that is in the file."""
+        lines = self.document.lines
+        return next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), 1)
+
+    def raise_if_any(self) -> None:
+        """Raise all errors as one error, in the order of their lines.
+
+        Raises:
+            InputError: there is at least one error.
+        """
+        if self._entries:
+            raise combined_error(error for _, error in sorted(self._entries, key=lambda pair: pair[0]))
+
+    def _override_at(self, path: KeyPath) -> str | None:
+        found = (self.overridden.get(path[:n]) for n in range(len(path), 0, -1))
+        return next((text for text in found if text), None)
+
+
+def dotted_path(path: KeyPath) -> str:
+    """Return ``stages[1].prune.keep_ratio`` for ("stages", 1, "prune", "keep_ratio")."""
+    out = ""
+    for part in path:
+        out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
+    return out
+
+
+def value_text(value: Any) -> str:
+    """Return `value` as text for a message: strings in quotes, long values truncated."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def validate_settings(
+    model: type[ModelT],
+    value: Any,
+    path: KeyPath,
+    errors: RecipeErrors,
+    stand_ins: Mapping[str, Any] | None = None,
+) -> tuple[ModelT | None, set[KeyPath]]:
+    """Validate `value` as settings of type `model` and add every error to `errors`.
+
+    Validation is strict: a string is not a number, 1 is not true. In JSON, pydantic accepts a list for a
+    tuple.
+
+    Args:
+        model: class of the settings.
+        value: value in the recipe.
+        path: its path in the recipe.
+        errors: receives the errors.
+        stand_ins: replacements for required keys that are missing or invalid.
+
+    Returns:
+        The settings, with defaults (or `stand_ins`) for invalid parts so that the rest can be checked in the
+        same pass, or None if that is not possible; and the invalid paths below `path`.
+    """
+    if not isinstance(value, dict):
+        errors.add(
+            path,
+            f"expected {_mapping_text(model.model_fields)}, got {value_text(value)}.",
+            code="wrong-value",
+        )
+        return None, {()}
+    bad, given = set[KeyPath](), value
+    while True:
+        try:
+            return model.model_validate_json(json.dumps(given), strict=True), bad
+        except ValidationError as error:
+            found = list(_error_messages(error, given, _json_schema(model)))
+        for where, message, code in () if bad else found:
+            errors.add((*path, *where), message, code=code)
+        places = {_removable_path(given, where) for where, _, _ in found}
+        if places <= bad or () in places:
+            return None, bad | {()}
+        bad |= {where for where, _, _ in found} | places
+        given = _drop_paths(given, places, stand_ins or {})
+
+
+def _removable_path(value: Any, where: KeyPath) -> KeyPath:
+    """Return the smallest part at or around `where` that can be removed to make `value` valid."""
+    for number, step in enumerate(where):
+        if isinstance(step, int) or not isinstance(value, dict):
+            return where[:number]  # a list is removed as a whole
+        if step not in value:
+            return where[: number + 1] if number == 0 else where[:number]
+        value = value[step]
+    return where
+
+
+def _drop_paths(
+    value: dict[str, Any], paths: set[KeyPath], placeholders: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `value` without the parts at `paths`; keys in `placeholders` get their placeholder."""
+    out = dict(value)
+    for key, below in {place[0]: {p[1:] for p in paths if p[0] == place[0]} for place in paths}.items():
+        name = str(key)
+        if () not in below and isinstance(out.get(name), dict):
+            out[name] = _drop_paths(out[name], below, {})
+        elif name in placeholders:
+            out[name] = placeholders[name]
+        else:
+            out.pop(name, None)
+    return out
+
+
+def has_error(bad: Collection[str], *paths: str) -> bool:
+    """Return whether one of the dotted `paths`, a parent or a child of it, is in `bad`."""
+    return any(
+        one == two or one.startswith((f"{two}.", f"{two}[")) or two.startswith(f"{one}.")
+        for one in bad
+        for two in paths
+    )
+
+
+def _error_messages(
+    error: ValidationError, value: Any, schema: Schema | None
+) -> Iterator[tuple[KeyPath, str, str]]:
+    # a union yields one error per member, all about the same value; the message lists the members together
+    seen: set[tuple[KeyPath, str]] = set()
+    found = [(*_error_location(detail, value), detail) for detail in error.errors(include_url=False)]
+    places = {where for where, _, _ in found}
+    empty = {where for where, _, detail in found if detail["type"] == "string_too_short"}
+    for where, read, detail in found:
+        # if one member of a union fits except for a nested value, the errors of the other members are noise
+        if detail["type"] not in _FULL_ERROR_TYPES and any(p[: len(where)] == where != p for p in places):
+            continue
+        part = _schema_at(schema, where) if schema else None
+        kind = detail["type"]
+        if where in empty and kind != "string_too_short":
+            continue
+        if kind == "extra_forbidden":
+            known = _known_keys(_schema_at(schema, where[:-1]) if schema else None, schema)
+            word = str(where[-1])
+            code = "unknown-setting"
+            message = f"unknown setting. Known here: {', '.join(known) or 'none'}.{did_you_mean(word, known)}"
+            if renamed := other_name_hint(word, known):
+                message = f"unknown setting.{renamed}"
+        elif kind == "missing":
+            wanted = _expected_text(part, schema) if part else ""
+            code = "missing-setting"
+            message = f"missing. Expected {wanted}." if wanted else "missing."
+        elif kind == "string_too_short":
+            code = "empty-text"
+            message = f"expected a non-empty string, got {value_text(read)}."
+        elif kind in ("value_error", "assertion_error"):
+            refused = detail["ctx"]["error"]
+            code = refused.code if isinstance(refused, SettingError) else "wrong-setting"
+            message = f"{str(refused).rstrip('.')}."
+        else:
+            expected = _expected_text(part, schema) if part else ""
+            expected = expected or detail["msg"].removeprefix("Input should be ")
+            words = [w for w in _allowed_values(part, schema) if isinstance(w, str)]
+            hint = (
+                (other_name_hint(read, words) or did_you_mean(read, words)) if isinstance(read, str) else ""
+            )
+            code = "wrong-value"
+            message = f"expected {expected}, got {value_text(read)}.{hint}"
+        if (where, message) not in seen:
+            seen.add((where, message))
+            yield where, message, code
+
+
+def _error_location(detail: ErrorDetails, value: Any) -> tuple[KeyPath, Any]:
+    """Return the path of an error without pydantic's names of union members, and the value at that path."""
+    path: list[str | int] = []
+    last = len(detail["loc"]) - 1
+    for number, part in enumerate(detail["loc"]):
+        inside = (isinstance(value, dict) and part in value) or (
+            isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value)
+        )
+        if inside:
+            value = value[part]
+        if inside or (number == last and detail["type"] == "missing"):
+            path.append(part)
+    return tuple(path), value
+
+
+@functools.lru_cache(maxsize=256)  # creating a schema takes longer than all other checks of a recipe
+def _json_schema(model: type[BaseModel]) -> Schema | None:
+    try:
+        return TypeAdapter(model).json_schema()
+    except PydanticInvalidForJsonSchema:
+        return None
+
+
+def _resolve_ref(part: Schema, root: Schema | None) -> Schema:
+    while "$ref" in part and root is not None:
+        part = root["$defs"][str(part["$ref"]).rsplit("/", 1)[-1]]
+    return part
+
+
+def _union_members(part: Schema | None, root: Schema | None) -> list[Schema]:
+    """Return the members of a union without null, or `[part]`."""
+    if part is None:
+        return []
+    part = _resolve_ref(part, root)
+    union = part.get("anyOf") or part.get("oneOf")
+    if not union:
+        return [part]
+    return [b for member in union for b in _union_members(member, root) if b.get("type") != "null"]
+
+
+def _schema_at(root: Schema, path: KeyPath) -> Schema | None:
+    """Return the schema of the value at `path`, or None if unknown."""
+    part: Schema = root
+    for step in path:
+        for branch in _union_members(part, root):
+            fixed = branch.get("prefixItems", [])
+            if isinstance(step, int):
+                found = fixed[step] if step < len(fixed) else branch.get("items")
+            else:
+                found = branch.get("properties", {}).get(step, branch.get("additionalProperties"))
+            if isinstance(found, Mapping):
+                part = found
+                break
+        else:
+            return None
+    return part
+
+
+def _known_keys(part: Schema | None, root: Schema | None) -> list[str]:
+    return [name for branch in _union_members(part, root) for name in branch.get("properties", {})]
+
+
+def _allowed_values(part: Schema | None, root: Schema | None) -> list[Any]:
+    out: list[Any] = []
+    for branch in _union_members(part, root):
+        out += branch.get("enum", []) + ([branch["const"]] if "const" in branch else [])
+    return out
+
+
+def _expected_text(part: Schema | None, root: Schema | None) -> str:
+    return " or ".join(
+        dict.fromkeys(filter(None, (_schema_text(b, root) for b in _union_members(part, root))))
+    )
+
+
+def _schema_text(part: Schema, root: Schema | None) -> str:
+    if "const" in part:
+        return value_text(part["const"])
+    if "enum" in part:
+        return f"one of {', '.join(value_text(v) for v in part['enum'])}"
+    kind = part.get("type")
+    if kind in ("integer", "number"):
+        return f"{'an integer' if kind == 'integer' else 'a number'}{_bounds_text(part)}"
+    if kind == "array":
+        inner = _expected_text(part.get("items"), root)
+        least = f" of at least {part['minItems']}" if part.get("minItems") else ""
+        return f"a list{least}{f' (each {inner})' if inner else ''}"
+    if kind == "object":
+        return _mapping_text(part.get("properties", {}))
+    return {"string": "a string", "boolean": "true or false"}.get(str(kind), "")
+
+
+def _bounds_text(part: Schema) -> str:
+    low, high = part.get("minimum"), part.get("maximum")
+    above, below = part.get("exclusiveMinimum"), part.get("exclusiveMaximum")
+    floor, ceiling = low if low is not None else above, high if high is not None else below
+    if floor is not None and ceiling is not None:
+        edges = [f"{edge:.10g} excluded" for edge in (above, below) if edge is not None]
+        return f" between {floor:.10g} and {ceiling:.10g}" + (f" ({', '.join(edges)})" if edges else "")
+    if floor is not None:
+        return f" above {floor:.10g}" if low is None else f" of at least {floor:.10g}"
+    if ceiling is not None:
+        return f" below {ceiling:.10g}" if high is None else f" of at most {ceiling:.10g}"
+    return ""
+
+
+def _mapping_text(names: Mapping[str, Any]) -> str:
+    return f"a mapping with {', '.join(names)}" if names else "a mapping"

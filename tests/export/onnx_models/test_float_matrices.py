@@ -1,0 +1,25 @@
+"""What a quantizer left float is told with its size and who reads it."""
+
+import numpy as np
+from onnx import TensorProto, numpy_helper
+
+from smelt.export.onnx_models.quantize_onnx import float_matrices_message
+from tests.support.graphs import imported_graphs as graphs
+
+
+def test_float_matrices_are_counted_and_the_largest_named() -> None:
+    model = graphs.two_layer_classifier(width=256)
+    message = float_matrices_message([model])
+    assert message is not None
+    assert message.startswith("2 ")
+    assert message.index("'w1' of MatMul 'first' (0.00819 MB)") < message.index("'w2' of MatMul 'second'")
+
+
+def test_codes_vectors_and_what_nothing_reads_are_none() -> None:
+    model = graphs.two_layer_classifier()
+    for tensor in model.graph.initializer:
+        if len(tensor.dims) > 1:
+            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tuple(tensor.dims), np.int8), tensor.name))
+    assert float_matrices_message([model]) is None
+    model.graph.initializer.add(name="lonely", data_type=TensorProto.FLOAT, dims=[100, 100])
+    assert float_matrices_message([model]) is None

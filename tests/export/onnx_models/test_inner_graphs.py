@@ -1,0 +1,344 @@
+"""If, Loop and Scan, functions of a model, and weights that are inputs: narrowed, quantized, simplified."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import split_from_arrays
+from smelt.export.onnx_models import stages
+from smelt.export.onnx_models.normalize_graph import normalize_graph
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from smelt.export.onnx_models.stages import Fp16, Fp16Settings, Simplify, SimplifySettings
+from smelt.runtimes.graph_walk import all_nodes
+from tests.support import harness
+from tests.support.graphs import imported_graphs as graphs
+
+NODE, BOOL, INT64 = helper.make_node, TensorProto.BOOL, TensorProto.INT64
+STAGES = {
+    "fp16": (Fp16(), Fp16Settings(), 0.01),
+    "int8-dynamic": (QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-dynamic"), 0.1),
+    "int8-static": (QuantizeOnnx(), QuantizeOnnxSettings(scheme="int8-static"), 0.2),
+}
+
+
+def tensor(name: str, *shape: int, scale: float = 0.3) -> Any:
+    values = np.random.default_rng(sum(map(ord, name))).normal(0, scale, shape)
+    return numpy_helper.from_array(values.astype(np.float32), name)
+
+
+def constant(name: str, value: Any) -> Any:
+    return numpy_helper.from_array(np.asarray(value), name)
+
+
+def body(nodes: Any, inputs: Any = (), outputs: Any = (), weights: Any = ()) -> Any:
+    return helper.make_graph(list(nodes), "body", list(inputs), list(outputs), list(weights))
+
+
+def unshaped(name: str, kind: int = TensorProto.FLOAT) -> Any:
+    return helper.make_tensor_value_info(name, kind, None if kind == TensorProto.FLOAT else [])
+
+
+def ends(width: int) -> tuple[Any, Any]:
+    return [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", width])]
+
+
+def branches(name: str = "if") -> Any:
+    """A choice by the data whose branches use the same names, each for its own values."""
+    chosen = [
+        body(
+            [NODE("MatMul", ["h", "w"], ["t"], "inside"), NODE(last, ["t"], ["z"])],
+            (),
+            [unshaped("z")],
+            [tensor("w", 8, 4, scale=scale)],
+        )
+        for last, scale in (("Tanh", 0.2), ("Relu", 0.5))
+    ]
+    return NODE("If", ["c"], ["y"], name, then_branch=chosen[0], else_branch=chosen[1])
+
+
+def choice() -> Any:
+    nodes = [
+        NODE("MatMul", ["x", "w0"], ["h"], "before"),
+        NODE("ReduceSum", ["x"], ["s"], "sum", keepdims=0),
+        NODE("Greater", ["s", "zero"], ["c"], "greater"),
+        branches(),
+    ]
+    return graphs.make_model(nodes, *ends(4), [tensor("w0", 8, 8), constant("zero", np.float32(0))])
+
+
+def loop(scale: float = 0.3, trips: int = 3) -> Any:
+    """A state that is multiplied again and again; of each round its largest value comes out too."""
+    inside = body(
+        [
+            NODE("Constant", [], ["half"], "half", value_float=0.5),
+            NODE("Mul", ["state", "half"], ["less"], "less"),
+            NODE("MatMul", ["less", "w"], ["m"], "product"),
+            NODE("Mul", ["m", "up"], ["larger"], "larger"),
+            NODE("Mul", ["larger", "up"], ["largest"], "largest"),
+            NODE("Div", ["largest", "up"], ["smaller"], "smaller"),
+            NODE("Div", ["smaller", "up"], ["small"], "small"),
+            NODE("Tanh", ["small"], ["next"], "tanh"),
+            NODE("ReduceMax", ["next"], ["most"], "most", keepdims=0),
+        ],
+        [graphs.value_info("i", [], INT64), graphs.value_info("go_on", [], BOOL), unshaped("state")],
+        [graphs.value_info("go_on", [], BOOL), unshaped("next"), graphs.value_info("most", [])],
+    )
+    node = NODE("Loop", ["trips", "go", "x"], ["y", "each"], "loop", body=inside)
+    weights = [tensor("w", 8, 8), constant("up", np.float32(scale))]
+    weights += [constant("trips", trips), constant("go", True)]
+    return graphs.make_model(
+        [node], ends(8)[0], [graphs.value_info("y", ["N", 8]), graphs.value_info("each", ["T"])], weights
+    )
+
+
+def scan() -> Any:
+    inside = body(
+        [
+            NODE("MatMul", ["state", "u"], ["a"], "turned"),
+            NODE("Add", ["a", "part"], ["b"], "sum"),
+            NODE("Tanh", ["b"], ["state_out"], "tanh"),
+            NODE("Identity", ["state_out"], ["given"], "given"),
+        ],
+        [unshaped("state"), unshaped("part")],
+        [unshaped("state_out"), unshaped("given")],
+    )
+    nodes = [
+        NODE("MatMul", ["x", "w"], ["h"], "first"),
+        NODE("Transpose", ["h"], ["parts"], "columns", perm=[1, 0]),
+        NODE("Unsqueeze", ["parts", "last"], ["steps"], "steps"),
+        NODE("Slice", ["h", "zero", "four", "last_axis"], ["start"], "start"),
+        NODE("Scan", ["start", "steps"], ["end", "y"], "scan", body=inside, num_scan_inputs=1),
+    ]
+    weights = [tensor("w", 8, 8), tensor("u", 4, 4), constant("last", [2])]
+    weights += [constant("zero", [0]), constant("four", [4]), constant("last_axis", [1])]
+    return graphs.make_model(nodes, ends(4)[0], [graphs.value_info("end", ["N", 4])], weights)
+
+
+def nested() -> Any:
+    """A Loop whose body chooses by the round."""
+    chosen = [
+        body([NODE(name, ["state", "v"], ["z"], f"in_{name}")], (), [unshaped("z")])
+        for name in ("MatMul", "Add")
+    ]
+    inside = body(
+        [
+            NODE("Equal", ["i", "one"], ["c"], "second"),
+            NODE("If", ["c"], ["chosen"], "if", then_branch=chosen[0], else_branch=chosen[1]),
+            NODE("Tanh", ["chosen"], ["next"], "tanh"),
+        ],
+        [graphs.value_info("i", [], INT64), graphs.value_info("go_on", [], BOOL), unshaped("state")],
+        [graphs.value_info("go_on", [], BOOL), unshaped("next")],
+    )
+    node = NODE("Loop", ["trips", "go", "x"], ["y"], "loop", body=inside)
+    weights = [tensor("v", 8, 8), constant("one", 1), constant("trips", 3), constant("go", True)]
+    return graphs.make_model(
+        [node], [graphs.value_info("x", [8, 8])], [graphs.value_info("y", [8, 8])], weights
+    )
+
+
+def functions() -> Any:
+    """Two calls of a function, which calls another."""
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("mine", 1)]
+    inner = helper.make_function(
+        "mine", "Product", ["a", "w"], ["o"], [NODE("MatMul", ["a", "w"], ["o"])], opsets[:1]
+    )
+    outer = helper.make_function(
+        "mine", "Layer", ["a", "w"], ["o"],
+        [NODE("Product", ["a", "w"], ["t"], domain="mine"), NODE("Tanh", ["t"], ["o"])], opsets,
+    )  # fmt: skip
+    nodes = [
+        NODE("Layer", ["x", "w"], ["h"], domain="mine"),
+        NODE("Layer", ["h", "w2"], ["y"], domain="mine"),
+    ]
+    made = graphs.make_model(
+        nodes, *ends(4), [tensor("w", 8, 8), tensor("w2", 8, 4)], functions=[inner, outer]
+    )
+    made.opset_import.append(opsets[1])
+    return made
+
+
+def listed(ir_version: int) -> Any:
+    """Weights that are inputs too, as each had to be before IR version 4."""
+    nodes = [NODE("MatMul", ["x", "w"], ["h"], "first"), NODE("Gemm", ["h", "w2", "b"], ["y"], "second")]
+    weights = [tensor("w", 8, 8), tensor("w2", 8, 4), tensor("b", 4)]
+    made = graphs.make_model(nodes, *ends(4), weights, opset=13)
+    made.graph.input.extend(graphs.value_info(one.name, list(one.dims)) for one in weights)
+    made.ir_version = ir_version
+    return made
+
+
+MODELS = {
+    "if": choice, "loop": loop, "scan": scan, "nested": nested, "functions": functions,
+    "ir3": lambda: listed(3), "ir8": lambda: listed(8),
+}  # fmt: skip
+
+
+def rows(count: int = 16) -> Any:
+    return np.random.default_rng(5).normal(size=(count, 8)).astype(np.float32)
+
+
+def run(stage: Any, settings: Any, model: Any, folder: Path) -> Any:
+    source = graphs.make_artifact(folder / "src", model)
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": rows()}, 16))}
+    return harness.run_stage(stage, settings, source, folder / "out", data=data)
+
+
+def outputs(path: Path, x: Any) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_in_a_graph_is_converted_and_computes_what_it_did(
+    name: str, stage: str, tmp_path: Path
+) -> None:
+    model, (made, settings, allowed) = MODELS[name](), STAGES[stage]
+    ctx = run(made, settings, model, tmp_path)
+    onnx.checker.check_model(tmp_path / "out/model.onnx", full_check=True)
+    x = rows(8)
+    reference = ReferenceEvaluator(model).run(None, {"x": x})
+    wanted, got = (outputs(tmp_path / side / "model.onnx", x) for side in ("src", "out"))
+    for right, one, other in zip(reference, wanted, got, strict=True):
+        np.testing.assert_allclose(one, right.reshape(one.shape), atol=1e-5)
+        assert other.dtype == one.dtype
+        assert np.abs(other - one).max() < allowed * np.abs(one).max()
+    found = onnx.load(tmp_path / "out/model.onnx")
+    kinds = {t.name: t.data_type for t in found.graph.initializer if len(t.dims) == 2}
+    if stage == "fp16":
+        assert set(kinds.values()) == {TensorProto.FLOAT16}
+        assert {v.name for v in found.graph.input} <= {"x", "b"}
+    if stage == "int8-dynamic":
+        floats = {name for name, kind in kinds.items() if kind == TensorProto.FLOAT}
+        assert floats == ({"v"} if name == "nested" else set())  # an Add reads it too
+        assert "MatMulInteger" in {node.op_type for node in all_nodes(found.graph.node)}
+    assert len(found.functions) == 0
+    # in the nested one an Add reads the float matrix too, which is told
+    assert ctx.warnings == [] or stage == "int8-static" or name == "nested"
+
+
+def test_static_ranges_leave_bodies_float_and_say_which_weights(tmp_path: Path) -> None:
+    ctx = run(*STAGES["int8-static"][:2], choice(), tmp_path)
+    (found,) = [one for one in ctx.warnings if one.code == "weights-kept-float"]
+    assert {"2", "(0.00026"} <= {*found.message.split()}
+    made = onnx.load(tmp_path / "out/model.onnx")
+    kinds = {t.name: t.data_type for t in made.graph.initializer}
+    assert (kinds["w0_quantized"], kinds["w"], kinds["w.1"]) == (TensorProto.INT8, *[TensorProto.FLOAT] * 2)
+
+
+@pytest.mark.parametrize(("scale", "kept"), [(0.3, 0), (1e3, 2)])
+def test_what_would_overflow_in_a_loop_stays_float32(scale: float, kept: int, tmp_path: Path) -> None:
+    ctx = run(Fp16(), Fp16Settings(), loop(scale), tmp_path)
+    assert ctx.details["kept_float32"] == kept
+    assert bool(ctx.warnings) == bool(kept)
+    wanted, got = (outputs(tmp_path / side / "model.onnx", rows(4)) for side in ("src", "out"))
+    assert np.abs(got[0] - wanted[0]).max() < 0.01 * np.abs(wanted[0]).max()
+
+
+def test_a_loop_without_a_round_gives_what_went_in(tmp_path: Path) -> None:
+    run(Fp16(), Fp16Settings(), loop(trips=0), tmp_path)
+    np.testing.assert_array_equal(outputs(tmp_path / "out/model.onnx", rows(4))[0], rows(4))
+
+
+def test_functions_are_inlined_before_simplifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        stages,
+        "run_isolated",
+        lambda module, arguments, limits: stages.subprocess_main(arguments),
+    )
+    ctx = run(Simplify(), SimplifySettings(), functions(), tmp_path)
+    made = onnx.load(tmp_path / "out/model.onnx")
+    assert ([node.op_type for node in made.graph.node], len(made.functions)) == (["MatMul", "Tanh"] * 2, 0)
+    assert ctx.warnings == []
+
+
+def test_no_two_values_of_a_normalized_graph_have_one_name(tmp_path: Path) -> None:
+    made = normalize_graph(graphs.save_model(choice(), tmp_path / "m.onnx"))
+    names = [name for node in all_nodes(made.graph.node) for name in node.output]
+    assert len(names) == len(set(names))
+    assert {t.name for t in made.graph.initializer} == {"w0", "zero", "w", "w.1"}
+    assert [list(t.dims) for t in made.graph.initializer if t.name.startswith("w.")] == [[8, 4]]
+
+
+def test_a_small_input_with_a_default_stays_one_and_float32(tmp_path: Path) -> None:
+    nodes = [NODE("MatMul", ["x", "w"], ["h"], "first"), NODE("Mul", ["h", "k"], ["y"], "times")]
+    model = graphs.make_model(nodes, *ends(4), [tensor("w", 8, 4), constant("k", np.array([2], np.float32))])
+    model.graph.input.append(graphs.value_info("k", [1]))
+    run(Fp16(), Fp16Settings(), model, tmp_path)
+    path = str(tmp_path / "out/model.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    once, thrice = (session.run(None, {"x": rows(4), "k": np.array([k], np.float32)})[0] for k in (1, 3))
+    np.testing.assert_allclose(thrice, 3 * once, rtol=2e-3)
+
+
+@pytest.mark.parametrize("read", ["c", "r"])
+def test_a_relu_that_a_branch_reads_or_goes_round_is_computed(read: str, tmp_path: Path) -> None:
+    """The static quantizer removes a ReLU behind a convolution, whoever reads it in another graph."""
+    chosen = [
+        body([NODE(name, [read], [f"z{name}"])], (), [unshaped(f"z{name}")]) for name in ("Identity", "Neg")
+    ]
+    nodes = [
+        NODE("Conv", ["x", "w", "b"], ["c"], "conv"),
+        NODE("Relu", ["c"], ["r"], "relu"),
+        NODE("If", ["yes"], ["z"], "if", then_branch=chosen[0], else_branch=chosen[1]),
+        NODE("Add", ["z", "r"], ["y"], "sum"),
+    ]
+    x, y = graphs.value_info("x", ["N", 2, 8]), graphs.value_info("y", ["N", 4, 6])
+    weights = [tensor("w", 4, 2, 3), tensor("b", 4), constant("yes", True)]
+    seen = np.random.default_rng(1).normal(size=(16, 2, 8)).astype(np.float32)
+    source = graphs.make_artifact(tmp_path / "src", graphs.make_model(nodes, [x], [y], weights))
+    data = {"calibration": split_from_arrays("rows.npz", SampleArrays({"x": seen}, len(seen)))}
+    ctx = harness.run_stage(*STAGES["int8-static"][:2], source, tmp_path / "out", data=data)
+    got, wanted = (
+        graphs.run_directly(folder / "model.onnx", {"x": seen})["y"]
+        for folder in (tmp_path / "out", source.path)
+    )
+    assert np.abs(got - wanted).max() < 0.1 * wanted.std()
+    assert len(ctx.warnings) == 1
+
+
+@pytest.mark.parametrize("name", ["", "product"])
+@pytest.mark.parametrize("kind", list(STAGES))
+def test_nodes_in_and_around_a_branch_may_have_one_name_or_none(kind: str, name: str, tmp_path: Path) -> None:
+    """The dynamic quantizer calls the product of scales after the node, else after what it reads."""
+    chosen = [body([NODE("MatMul", [x, "w"], [f"z{x}"], name)], (), [unshaped(f"z{x}")]) for x in "hx"]
+    nodes = [
+        NODE("MatMul", ["x", "w"], ["h"], name),
+        NODE("If", ["yes"], ["y"], "if", then_branch=chosen[0], else_branch=chosen[1]),
+    ]
+    model = graphs.make_model(nodes, *ends(8), [tensor("w", 8, 8), constant("yes", True)])
+    stage, settings, allowed = STAGES[kind]
+    ctx = run(stage, settings, model, tmp_path)
+    assert ctx.details["parity"]["relative"] < allowed
+
+
+def test_an_lstm_in_a_branch_stays_float(tmp_path: Path) -> None:
+    chosen = [
+        body(
+            [NODE("LSTM", ["steps", "v", "u"], [f"all{name}"], f"lstm{name}", hidden_size=4)],
+            (),
+            [unshaped(f"all{name}")],
+        )
+        for name in "ab"
+    ]
+    nodes = [
+        NODE("Unsqueeze", ["x", "axis"], ["steps"], "steps"),
+        NODE("If", ["yes"], ["all"], "if", then_branch=chosen[0], else_branch=chosen[1]),
+        NODE("Reshape", ["all", "shape"], ["flat"], "flat"),
+        NODE("MatMul", ["flat", "w"], ["y"], "last"),
+    ]
+    weights = [tensor("v", 1, 16, 8), tensor("u", 1, 16, 4), tensor("w", 4, 4), constant("axis", [0])]
+    weights += [constant("yes", True), constant("shape", [-1, 4])]
+    ctx = run(*STAGES["int8-dynamic"][:2], graphs.make_model(nodes, *ends(4), weights), tmp_path)
+    operators = [node.op_type for node in all_nodes(onnx.load(tmp_path / "out/model.onnx").graph.node)]
+    assert ("LSTM" in operators, "MatMulInteger" in operators) == (True, True)
+    assert 0 < ctx.details["parity"]["error"] < 0.1

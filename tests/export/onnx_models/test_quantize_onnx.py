@@ -1,0 +1,221 @@
+"""ONNX Runtime's quantizers behind our settings, against its own result and against the untouched graph."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from pydantic import ValidationError
+
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.data.npz_arrays import SampleArrays
+from smelt.data.splits import split_from_arrays
+from smelt.export.onnx_models.quantize_onnx import QuantizeOnnx, QuantizeOnnxSettings
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import imported_graphs as graphs
+
+
+def run(folder: Path, model: Any, **settings: Any) -> Any:
+    source = graphs.make_artifact(folder / "src", model)
+    data = {"calibration": graphs.make_split()}
+    return harness.run_stage(
+        QuantizeOnnx(), QuantizeOnnxSettings(**settings), source, folder / "out", data=data
+    )
+
+
+def operators(folder: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(folder / "out/model.onnx").graph.node]
+
+
+@pytest.mark.parametrize(
+    ("settings", "operator"),
+    [
+        ({"scheme": "int8-dynamic"}, "MatMulInteger"),
+        ({"scheme": "int8-static"}, "QuantizeLinear"),
+        ({"scheme": "int8-static", "calibration_method": "entropy"}, "QuantizeLinear"),
+        ({"scheme": "int8-static", "calibration_method": "percentile"}, "QuantizeLinear"),
+    ],
+)
+def test_a_quantized_graph_is_near_the_untouched_one(
+    tmp_path: Path, settings: dict[str, Any], operator: str
+) -> None:
+    ctx = run(tmp_path, graphs.two_layer_classifier(width=64), **settings)
+    assert operator in operators(tmp_path)
+    rows = graphs.make_split(seed=9)
+    got, wanted = (graphs.class_logits(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
+    assert 0 < np.abs(got - wanted).mean() / wanted.std() < 0.05
+    assert (ctx.details["scheme"], ctx.details["foreign"]) == (settings["scheme"], True)
+    assert 0 < ctx.details["parity"]["relative"] < 0.4
+
+
+def test_static_ranges_are_those_of_the_calibration_rows(tmp_path: Path) -> None:
+    """The scale of uint8 is the range of what was seen, with 0 inside, over 255 (ONNX Runtime's formula)."""
+    run(tmp_path, graphs.two_layer_classifier(), scheme="int8-static", calibration_samples=24)
+    seen = graphs.make_split().arrays.values["x"]
+    model = onnx.load(tmp_path / "out/model.onnx")
+    scales = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    wanted = (max(0, seen.max()) - min(0, seen.min())) / 255
+    assert float(scales["x_scale"]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_for_tensorrt_all_is_symmetric_int8(tmp_path: Path) -> None:
+    ctx = run(tmp_path, graphs.two_layer_classifier(), scheme="int8-static", target="tensorrt")
+    model = onnx.load(tmp_path / "out/model.onnx")
+    points = [numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith("zero_point")]
+    assert points
+    assert all(not p.any() for p in points)
+    assert ctx.details["target"] == "tensorrt"
+
+
+def test_nodes_that_are_to_stay_float_do(tmp_path: Path) -> None:
+    run(tmp_path, graphs.two_layer_classifier(), exclude=["second"])
+    assert operators(tmp_path).count("MatMulInteger") == 1
+    assert "MatMul" in operators(tmp_path)
+    with raises_code("unknown-node", InputError):
+        run(tmp_path / "other", graphs.two_layer_classifier(), exclude=["secnod"])
+
+
+def test_a_graph_without_products_is_left_and_says_so(tmp_path: Path) -> None:
+    ctx = run(tmp_path, graphs.one_node_model())
+    assert message_codes(ctx.warnings) == ["nothing-quantized"]
+
+
+def test_conv_is_for_static_ranges(tmp_path: Path) -> None:
+    weight = numpy_helper.from_array(np.ones((2, 1, 1, 1), np.float32), "w")
+    nodes = [helper.make_node("Unsqueeze", ["x", "axes"], ["u"]), helper.make_node("Conv", ["u", "w"], ["y"])]
+    axes = numpy_helper.from_array(np.array([1, 2]), "axes")
+    values = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y", ["N", 2, 1, 8])]
+    ctx = run(tmp_path, graphs.make_model(nodes, *values, [weight, axes]))
+    assert message_codes(ctx.warnings)[0] == "nothing-quantized"
+    assert "int8-static" in ctx.warnings[0].message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"calibration_method": "entropy"},
+        {"target": "tensorrt"},
+        {"scheme": "int4"},
+        {"calibration_samples": 0},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        QuantizeOnnxSettings(**settings)
+
+
+def test_calibration_rows_are_needed_for_static_ranges_alone() -> None:
+    needs = QuantizeOnnx.needs_with
+    assert needs(QuantizeOnnxSettings(), ()) == frozenset()
+    assert needs(QuantizeOnnxSettings(scheme="int8-static"), ()) == {"calibration"}
+    assert needs(QuantizeOnnxSettings(scheme="int8-static"), ("train",)) == frozenset()
+
+
+def test_whole_numbers_that_change_are_told_and_the_facts_stay_json(tmp_path: Path) -> None:
+    ctx = run(tmp_path, graphs.classifier_with_integer_output())
+    json.dumps(ctx.details, allow_nan=False)
+    assert 0 < ctx.details["parity"]["relative"] < 0.4
+    assert "outputs-changed" in message_codes(ctx.warnings)
+
+
+@pytest.mark.parametrize(("opset", "converts"), [(11, True), (11, False), (13, True)])
+def test_an_old_opset_is_converted_or_gets_one_scale_for_a_matrix_and_a_word_of_it(
+    tmp_path: Path, opset: int, converts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to opset 12 DequantizeLinear takes one scale: ONNX Runtime's quantizer writes more nevertheless."""
+
+    def fails(model: Any, version: int) -> Any:
+        raise RuntimeError("no adapter")
+
+    if not converts:
+        monkeypatch.setattr(onnx.version_converter, "convert_version", fails)
+    model = graphs.two_layer_classifier(width=64)
+    model.opset_import[0].version = opset
+    ctx = run(tmp_path, model, scheme="int8-static")
+    assert "QuantizeLinear" in operators(tmp_path)
+    assert ctx.details["parity"]["relative"] < 0.4
+    sizes = {t.name: list(t.dims) for t in onnx.load(tmp_path / "out/model.onnx").graph.initializer}
+    assert sizes["w1_scale"] == ([64] if converts else [])
+    assert bool(ctx.warnings) == (not converts)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_names_that_the_quantizer_makes_may_be_in_the_graph_already(tmp_path: Path, scheme: str) -> None:
+    """onnxruntime.quantization makes x_scale, h_quantized, w1_quantized and nodes of such names."""
+    model = graphs.two_layer_classifier(width=64)
+    new = {"h0": "x_scale", "h1": "x_scale_quantized", "b1": "w1_quantized", "b2": "x_zero_point"}
+    new |= {"o": "w1_DequantizeLinear_Output"}
+    for node in model.graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
+        node.output[:] = [new.get(name, name) for name in node.output]
+        node.name = {"relu": "x_QuantizeLinear", "nothing": "first_quant"}.get(node.name, node.name)
+    for tensor in model.graph.initializer:
+        tensor.name = new.get(tensor.name, tensor.name)
+    ctx = run(tmp_path, model, scheme=scheme)
+    assert ctx.details["parity"]["relative"] < 0.4
+    made = onnx.load(tmp_path / "out/model.onnx")
+    onnx.checker.check_model(made)
+    names = {name for node in made.graph.node for name in (*node.input, *node.output)}
+    assert {"x", "logits", "x_scale", "x_zero_point"} <= names  # those of the graph are as they were
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO, logging.CRITICAL])
+def test_the_callers_disabled_log_level_is_restored(tmp_path: Path, level: int) -> None:
+    before = logging.root.manager.disable
+    logging.disable(level)
+    try:
+        run(tmp_path, graphs.two_layer_classifier())
+        assert logging.root.manager.disable == level
+    finally:
+        logging.disable(before)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_dynamic_product_with_a_vector_stays_float_and_the_others_are_quantized(
+    tmp_path: Path, inside: bool
+) -> None:
+    """ONNX Runtime's int8 operators reject a vector, which stopped the whole graph."""
+    product = helper.make_node("MatMul", ["h", "v"], ["z"], "scores")
+    last = product
+    if inside:
+        branch = helper.make_graph([product], "branch", [], [graphs.value_info("z", ["N"])])
+        last = helper.make_node("If", ["yes"], ["y"], then_branch=branch, else_branch=branch)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], "first"), last]
+    random = np.random.default_rng(0)
+    arrays = {name: random.normal(size=size).astype(np.float32) for name, size in (("w", (8, 8)), ("v", 8))}
+    arrays |= {"yes": np.array(True)} if inside else {}
+    weights = [numpy_helper.from_array(value, name) for name, value in arrays.items()]
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("y" if inside else "z", ["N"])]
+    ctx = run(tmp_path, graphs.make_model(nodes, *ends, weights))
+    assert set(message_codes(ctx.warnings)) == {"nodes-kept-float"}
+    assert inside or "scores" in ctx.warnings[0].message  # in a branch names are made unique
+    assert "MatMulInteger" in operators(tmp_path)
+    assert ctx.details["parity"]["error"] < 0.05
+
+
+@pytest.mark.parametrize(("group", "bias"), [(2, True), (2, False), (1, True)])
+def test_grouped_conv_transpose_with_bias_has_one_scale_for_its_weight(
+    tmp_path: Path, group: int, bias: bool
+) -> None:
+    """Its scales per channel are those of one group, and did not fit to the bias of all groups."""
+    random = np.random.default_rng(0)
+    arrays = {"w": random.normal(size=(4, 6 // group, 3, 3)), "b": random.normal(size=6)}
+    names = ["w", "b"] if bias else ["w"]
+    weights = [numpy_helper.from_array(arrays[name].astype(np.float32), name) for name in names]
+    node = helper.make_node("ConvTranspose", ["x", *names], ["y"], "up", group=group, strides=[2, 2])
+    ends = [graphs.value_info("x", ["N", 4, 5, 5])], [graphs.value_info("y", ["N", 6, 11, 11])]
+    source = graphs.make_artifact(tmp_path / "src", graphs.make_model([node], *ends, weights))
+    x = random.normal(size=(24, 4, 5, 5)).astype(np.float32)
+    data = {"calibration": split_from_arrays("x.npz", SampleArrays({"x": x}, len(x)))}
+    settings = QuantizeOnnxSettings(scheme="int8-static", op_types=("ConvTranspose",))
+    ctx = harness.run_stage(QuantizeOnnx(), settings, source, tmp_path / "out", data=data)
+    assert message_codes(ctx.warnings) == (["per-tensor-weights"] if group > 1 and bias else [])
+    assert ctx.details["parity"]["error"] < 0.05
+    scales = {t.name: t for t in onnx.load(tmp_path / "out/model.onnx").graph.initializer}["w_scale"]
+    assert np.prod(scales.dims) == (1 if group > 1 and bias else 6 // group)

@@ -1,0 +1,156 @@
+"""A simplified graph is kept where it computes the same, in a process that may fail."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from smelt.core.errors import InputError
+from smelt.core.messages import message_codes, warning
+from smelt.core.system import IsolatedProcessError
+from smelt.export.onnx_models import stages
+from smelt.export.onnx_models.stages import Simplify, SimplifySettings
+from tests.support import harness
+from tests.support.expected_errors import raises_code
+from tests.support.graphs import imported_graphs as graphs
+
+
+def nodes_of(path: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(path / "model.onnx").graph.node]
+
+
+@pytest.fixture
+def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simplify in this process; test_isolated_process.py tests the limits of a new one."""
+    monkeypatch.setattr(
+        stages,
+        "run_isolated",
+        lambda module, arguments, limits: stages.subprocess_main(arguments),
+    )
+
+
+def test_what_does_nothing_goes_and_the_rest_computes_the_same(tmp_path: Path) -> None:
+    source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
+    rows = graphs.make_split()
+    ctx = harness.run_stage(
+        Simplify(), SimplifySettings(), source, tmp_path / "out", data={"calibration": rows}
+    )
+    assert "Identity" in nodes_of(tmp_path / "src")
+    assert "Identity" not in nodes_of(tmp_path / "out")
+    assert ctx.warnings == []
+    assert (ctx.details["nodes_before"], ctx.details["parity"]["rows"]) == (6, 16 + 3)
+    expected = graphs.class_logits(tmp_path / "src/model.onnx", rows)
+    np.testing.assert_allclose(
+        graphs.class_logits(tmp_path / "out/model.onnx", rows), expected, rtol=1e-5, atol=1e-5
+    )
+    assert (tmp_path / "out/signature.json").is_file()
+
+
+def broken(source: Path, folder: Path) -> Any:
+    """What an optimizer with a fault leaves: another sign."""
+    model = onnx.load(source)
+    model.graph.node.append(helper.make_node("Neg", ["minus"], ["logits"]))
+    model.graph.node[-2].output[0] = "minus"
+    return model
+
+
+def with_its_batch(source: Path, folder: Path) -> Any:
+    """What an optimizer leaves that takes the rows of a call for a constant: right for four of them."""
+    model = onnx.load(source)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([4, 4]), "four_rows"))
+    model.graph.node.append(helper.make_node("Reshape", ["flat", "four_rows"], ["logits"]))
+    model.graph.node[-2].output[0] = "flat"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        (broken, "outputs-changed"),
+        (with_its_batch, "graph-failed"),
+        (lambda *_: warning("onnxsim-failed", "why"), "onnxsim-failed"),
+    ],
+)
+@pytest.mark.usefixtures("asked_here")
+def test_what_computes_something_else_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any, code: str
+) -> None:
+    monkeypatch.setattr("smelt.export.simplify_graph.run_onnxsim", made)
+    source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
+    data = {"calibration": graphs.make_split()}
+    ctx = harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
+    assert (tmp_path / "out/model.onnx").read_bytes() == (tmp_path / "src/model.onnx").read_bytes()
+    assert message_codes(ctx.warnings) == [code]
+    assert "parity" not in ctx.details  # the graph that was thrown away had it
+
+
+def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[Any] = []
+
+    def stopped(module: str, arguments: Any, given: Any) -> Any:
+        limits.append(given)
+        raise IsolatedProcessError("it took more than 7 s of processor time", "time-limit")
+
+    monkeypatch.setattr(stages, "run_isolated", stopped)
+    source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
+    settings = SimplifySettings(seconds=7, memory_gb=2)
+    ctx = harness.run_stage(Simplify(), settings, source, tmp_path / "out")
+    assert limits == [(2_000_000_000, 7)]
+    assert "time-limit" in message_codes(ctx.warnings)
+    assert nodes_of(tmp_path / "out") == nodes_of(tmp_path / "src")
+
+
+def test_graphs_that_smelt_exported_are_left_to_their_own_stage(tmp_path: Path) -> None:
+    source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier(), foreign=False)
+    with raises_code("needs-onnx-model", InputError):
+        harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out")
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize(("error", "kept"), [(4.8e-6, True), (4.8e-5, False)])
+def test_the_last_digits_of_a_softmax_over_thousands_of_classes_are_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, kept: bool
+) -> None:
+    """Its values deviate by 0.01 and its largest is 1, whose digits count."""
+    weight = np.random.default_rng(0).normal(0, 4, (8, 6625)).astype(np.float32)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"], "product"),
+        helper.make_node("Softmax", ["m"], ["logits"], "softmax", axis=1),
+    ]
+    ends = [graphs.value_info("x", ["N", 8])], [graphs.value_info("logits", ["N", 6625])]
+    model = graphs.make_model(nodes, *ends, [numpy_helper.from_array(weight, "w")])
+
+    def changed(source: Path, folder: Path) -> Any:
+        model = onnx.load(source)
+        factor = numpy_helper.from_array(np.float32(1 + error), "factor")
+        model.graph.initializer.append(factor)
+        model.graph.node[1].output[0] = "before"
+        model.graph.node.append(helper.make_node("Mul", ["before", "factor"], ["logits"], "times"))
+        return model
+
+    monkeypatch.setattr("smelt.export.simplify_graph.run_onnxsim", changed)
+    source = graphs.make_artifact(tmp_path / "src", model)
+    data = {"calibration": graphs.make_split()}
+    ctx = harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
+    assert ("Mul" in nodes_of(tmp_path / "out")) == kept
+    assert (ctx.warnings == []) == kept
+
+
+@pytest.mark.usefixtures("asked_here")
+def test_shapes_that_are_missing_are_found_or_asked_for(tmp_path: Path) -> None:
+    model = graphs.two_layer_classifier()
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    source = graphs.make_artifact(tmp_path / "src", model)
+    data = {"calibration": graphs.make_split()}
+    ctx = harness.run_stage(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
+    assert "Identity" not in nodes_of(tmp_path / "out")
+    assert ctx.warnings == []
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    again = graphs.make_artifact(tmp_path / "other", model)
+    ctx = harness.run_stage(Simplify(), SimplifySettings(), again, tmp_path / "out2", data=data)
+    assert message_codes(ctx.warnings) == ["missing-shape"]

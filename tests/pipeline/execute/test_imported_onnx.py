@@ -1,0 +1,72 @@
+"""A graph becomes the first artifact: a copy that says what it is, made once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smelt.core.store import Store
+from smelt.data.examples import read_split
+from smelt.data.splits import Columns
+from smelt.pipeline.execute import sources
+from smelt.pipeline.execute.step_runner import StepRunner
+from smelt.pipeline.inspect.model_info import OnnxModel
+from smelt.runtimes.onnx_import.signature import GraphSignature
+from smelt.runtimes.onnx_import.validate_graph import subprocess_main
+from tests.support.graphs import imported_graphs as graphs
+
+pytestmark = pytest.mark.quick
+
+
+class Silent:
+    """A display of nothing."""
+
+    log_path = Path("log.txt")
+
+    def line(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+def model_in(path: Path) -> OnnxModel:
+    answer = subprocess_main([str(path)])
+    return OnnxModel(
+        path,
+        GraphSignature.model_validate(answer["signature"]),
+        tuple(answer["files"]),
+        None,
+        answer["details"],
+    )
+
+
+def test_it_is_a_whole_artifact_and_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr("smelt.runtimes.onnx_import.trial_run.trial_run", lambda *given: tried.append(given))
+    path = graphs.save_model(graphs.two_layer_classifier(batch=4), tmp_path / "m.onnx", "weights.bin")
+    rows = read_split(str(graphs.write_rows(tmp_path / "test.npz")), "custom", Columns(), tmp_path)
+    shop: Any = StepRunner(
+        Store(tmp_path / "store"),
+        "custom",
+        {"test": rows},
+        0,
+        1,
+        None,
+        Silent(),
+        {},  # type: ignore[arg-type]
+    )
+    made, cached = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
+    assert not cached
+    assert sorted(made.manifest.files) == ["model.onnx", "model.onnx_data", "signature.json"]
+    assert (made.format, made.manifest.details["foreign"], made.manifest.details["opset"]) == (
+        "onnx",
+        True,
+        17,
+    )
+    assert [feeds["x"].shape for _, feeds, _ in tried] == [(4, 8)]  # as many rows as the graph takes
+    made.verify()
+    again, cached = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
+    assert cached
+    assert again.key == made.key
+    # other weights in the file next to it are another model
+    (tmp_path / "weights.bin").write_bytes(bytes((tmp_path / "weights.bin").stat().st_size))
+    other, _ = sources.import_onnx_model(shop, model_in(path), {"test": rows}, rebuild=False)
+    assert other.key != made.key

@@ -1,0 +1,53 @@
+"""A branch that is always taken stands in the place of its If, under names that no other branch has."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.runtimes.onnx_import.convert_optimum import resolve_if_branch
+from tests.support.graphs import imported_graphs as graphs
+
+pytestmark = pytest.mark.quick
+
+
+def branch(operator: str, number: float, out: str) -> Any:
+    """A graph that computes `x operator number`; its names are those of other branches, and of the If."""
+    weight = numpy_helper.from_array(np.float32(number), "w")
+    nodes = [helper.make_node(operator, ["x", "w"], ["t"], "n"), helper.make_node("Abs", ["t"], [out], "m")]
+    return helper.make_graph(nodes, operator, [], [graphs.value_info(out, ["N"])], [weight])
+
+
+def choosing() -> Any:
+    """Two Ifs one after another that one input chooses for."""
+    nodes = [
+        helper.make_node(
+            "If", ["flag"], ["y"], "a", then_branch=branch("Add", 1, "y"), else_branch=branch("Sub", 3, "y")
+        ),
+        helper.make_node(
+            "If", ["flag"], ["z"], "b", then_branch=branch("Mul", 2, "z"), else_branch=branch("Div", 4, "z")
+        ),
+        helper.make_node("Sum", ["y", "z"], ["out"], "sum"),
+    ]
+    inputs = [graphs.value_info("flag", [1], TensorProto.BOOL), graphs.value_info("x", ["N"])]
+    return graphs.make_model(nodes, inputs, [graphs.value_info("out", ["N"])])
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(True, [7.0, 10.0]), (False, [1.5, 0.75])])
+def test_what_is_left_is_what_the_branch_computes(flag: bool, expected: list[float], tmp_path: Path) -> None:
+    from smelt.runtimes.onnx_backend import open_onnx_session
+
+    whole = choosing()
+    left = resolve_if_branch(whole.graph, "flag", flag)
+    assert [i.name for i in left.input] == ["x"]
+    assert "If" not in {node.op_type for node in left.node}
+    made = helper.make_model(left, opset_imports=list(whole.opset_import), ir_version=whole.ir_version)
+    x = np.array([2.0, 3.0], np.float32)
+    fed = {"x": x, "flag": np.array([flag])}
+    for model in (whole, made):
+        session = open_onnx_session(graphs.save_model(model, tmp_path / "m.onnx"), 1)
+        names = {i.name for i in session.get_inputs()}
+        found = session.run(None, {name: fed[name] for name in names})[0]
+        np.testing.assert_allclose(found, expected)

@@ -1,0 +1,77 @@
+"""Which graphs of a folder generate together, and what is said where they do not."""
+
+import pytest
+
+from smelt.runtimes.onnx_import.convert_optimum import layout_problems, required_graphs
+from smelt.runtimes.onnx_import.signature import GraphSignature, TensorSpec
+
+pytestmark = pytest.mark.quick
+
+TWO = ("encoder_model", "decoder_model", "decoder_with_past_model")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "parts"),
+    [
+        (TWO, "encoder-decoder", TWO),
+        ((*TWO, "decoder_model_merged"), "encoder-decoder", TWO),
+        (
+            ("encoder_model", "decoder_model_merged"),
+            "encoder-decoder",
+            ("encoder_model", "decoder_model_merged"),
+        ),
+        (("model",), "decoder", ("model",)),
+    ],
+)
+def test_layouts_of_optimum_are_known(names: tuple[str, ...], kind: str, parts: tuple[str, ...]) -> None:
+    assert required_graphs(names) == (kind, parts)
+
+
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [
+        (("encoder_model",), ("encoder_model.onnx",)),
+        (("encoder_model", "decoder_model"), ("decoder_model.onnx", "decoder_with_past_model.onnx")),
+        (("encoder_model", "decoder_with_past_model"), ("package FOLDER --format optimum",)),
+        (("decoder_model", "decoder_with_past_model"), ("encoder_model.onnx", "1.14", "model.onnx")),
+        (("classifier",), ("model.onnx", "encoder_model.onnx")),
+    ],
+)
+def test_what_makes_no_whole_is_said_with_what_to_do(names: tuple[str, ...], named: tuple[str, ...]) -> None:
+    message = required_graphs(names)
+    assert isinstance(message, str)
+    assert [value for value in named if value not in message] == []
+
+
+def graph(inputs: tuple[str, ...], outputs: tuple[str, ...], ids: str = "int64") -> GraphSignature:
+    values = [TensorSpec(name=name, dtype=ids, shape=("batch", "length")) for name in inputs]
+    return GraphSignature(
+        inputs=tuple(values), outputs=tuple(TensorSpec(name=n, dtype="float32", shape=None) for n in outputs)
+    )
+
+
+IN, OUT = ("input_ids", "attention_mask", "past_key_values.0.key"), ("logits", "present.0.key")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "named"),
+    [
+        (IN[1:], OUT, ("input_ids",)),
+        (IN, OUT[1:], ("logits",)),
+        ((*IN, "cache_position"), OUT, ("cache_position",)),
+        (IN[:2], OUT, ("cache",)),
+        (IN, OUT[:1], ("cache",)),
+        ((*IN, "past_key_values.0.value"), OUT, ("past_key_values.0.value", "present.0.value")),
+    ],
+)
+def test_a_graph_that_cannot_be_that_part_is_said(
+    inputs: tuple[str, ...], outputs: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    assert list(layout_problems("model", graph(IN, OUT))) == []
+    problems = " ".join(layout_problems("model", graph(inputs, outputs)))
+    assert [value for value in named if value not in problems] == []
+
+
+def test_a_graph_that_fits_has_nothing_to_say_and_ids_of_32_bits_have() -> None:
+    assert list(layout_problems("model", graph((*IN, "position_ids"), OUT))) == []
+    assert "are int32" in " ".join(layout_problems("model", graph(IN, OUT, "int32")))

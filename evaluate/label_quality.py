@@ -71,7 +71,7 @@ def score_label_sets(
         logits: float32 [n, K]; for cross_entropy.
 
     Raises:
-        InputError: an unkncustom metric, no examples, or lengths that differ.
+        InputError: an unknown metric, no examples, or lengths that differ.
         RunError: `non-finite-outputs`.
     """
     check_inputs(metrics, LABEL_SET_METRICS, len(predicted), len(gold))
@@ -132,7 +132,7 @@ def score_regression(
         gold: n numbers.
 
     Raises:
-        InputError: an unkncustom metric, no examples, or lengths that differ.
+        InputError: an unknown metric, no examples, or lengths that differ.
         RunError: `non-finite-outputs`.
     """
     check_inputs(metrics, REGRESSION_METRICS, len(predicted), len(gold))
@@ -246,7 +246,7 @@ def score_vectors(
         reference: vectors of the same texts.
 
     Raises:
-        InputError: an unkncustom metric, or no texts.
+        InputError: an unknown metric, or no texts.
         RunError: `non-finite-outputs`.
     """
     check_finite_outputs(vectors)
@@ -256,7 +256,7 @@ def score_vectors(
             raise InputError(
                 f"Unknown embedding metric '{metric}'; known:"
                 f" {known}.{did_you_mean(metric, EMBEDDING_METRICS)}",
-                code="unkncustom-metric",
+                code="unknown-metric",
             )
     if not len(texts) == len(vectors) > 0:
         raise InputError(

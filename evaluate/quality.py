@@ -102,7 +102,7 @@ def score_texts(
         device: cpu or cuda, for the model of BERTScore.
 
     Raises:
-        InputError: an unkncustom metric, no examples, an example without a reference, a tokenizer that cannot
+        InputError: an unknown metric, no examples, an example without a reference, a tokenizer that cannot
             split the references, or as `bertscore_rows`.
         MissingDependencyError: METEOR's data are not installed.
     """
@@ -160,7 +160,7 @@ def score_labels(
         only: by metric the class that it scores; other metrics score all.
 
     Raises:
-        InputError: an unkncustom metric, no examples, or lengths that differ.
+        InputError: an unknown metric, no examples, or lengths that differ.
         RunError: `non-finite-outputs`.
     """
     check_inputs([base_metric(name) for name in metrics], CLASS_METRICS, len(predicted), len(gold))
@@ -261,9 +261,9 @@ def check_inputs(metrics: Sequence[str], known: Sequence[str], outputs: int, exp
     for metric in metrics:
         if metric not in known:
             raise InputError(
-                f"Unkncustom metric '{metric}' for this task; known:"
+                f"Unknown metric '{metric}' for this task; known:"
                 f" {', '.join(known)}.{did_you_mean(metric, known)}",
-                code="unkncustom-metric",
+                code="unknown-metric",
             )
     if outputs != expected:
         raise InputError(
@@ -443,7 +443,7 @@ def score_choices(
         examples: prompts, choices and answers (JSON-able); only scores on equal examples can be compared.
 
     Raises:
-        InputError: an unkncustom metric, no examples, or lengths that differ.
+        InputError: an unknown metric, no examples, or lengths that differ.
         RunError: `non-finite-outputs`: argmin of NaN would be a choice.
     """
     check_inputs(metrics, CHOICE_METRICS, len(losses), len(choices))
@@ -487,16 +487,16 @@ def score_windows(
         vocabulary: number of tokens; it equals the perplexity of a uniform model.
 
     Raises:
-        InputError: an unkncustom metric, no windows, or lengths that differ.
+        InputError: an unknown metric, no windows, or lengths that differ.
         RunError: `non-finite-outputs`.
     """
     for metric in metrics:
         if metric not in WINDOW_METRICS:
             known = ", ".join(WINDOW_METRICS)
             raise InputError(
-                f"Unkncustom metric '{metric}' for perplexity; known:"
+                f"Unknown metric '{metric}' for perplexity; known:"
                 f" {known}.{did_you_mean(metric, WINDOW_METRICS)}",
-                code="unkncustom-metric",
+                code="unknown-metric",
             )
     if not losses or not len(losses) == len(tokens) == len(sizes):
         raise InputError(

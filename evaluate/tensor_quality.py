@@ -48,14 +48,14 @@ def score_outputs(
             (`smelt.runtimes.onnx_import.class_outputs`).
 
     Raises:
-        InputError: an unkncustom metric, or no samples.
+        InputError: an unknown metric, or no samples.
     """
     for metric in metrics:
         if metric not in OUTPUT_METRICS:
             known = ", ".join(OUTPUT_METRICS)
             raise InputError(
                 f"Unknown output metric '{metric}'; known: {known}.{did_you_mean(metric, OUTPUT_METRICS)}",
-                code="unkncustom-metric",
+                code="unknown-metric",
             )
     if not got or len(got) != len(expected):
         raise InputError(

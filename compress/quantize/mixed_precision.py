@@ -372,7 +372,7 @@ def choose_bit_widths(
             setting="mixed_precision.target_bits",
         )
     trial = _ModelScorer(src, settings, quantizer_of, ctx)
-    # score the float model first, so that an unkncustom metric fails before the long part
+    # score the float model first, so that an unknown metric fails before the long part
     whole = trial.float_score() if asked.target_bits is None else 0.0
     measure_matrix_sensitivities(model, units, samples, settings, quantizer_of, ctx)
     found = pareto_choices([[(unit.costs[b], unit.sensitivities[b]) for b in widths] for unit in units])

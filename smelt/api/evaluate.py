@@ -89,7 +89,7 @@ def evaluate_artifact(
         report: called with notes and warnings.
 
     Raises:
-        InputError: the folder is not an artifact, unkncustom metrics or columns, unreadable data, or window
+        InputError: the folder is not an artifact, unknown metrics or columns, unreadable data, or window
             settings that do not fit the task or each other.
     """
     import tempfile
@@ -105,7 +105,7 @@ def evaluate_artifact(
                 hint = f" Your custom metric is scored by a recipe: score: {{quality: ['{metric}']}}."
             raise InputError(
                 f"--metric {metric}: not a metric for {task}. Available metrics: {known}.{hint}",
-                code="unkncustom-metric",
+                code="unknown-metric",
             )
     for metric in metrics:
         needed = METRICS[metric].settings

@@ -90,5 +90,5 @@ def test_choices_of_differing_number_and_paired_test():
     assert found["acc"].chance == pytest.approx(100 * (1 / 2 + 1 / 3) / 2)
     right = score_choices(["acc"], [[2.0, 1.0], [3.0, 2.0, 1.0]] * 8, choices, [1, 2] * 8, "x")["acc"]
     assert compare_steps(right.statistics, found["acc"].statistics)["p_value"] == pytest.approx(2 / 2**16)
-    with raises_code("unkncustom-metric", InputError):
+    with raises_code("unknown-metric", InputError):
         score_choices(["accuracy"], losses, choices, [1, 2] * 8, "x")

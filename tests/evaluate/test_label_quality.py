@@ -168,7 +168,7 @@ def test_other_examples_and_wrong_words_are_refused():
     one = score_regression(["mse"], [1.0, 2.0], [1.0, 2.0])["mse"].statistics
     with raises_code("other-examples", InputError):
         compare_steps(one, score_regression(["mse"], [1.0, 2.0], [1.0, 3.0])["mse"].statistics)
-    with raises_code("unkncustom-metric", InputError) as caught:
+    with raises_code("unknown-metric", InputError) as caught:
         score_regression(["rmse"], [1.0], [1.0])
     assert all(name in str(caught.value) for name in ("'rmse'", "'mse'?"))
     with raises_code("count-mismatch", InputError) as caught:

@@ -79,7 +79,7 @@ def test_perplexity_stays_finite_when_a_model_is_broken():
 
 
 def test_scores_are_refused_when_metric_or_windows_are_missing():
-    with raises_code("unkncustom-metric", InputError) as caught:
+    with raises_code("unknown-metric", InputError) as caught:
         score_windows(["perplexty"], LOSSES, TOKENS, SIZES, "", [])
     assert "'perplexity'?" in str(caught.value)
     with raises_code("count-mismatch", InputError):

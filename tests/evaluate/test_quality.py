@@ -233,12 +233,12 @@ def test_statistics_survive_json_and_stay_out_of_the_report():
 @pytest.mark.parametrize(
     ("call", "code", "named"),
     [
-        (lambda: score_texts(["blue"], ["a"], [["a"]]), "unkncustom-metric", ("'blue'", "'bleu'?")),
+        (lambda: score_texts(["blue"], ["a"], [["a"]]), "unknown-metric", ("'blue'", "'bleu'?")),
         (lambda: score_texts(["bleu"], ["a"], []), "count-mismatch", ("1 ", "0 ")),
         (lambda: score_texts(["bleu"], [], []), "empty-data", ()),
         (lambda: score_texts(["bleu"], ["a", "b"], [["a"], []]), "missing-references", ("2 ", "[]")),
         (lambda: score_texts(["bleu"], ["a"], ["a"]), "missing-references", ("1 ", "'a'")),
-        (lambda: score_labels(["bleu"], [1], [1]), "unkncustom-metric", ("'bleu'", ": accuracy, f1")),
+        (lambda: score_labels(["bleu"], [1], [1]), "unknown-metric", ("'bleu'", ": accuracy, f1")),
         (lambda: score_labels(["f1"], [1, 2], [1]), "count-mismatch", ("2 ", "1 ")),
     ],
 )

@@ -82,8 +82,8 @@ def test_a_vector_of_zeros_has_no_direction():
     assert paired_cosines(np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)).tolist() == [0.0]
 
 
-def test_unkncustom_metrics_and_missing_vectors_are_errors():
-    with raises_code("unkncustom-metric", InputError) as caught:
+def test_unknown_metrics_and_missing_vectors_are_errors():
+    with raises_code("unknown-metric", InputError) as caught:
         score_vectors(("spearmann",), VECTORS, TEXTS)
     assert all(name in str(caught.value) for name in ("'spearmann'", "'spearman'?"))
     with raises_code("count-mismatch", InputError) as caught:

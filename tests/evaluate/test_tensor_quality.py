@@ -71,8 +71,8 @@ def test_sizes_whose_squares_no_float_holds_agree_as_others_do(size: float) -> N
     assert scores(got, expected)["agreement"] == pytest.approx(98)
 
 
-def test_unkncustom_metrics_and_missing_rows_are_refused() -> None:
-    with raises_code("unkncustom-metric", InputError) as caught:
+def test_unknown_metrics_and_missing_rows_are_refused() -> None:
+    with raises_code("unknown-metric", InputError) as caught:
         score_outputs(["agrement"], [{}], [{}], "k", "r", {})
     assert "'agreement'?" in str(caught.value)
     with raises_code("count-mismatch", InputError):

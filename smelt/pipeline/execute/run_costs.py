@@ -346,7 +346,7 @@ def stored_steps(plan: Plan, data: Mapping[str, Split], store: Store) -> set[str
         data: all splits.
         store: in which they are looked up.
     """
-    display, recipe, graph = Display(None, quiet=True), plan.recipe, plan.onnx_models_model
+    display, recipe, graph = Display(None, quiet=True), plan.recipe, plan.onnx_model
     scorer = recipe_scorer(recipe, store)
     made = recipe_step_runner(recipe, store, data, scorer, display)
     lookup = _Lookup(**{name: getattr(made, name) for name in StepRunner.__dataclass_fields__})

@@ -500,7 +500,7 @@ def make_first_artifact(
         InputError: model, labels, scores and metrics do not fit each other; a text is too long (`truncation:
             error`); weights of a model are NaN or infinite.
     """
-    recipe, model, graph = plan.recipe, plan.recipe.model, plan.onnx_models_model
+    recipe, model, graph = plan.recipe, plan.recipe.model, plan.onnx_model
     if graph is not None and graph.tokenizer_folder is None:
         return FirstArtifact(*import_onnx_model(step_runner, graph, data, rebuild), step_runner, scorer)
     require_finite_models(plan)

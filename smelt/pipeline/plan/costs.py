@@ -286,14 +286,14 @@ def _start_config(plan: Plan) -> Mapping[str, Any] | None:
     model = plan.recipe.model
     if isinstance(model, UntrainedModel):
         return read_untrained_config(config_file(model, plan.recipe.base))[0]
-    if plan.local_model is None or plan.onnx_models_model is not None:
+    if plan.local_model is None or plan.onnx_model is not None:
         return None
     return read_config(plan.local_model)[0]
 
 
 def _start_size(plan: Plan, config: Mapping[str, Any] | None) -> ModelSize | None:
-    if plan.onnx_models_model is not None:
-        graph = plan.onnx_models_model
+    if plan.onnx_model is not None:
+        graph = plan.onnx_model
         files = [*(graph.graphs.values() or [graph.file])]
         files += [graph.file.parent / name for name in graph.weight_files]
         return sum_of_weights("graph", sum(file.stat().st_size for file in files) // FLOAT_BYTES)

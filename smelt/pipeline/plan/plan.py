@@ -268,7 +268,7 @@ def _format_plan(plan: Plan) -> str:
     recipe = plan.recipe
     lines = [*_wrap_lines(f"{recipe.path}: {recipe.task}, {_pluralize(len(plan.steps), 'step')}", 2), ""]
     lines += _wrap_lines(f"model       {_model_text(recipe.model)}", 12)
-    for entry in _graph_lines(plan.onnx_models_model) if plan.onnx_models_model else ():
+    for entry in _graph_lines(plan.onnx_model) if plan.onnx_model else ():
         lines += _wrap_lines(entry, 12)
     for name, origin in recipe.data.split_sources().items():
         rows = f" ({_pluralize(len(plan.splits[name]), 'sample')})" if name in plan.splits else ""

@@ -281,7 +281,7 @@ def unfit_metric(metric: str, problem: ProblemType) -> Message:
     owner = next((name for name, metrics in METRICS_BY_PROBLEM.items() if metric in metrics), None)
     what = f"'{metric[:60]}' is a metric for {owner}" if owner else f"'{metric[:60]}' is not a metric"
     return error_message(
-        "does-not-fit-labels" if owner else "unkncustom-metric",
+        "does-not-fit-labels" if owner else "unknown-metric",
         f"{what}; the model and data are {problem}. Available metrics: {', '.join(fitting)}."
         f"{did_you_mean(metric, fitting)}",
     )

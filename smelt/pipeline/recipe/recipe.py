@@ -457,7 +457,7 @@ def _check_quality(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> Rec
                 path,
                 f"{value_text(metric)} {what}. {known}"
                 f"{absent_metric_hint(metric) or did_you_mean(metric, fitting)}",
-                code="does-not-fit-task" if elsewhere else "unkncustom-metric",
+                code="does-not-fit-task" if elsewhere else "unknown-metric",
             )
     return keys
 
@@ -480,7 +480,7 @@ def _check_gates(
             code, what = (
                 ("metric-not-scored", "is not measured. Add it to score.quality")
                 if base_metric(metric) in every
-                else ("unkncustom-metric", "is not a metric for gates")
+                else ("unknown-metric", "is not a metric for gates")
             )
             errors.add(
                 path,

@@ -78,6 +78,6 @@ def test_what_was_predicted_scores_a_hundred_as_gold(tmp_path, problem, metric, 
 def test_a_metric_of_another_problem_type_is_refused(tmp_path):
     config, logits, _ = outputs(tmp_path, REGRESSION)
     rows = tuple(Example(text, label=1.0) for text in tiny.SENTENCES)
-    with raises_code("unkncustom-metric", InputError) as caught:
+    with raises_code("unknown-metric", InputError) as caught:
         score_classifier(["accuracy"], config, logits, Split("x", rows))
     assert all(value in str(caught.value) for value in ("'accuracy'", "pearson, spearman, mse"))

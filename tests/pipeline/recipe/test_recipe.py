@@ -137,7 +137,7 @@ threads: 0
         ("unknown-stage", "stages[0].prnue", 6),
         ("unknown-setting", "stages[1].nmae", 8),
         ("does-not-fit-task", "score.quality[1]", 9),
-        ("unkncustom-metric", "score.quality[2]", 9),
+        ("unknown-metric", "score.quality[2]", 9),
         ("wrong-value", "seed", 10),
         ("wrong-value", "threads", 11),
     ]
@@ -210,13 +210,13 @@ threads: 0
         ("gates: {bleu: {}}", "missing-setting", "gates.bleu", ("max_drop or min",)),
         (
             "gates: {blue: {min: 3}}",
-            "unkncustom-metric",
+            "unknown-metric",
             "gates.blue",
             ("'blue'", "bleu, chrf, rouge1, rouge2, rougeL, speedup, cpu_speedup, size_bytes", "'bleu'?"),
         ),
         (
             "score: {quality: [comet]}",
-            "unkncustom-metric",
+            "unknown-metric",
             "score.quality[0]",
             ("'comet'", "pickle", "bertscore"),
         ),

@@ -96,7 +96,7 @@ def test_another_space_or_goal_has_another_identity(tmp_path):
         ("[latency, size]", "[rouge1]", ["metric-not-scored"]),
         ("[latency, size]", "[bleu]", ["wrong-direction"]),
         ("quality: [bleu, chrf]", "quality: [bleu], latency: false", ["settings-conflict"]),
-        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}", ["unkncustom-metric"]),
+        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}", ["unknown-metric"]),
         ("{bleu: {max_drop: 1.0}}", "{bleu: {}}", ["missing-setting"]),
         ("{bleu: {max_drop: 1.0}}", "{bleu: {min: 101}}", ["unreachable-limit"]),
         ("{bleu: {max_drop: 1.0}}", "{size_bytes: {max: 0}}", ["unreachable-limit"]),
@@ -136,7 +136,7 @@ def test_all_errors_are_named_together_once_each_where_they_are_in_the_file(tmp_
         "quantize.scheme": "wrong-value",
         "search.trial": "unknown-setting",
         "search.minimize[1]": "metric-not-scored",
-        "search.subject_to.blue": "unkncustom-metric",
+        "search.subject_to.blue": "unknown-metric",
     }
     assert len(raised.value.found) == 5
     lines = path.read_text().splitlines()

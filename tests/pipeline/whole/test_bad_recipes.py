@@ -141,7 +141,7 @@ ITS_MISTAKES = [
     ("already-quantized", "stages[5].factorize", 19),
     ("wrong-model-format", "stages[6].tensorrt", 20),
     ("duplicate-step", "stages[7].name", 22),
-    ("unkncustom-metric", "score.quality[1]", 24),
+    ("unknown-metric", "score.quality[1]", 24),
     ("duplicate-metric", "score.quality[2]", 24),
     ("wrong-value", "score.latency.threads", 25),
     ("wrong-value", "score.generation.num_beams", 26),

@@ -84,7 +84,7 @@ def test_eval_gives_the_scores_of_the_report(chain):
     assert list(alone) == ["spearman", "pearson"]
     for metric, code, named in (
         ("agreement", "missing-data", "--baseline ARTIFACT"),
-        ("accuracy", "unkncustom-metric", "accuracy"),
+        ("accuracy", "unknown-metric", "accuracy"),
     ):
         error = command_error(
             harness.smelt("eval", artifacts / "onnx", *arguments, "--metric", metric, code=2)

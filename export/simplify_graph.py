@@ -28,7 +28,6 @@ Shapes: N = outputs, G = groups of a row, g = group size.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,39 +39,36 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.quantization.emit import BLOCK_OPS, DEQUANTIZE_OPS, LOAD_TIME_DOMAIN, SIGNED_BLOCK_OPS
-from smelt.quantization.schemes.registry import all_unpacking_tables
+from smelt.quantization.emit import (
+    BLOCKWISE_OP,
+    DEQUANTIZE_OPS,
+    LOAD_TIME_DOMAIN,
+    SIGNED_BLOCK_OPS,
+)
+from smelt.quantization.placeholders import Expansion, QuantizedGraph
+from smelt.quantization.schemes.registry import placeholder_expansions, replace_with_float_nodes
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 
 # a byte of midpoints, two of them for 4 bits
 _ZERO_BYTES = {4: 0x88, 8: 0x80}
 
 
-def expand_blocked_weights(model: Any, node: Any) -> list[Any]:
-    """Return the nodes that replace the placeholder `node`, and add its constants to `model`.
-
-    Raises:
-        InputError: other layers of this graph round their activations in another way.
-    """
+def _expand_blocks(graph: QuantizedGraph, node: Any) -> list[Any]:
+    """Return the nodes that dequantize unsigned weights with a scale for each block of inputs."""
     from onnx import TensorProto, helper
 
-    graph, result = model.graph, node.output[0]
-    if node.op_type in SIGNED_BLOCK_OPS:
-        return [_signed_blocks(graph, node, SIGNED_BLOCK_OPS[node.op_type])]
+    result = node.output[0]
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     bits, size = attributes["bits"], attributes["block_size"]
-    _record_rounding(model, size if attributes["rounds"] else 0)
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
     codes, scales, *zeros = node.input
-    rows, groups = tensors[scales].dims
+    rows, groups = graph.shapes[scales]
     kind = TensorProto.UINT4 if bits == 4 else TensorProto.UINT8
-    _reinterpret_tensor(graph, tensors[codes], f"{result}.codes", kind, (rows, groups * size))
+    graph.reinterpret_constant(codes, f"{result}.codes", kind, (rows, groups * size))
     if zeros:
-        _reinterpret_tensor(graph, tensors[zeros[0]], f"{result}.zeros", kind, (rows, groups))
+        graph.reinterpret_constant(zeros[0], f"{result}.zeros", kind, (rows, groups))
     else:
         middle = bytes([_ZERO_BYTES[bits]]) * -(-rows * groups * bits // 8)
-        zero_points = helper.make_tensor(f"{result}.zeros", kind, (rows, groups), middle, raw=True)
-        graph.initializer.append(zero_points)
+        graph.add_tensor(helper.make_tensor(f"{result}.zeros", kind, (rows, groups), middle, raw=True))
     wide = f"{result}.scales"
     inputs = [f"{result}.codes", wide, f"{result}.zeros"]
     return [
@@ -91,36 +87,28 @@ def drop_unused_constants(graph: Any, names: set[str]) -> None:
     graph.initializer.extend(kept)
 
 
-def _signed_blocks(graph: Any, node: Any, axis: int) -> Any:
-    """Return the node that replaces the placeholder `node` of signed weights; add its weights to `graph`."""
+def _expand_signed_blocks(graph: QuantizedGraph, node: Any) -> list[Any]:
+    """Return the node that dequantizes signed 4-bit weights with a scale for each block of inputs."""
     from onnx import TensorProto, helper
 
+    axis = SIGNED_BLOCK_OPS[node.op_type]
     result, (codes, scales) = node.output[0], node.input
-    (size,) = [
-        helper.get_attribute_value(attribute)
-        for attribute in node.attribute
-        if attribute.name == "block_size"
-    ]
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
-    first, second = tensors[scales].dims
+    size = next(attribute.i for attribute in node.attribute if attribute.name == "block_size")
+    first, second = graph.shapes[scales]
     shape = (first * size, second) if axis == 0 else (first, second * size)
-    _reinterpret_tensor(graph, tensors[codes], f"{result}.codes", TensorProto.INT4, shape)
-    inputs = [f"{result}.codes", scales]
-    return helper.make_node(
-        "DequantizeLinear", inputs, [result], f"{result}.dequantize", axis=axis, block_size=size
-    )
+    graph.reinterpret_constant(codes, f"{result}.codes", TensorProto.INT4, shape)
+    inputs, name = [f"{result}.codes", scales], f"{result}.dequantize"
+    return [helper.make_node("DequantizeLinear", inputs, [result], name, axis=axis, block_size=size)]
 
 
-def _reinterpret_tensor(graph: Any, tensor: Any, name: str, kind: int, shape: tuple[int, int]) -> None:
-    """Add the bytes of `tensor`, which may be external, as a tensor of another type and shape."""
-    copy = graph.initializer.add()
-    copy.CopyFrom(tensor)
-    copy.name, copy.data_type = name, kind
-    del copy.dims[:]
-    copy.dims.extend(shape)
+def _record_rounding(model: Any, node: Any) -> None:
+    """Record in which blocks OpenVINO is to round the activations of a graph.
 
-
-def _record_rounding(model: Any, blocks: int) -> None:
+    Raises:
+        InputError: other layers of this graph round their activations in another way.
+    """
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    blocks = attributes["block_size"] if attributes["rounds"] else 0
     known = {entry.key: entry.value for entry in model.metadata_props}
     before = known.get(ACTIVATION_BLOCKS)
     if before is None:
@@ -317,14 +305,14 @@ def _rounding_signature(path: Path) -> list[tuple[str, ...]]:
     from onnx import numpy_helper
 
     from smelt.export.graph_files import read_graph
-    from smelt.quantization.schemes.registry import replace_with_float_nodes
 
     graph = read_graph(path, values=False).graph
+    view = QuantizedGraph(graph)
     values = {tensor.name: tensor for tensor in graph.initializer}
     found, folder = [], str(path.parent)
     for node in graph.node:
         parts = [str(attribute) for attribute in node.attribute]
-        if node.op_type == "QuantizeLinear" or replace_with_float_nodes(node) is not None:
+        if node.op_type == "QuantizeLinear" or replace_with_float_nodes(node, view) is not None:
             grid = node.input[1:] if node.op_type == "QuantizeLinear" else ()
             parts += [
                 str(numpy_helper.to_array(values[name], folder).tolist()) for name in grid if name in values
@@ -385,102 +373,74 @@ def expand_placeholders_in_file(path: Path) -> None:
 
 def expand_placeholders(model: Any) -> int:
     """Replace the placeholders of an onnx.ModelProto in place; return their number."""
-    from onnx import numpy_helper
-
-    graph, tables = model.graph, dict[str, Any]()
-    shapes = {t.name: list(t.dims) for t in graph.initializer}
+    graph, view, expansions = model.graph, QuantizedGraph(model.graph), _all_expansions()
     nodes = []
     expanded: dict[tuple[str, ...], str] = {}  # a constant is widened once for all its readers
     renamed: dict[str, str] = {}
     for node in graph.node:
+        for place, name in enumerate(node.input):
+            node.input[place] = renamed.get(name, name)
         if node.domain != LOAD_TIME_DOMAIN:
             nodes.append(node)
-            first = renamed.get(node.input[0], node.input[0]) if node.op_type == "BitwiseOr" else ""
-            if first in shapes:  # the packed parts are separate
-                shapes[node.output[0]] = shapes[first]
+            if node.op_type == "BitwiseOr" and node.input[0] in view.shapes:  # the packed parts are separate
+                view.shapes[node.output[0]] = view.shapes[node.input[0]]
             continue
-        source, result = renamed.get(node.input[0], node.input[0]), node.output[0]
-        first = expanded.setdefault((node.op_type, source, *node.input[1:]), result)
+        result = node.output[0]
+        first = expanded.setdefault((node.op_type, *node.input), result)
         if first != result:
             renamed[result] = first
-        else:
-            nodes += _expand_node(model, node, source, shapes, tables)
+            continue
+        if node.op_type == BLOCKWISE_OP:
+            _record_rounding(model, node)
+        nodes += expansions[node.op_type](view, node)
     found = len(expanded) + len(renamed)
     if not found:
         return 0
-    for word, table in sorted(tables.items()):
-        graph.initializer.append(numpy_helper.from_array(table, _table_name(word)))
-    for node in nodes:
-        for place, name in enumerate(node.input):
-            node.input[place] = renamed.get(name, name)
     del graph.node[:]
     graph.node.extend(nodes)
-    drop_unused_constants(graph, {name for op, *names in expanded if op in BLOCK_OPS for name in names})
+    drop_unused_constants(graph, {name for _, *names in expanded for name in names})
     kept = [item for item in model.opset_import if item.domain != LOAD_TIME_DOMAIN]
     del model.opset_import[:]
     model.opset_import.extend(kept)
     return found
 
 
-def _expand_node(
-    model: Any, node: Any, source: str, shapes: dict[str, list[int]], tables: dict[str, Any]
-) -> list[Any]:
-    """Return the nodes that compute a placeholder from `source`; record shape and table if it is unpacked."""
-    result = node.output[0]
-    if node.op_type == "FloatScales":
-        return [_cast(source, result)]
-    if node.op_type in DEQUANTIZE_OPS:
-        return [_dequantize(model.graph, node, shapes)]
-    if node.op_type in BLOCK_OPS:
-        return list(expand_blocked_weights(model, node))
-    if node.op_type == "Transposed":
-        return [_transpose(source, result)]
-    if node.op_type not in tables:
-        tables[node.op_type] = all_unpacking_tables()[node.op_type]
-    width = tables[node.op_type].shape[1]
-    shapes[result] = [*shapes[source][:-1], width * shapes[source][-1]]  # it may be unpacked again
-    return _lookup(model.graph, source, result, shapes[result], _table_name(node.op_type))
+def _all_expansions() -> dict[str, Expansion]:
+    """Return the expansions of the placeholders of `smelt.quantization.emit`, and of those of the schemes."""
+    return {
+        "FloatScales": _widen_scales,
+        "Transposed": _transpose,
+        BLOCKWISE_OP: _expand_blocks,
+        **dict.fromkeys(SIGNED_BLOCK_OPS, _expand_signed_blocks),
+        **dict.fromkeys(DEQUANTIZE_OPS, _dequantize),
+        **placeholder_expansions(),
+    }
 
 
-def _cast(source: str, result: str) -> Any:
+def _widen_scales(graph: QuantizedGraph, node: Any) -> list[Any]:
     from onnx import TensorProto, helper
 
-    return helper.make_node("Cast", [source], [result], f"{result}.cast", to=TensorProto.FLOAT)
+    result = node.output[0]
+    return [helper.make_node("Cast", node.input, [result], f"{result}.cast", to=TensorProto.FLOAT)]
 
 
-def _transpose(source: str, result: str) -> Any:
+def _transpose(graph: QuantizedGraph, node: Any) -> list[Any]:
     from onnx import helper
 
-    return helper.make_node("Transpose", [source], [result], f"{result}.turn", perm=[1, 0])
+    result = node.output[0]
+    return [helper.make_node("Transpose", node.input, [result], f"{result}.turn", perm=[1, 0])]
 
 
-def _dequantize(graph: Any, node: Any, shapes: dict[str, list[int]]) -> Any:
+def _dequantize(graph: QuantizedGraph, node: Any) -> list[Any]:
     """Return the DequantizeLinear of a matrix, with explicit zero points although all are 0.
 
     On processors without VNNI ONNX Runtime 1.31 converts unfused int8 weights to uint8. Without zero points
     it adds a single one, and then rejects a single zero point with one scale per row.
     """
-    from onnx import helper, numpy_helper
+    from onnx import helper
 
-    result, axis, inputs = node.output[0], DEQUANTIZE_OPS[node.op_type], list(node.input)
+    result, axis = node.output[0], DEQUANTIZE_OPS[node.op_type]
     zeros = f"{result}.zeros"
-    graph.initializer.append(numpy_helper.from_array(np.zeros(shapes[inputs[1]], dtype=np.int8), zeros))
-    inputs.append(zeros)
-    return helper.make_node("DequantizeLinear", inputs, [result], f"{result}.dequantize", axis=axis)
-
-
-def _table_name(word: str) -> str:
-    """Return the name of a table's initializer."""
-    return f"smelt.{re.sub(r'(?<=[a-z])(?=[A-Z])', '_', word).lower()}"
-
-
-def _lookup(graph: Any, source: str, result: str, shape: list[int], table: str) -> list[Any]:
-    from onnx import TensorProto, helper, numpy_helper
-
-    indices, pairs, target = (f"{result}.{word}" for word in ("indices", "pairs", "shape"))
-    graph.initializer.append(numpy_helper.from_array(np.array(shape, dtype=np.int64), target))
-    return [
-        helper.make_node("Cast", [source], [indices], f"{result}.cast", to=TensorProto.INT32),
-        helper.make_node("Gather", [table, indices], [pairs], f"{result}.gather", axis=0),
-        helper.make_node("Reshape", [pairs, target], [result], f"{result}.reshape"),
-    ]
+    graph.add_constant(zeros, np.zeros(graph.shapes[node.input[1]], dtype=np.int8))
+    inputs = [*node.input, zeros]
+    return [helper.make_node("DequantizeLinear", inputs, [result], f"{result}.dequantize", axis=axis)]

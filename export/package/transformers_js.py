@@ -127,17 +127,19 @@ def transformers_js_dtype(graphs: Any) -> str:
     """Return the dtype of the weights of onnx.ModelProtos in terms of transformers.js: one of `_SUFFIX`."""
     from onnx import helper
 
-    from smelt.quantization.schemes.registry import quantized_operators
+    from smelt.quantization.placeholders import QuantizedGraph
+    from smelt.quantization.schemes.registry import owner_of_operator
 
-    found, quantized = set(), quantized_operators()
+    found = set()
     for model in graphs:
+        graph = QuantizedGraph(model.graph)
         for node in model.graph.node:
             if node.op_type == "MatMulNBits":
                 bits = next((a for a in node.attribute if a.name == "bits"), None)
                 found.add("q4" if bits is not None and helper.get_attribute_value(bits) < 8 else "q8")
             elif node.op_type == "MatMulBnb4":
                 found.add("bnb4")
-            elif node.op_type in quantized:
+            elif owner_of_operator(node, graph) is not None:
                 found.add("q8")
     return "q8" if "q8" in found else next(iter(found), "fp32")
 

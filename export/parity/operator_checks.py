@@ -33,10 +33,10 @@ from smelt.export.graph_files import link_external_data, write_graph
 from smelt.export.parity.references import TorchReference
 from smelt.generation.runners import position_ids
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
-from smelt.quantization.schemes.registry import quantized_operators
+from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.schemes.registry import owner_of_operator
 from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 
-QUANTIZED_OPS = frozenset(quantized_operators())
 QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _WITHOUT_BIAS = frozenset({"MatMul", "MatMulBnb4"})
 _TEST_ROWS = 8
@@ -132,9 +132,11 @@ def _parts(found: Iterable[_QuantizedNode]) -> Iterator[list[_QuantizedNode]]:
 
 
 def _quantized_nodes(model: Any) -> Iterator[Any]:
+    graph = QuantizedGraph(model.graph)
     weights = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
     for node in model.graph.node:
-        if node.op_type in QUANTIZED_OPS or (node.op_type == "MatMul" and node.input[1] in weights):
+        explicit = node.op_type == "MatMul" and node.input[1] in weights
+        if explicit or owner_of_operator(node, graph) is not None:
             yield node
 
 

@@ -44,6 +44,7 @@ from smelt.models.sentence_model import encoder_result
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
+from smelt.quantization.placeholders import QuantizedGraph
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
 from smelt.runtimes.backend import Batch, Tokens
 from smelt.runtimes.images import ImageBatch
@@ -390,8 +391,9 @@ def dequantize_graph(model: Any) -> int:
     codes: set[str] = set()  # of activations
     multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
     found = 0
+    graph = QuantizedGraph(model.graph)
     for node in model.graph.node:
-        exact = replace_with_float_nodes(node)
+        exact = replace_with_float_nodes(node, graph)
         back = node.op_type == "DequantizeLinear" and node.input[0] in codes
         if back or node.op_type == "QuantizeLinear":
             exact = [_cache_node(node)]

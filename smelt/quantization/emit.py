@@ -287,7 +287,6 @@ def cached_attention(
 # the axis that is divided into blocks
 BLOCKWISE_OP = "DequantizedBlocks"
 SIGNED_BLOCK_OPS = {"SignedColumns": 0, "SignedRows": 1}
-BLOCK_OPS = (BLOCKWISE_OP, *SIGNED_BLOCK_OPS)
 
 
 def blockwise_linear(

@@ -47,7 +47,7 @@ def two_bit_group_size(scheme: str) -> SchemeOption:
 
 
 # The inputs of MatMulNBits that hold scales and zero points.
-MATMUL_NBITS = {"MatMulNBits": (2, 3)}
+MATMUL_NBITS = "MatMulNBits"
 _WHY = "it multiplies packed weights (MatMulNBits)"
 # OpenVINO 2026.4 loads MatMulNBits, but has no accuracy level: it multiplies float32 activations, which
 # saves no time, or rounds them by its own option
@@ -115,7 +115,7 @@ class GroupwiseScheme(Scheme):
     """A scheme with one scale per group of inputs, exported to MatMulNBits."""
 
     unsupported_targets: ClassVar[Mapping[str, str]] = NBITS_UNSUPPORTED_TARGETS
-    operators: ClassVar[Mapping[str, tuple[int, ...]]] = MATMUL_NBITS
+    operators: ClassVar[tuple[str, ...]] = (MATMUL_NBITS,)
 
     def group_size(self, width: int, options: SchemeOptions) -> int:
         """Return g."""

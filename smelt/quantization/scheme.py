@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from smelt.quantization.placeholders import Expansion, QuantizedGraph
 
 OptionValue: TypeAlias = int | bool | str
 SchemeOptions: TypeAlias = Mapping[str, OptionValue]
@@ -151,8 +154,8 @@ class Scheme(Protocol):
         keep their precision.
     min_opset: by export target: the oldest opset with its operators.
     exported_as: its layers in a graph, after "TensorRT cannot run the ".
-    operators: its quantized operators in a graph, with the indices of the inputs that hold scales and zero
-        points. The input after the activations holds the weights. None where no target runs it.
+    operators: the op types of its quantized operators in a graph; the input after the activations holds the
+        weights. Empty where no target runs it. A scheme of standard operators also defines `owns_operator`.
     tolerance: mean error of the output of a graph that rounds activations, in
         standard deviations of the output. Two runtimes that sum in another order round some activations
         differently, so that it is a measured number; exact parts are compared exactly.
@@ -185,7 +188,7 @@ class Scheme(Protocol):
     supported_dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     min_opset: ClassVar[Mapping[str, int]] = {}
     exported_as: ClassVar[str]
-    operators: ClassVar[Mapping[str, tuple[int, ...]]]
+    operators: ClassVar[tuple[str, ...]]
     tolerance: ClassVar[float]
     embedding_tolerance: ClassVar[float]
     max_graph_error: ClassVar[float] = 0.0
@@ -304,9 +307,25 @@ class Scheme(Protocol):
         """
         return None, {}
 
+    def owns_operator(self, node: Any, graph: QuantizedGraph) -> bool:
+        """Return whether a node of a graph is a quantized operator of this scheme.
+
+        By default every node of its `operators`. A scheme of standard operators looks at the node's inputs: a
+        MatMul is its operator if a DequantizeLinear of its type of weights computes the second one.
+        """
+        return node.op_type in self.operators
+
     def float_activation_nodes(self, node: Any) -> list[Any]:
-        """Return nodes that compute `node`, one of `operators`, with float activations."""
+        """Return nodes that compute `node`, which the scheme owns, with float activations."""
 
     def unpacking_tables(self) -> dict[str, Any]:
         """Return the tables of `emit.expand_by_table`: uint8 [256, n] by word."""
         return {}
+
+    def placeholder_expansions(self) -> Mapping[str, Expansion]:
+        """Return the expansions of its placeholders in a graph, by op type: those of `unpacking_tables`."""
+        from smelt.quantization.placeholders import expand_by_table
+
+        return {
+            name: partial(expand_by_table, table=table) for name, table in self.unpacking_tables().items()
+        }

@@ -121,7 +121,7 @@ class BnbInt8(Int8PerChannel):
         graph_target(target): _INT8_NOT_EXPORTED for target in EXPORT_TARGETS
     }
     exported_as: ClassVar[str] = f"{name} matrix multiplications"
-    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+    operators: ClassVar[tuple[str, ...]] = ()
     # it is not exported
     tolerance: ClassVar[float] = 0.0
     embedding_tolerance: ClassVar[float] = 0.0
@@ -217,7 +217,7 @@ class BnbNf4(Scheme):
         "openvino": _NF4_NOT_EXPORTED,
     }
     exported_as: ClassVar[str] = f"{name} weights (MatMulBnb4)"
-    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"MatMulBnb4": (2,)}
+    operators: ClassVar[tuple[str, ...]] = ("MatMulBnb4",)
     # activations are not rounded, so graphs must meet float32's tolerance
     tolerance: ClassVar[float] = 0.0
     embedding_tolerance: ClassVar[float] = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.quantization.scheme import (
@@ -23,6 +23,9 @@ from smelt.quantization.schemes.float4 import Mxfp4, Pow2
 from smelt.quantization.schemes.int8 import Int8Dynamic, Int8Static
 from smelt.quantization.schemes.kmeans4 import Kmeans4
 from smelt.quantization.schemes.ternary import Binary, Ternary
+
+if TYPE_CHECKING:
+    from smelt.quantization.placeholders import Expansion, QuantizedGraph
 
 _ALL_SCHEMES: tuple[Scheme, ...] = (
     Int8Dynamic(),
@@ -176,17 +179,21 @@ def format_option_value(value: OptionValue) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def quantized_operators() -> dict[str, tuple[int, ...]]:
-    """Return the quantized operators of all schemes, with the inputs that hold scales and zero points."""
-    return {name: places for scheme in SCHEMES.values() for name, places in scheme.operators.items()}
+def owner_of_operator(node: Any, graph: QuantizedGraph) -> Scheme | None:
+    """Return a scheme whose quantized operator `node` is; None if it is no quantized operator."""
+    return next((scheme for scheme in SCHEMES.values() if scheme.owns_operator(node, graph)), None)
 
 
-def replace_with_float_nodes(node: Any) -> list[Any] | None:
+def replace_with_float_nodes(node: Any, graph: QuantizedGraph) -> list[Any] | None:
     """Return nodes that compute `node` with float activations; None where it belongs to no scheme."""
-    maker = next((scheme for scheme in SCHEMES.values() if node.op_type in scheme.operators), None)
-    return None if maker is None else maker.float_activation_nodes(node)
+    owner = owner_of_operator(node, graph)
+    return None if owner is None else owner.float_activation_nodes(node)
 
 
-def all_unpacking_tables() -> dict[str, Any]:
-    """Return the tables of all schemes (see `Scheme.unpacking_tables`)."""
-    return {word: table for scheme in SCHEMES.values() for word, table in scheme.unpacking_tables().items()}
+def placeholder_expansions() -> dict[str, Expansion]:
+    """Return the expansions of the placeholders of all schemes, by op type."""
+    return {
+        name: expansion
+        for scheme in SCHEMES.values()
+        for name, expansion in scheme.placeholder_expansions().items()
+    }

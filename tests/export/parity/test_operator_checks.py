@@ -10,7 +10,8 @@ from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.parity import operator_checks
 from smelt.export.parity.operator_checks import check_operators
-from smelt.quantization.schemes.registry import default_options, find_scheme
+from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.schemes.registry import default_options, find_scheme, owner_of_operator
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import graph_exports
 
@@ -29,7 +30,8 @@ def test_operators_and_layers_agree_up_to_the_rounding_of_a_sum(scheme, monkeypa
     monkeypatch.setattr(operator_checks, "_WEIGHTS_AT_ONCE", 20_000)  # several sessions
     for graph in (0, 1):
         name, model, module, path = asked(scheme, graph)
-        quantized = [n for n in model.graph.node if n.op_type in operator_checks.QUANTIZED_OPS]
+        view = QuantizedGraph(model.graph)
+        quantized = [n for n in model.graph.node if owner_of_operator(n, view)]
         assert check_operators(name, model, module, path, 1) == len(quantized) > 5
         assert not list(path.parent.glob(".*"))
 

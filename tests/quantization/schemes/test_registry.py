@@ -8,7 +8,6 @@ from smelt.quantization.schemes.registry import (
     bits_per_weight,
     default_options,
     find_scheme,
-    quantized_operators,
     schemes_by_option,
     supported_dtypes,
     supported_targets,
@@ -138,11 +137,6 @@ def test_tensorrt_runs_4_bits_with_some_options_alone():
     assert supported_dtypes([int4, find_scheme("int8-static")], "tensorrt") == ["fp32"]
     assert unsupported_scheme_options(int4, fine | {"accuracy_level": 4}, "openvino") == []
     assert supported_dtypes([int4], "openvino") == ["fp32"]
-
-
-def test_an_operator_of_two_schemes_has_its_scales_in_one_place():
-    for scheme in SCHEMES.values():
-        assert scheme.operators.items() <= quantized_operators().items()
 
 
 def test_a_table_has_one_meaning_in_all_schemes():

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from onnx import numpy_helper
 
+from smelt.quantization.placeholders import QuantizedGraph
+from smelt.quantization.schemes.registry import owner_of_operator
 from tests.support.graphs.graph_edits import (
     NotApplicable,
     find_constant,
@@ -39,9 +41,8 @@ def swap_two_scales(model: Any) -> None:
 @mutation
 def take_another_layers_scales(model: Any) -> None:
     """A product reads the scales of another layer of its size."""
-    from smelt.export.parity.operator_checks import QUANTIZED_OPS
-
-    products = find_nodes(model, *QUANTIZED_OPS)
+    graph = QuantizedGraph(model.graph)
+    products = [node for node in model.graph.node if owner_of_operator(node, graph)]
     for first in products:
         for second in products:
             if first.input[2] != second.input[2] and scale_initializers(model, first) == scale_initializers(

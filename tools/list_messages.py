@@ -42,6 +42,7 @@ class Found(NamedTuple):
 def messages_in(path: Path) -> Iterator[Found]:
     """Yield the warnings and errors in a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    texts = _LocalTexts(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -51,12 +52,12 @@ def messages_in(path: Path) -> Iterator[Found]:
         code = keywords.get("code")
         if name in MAKERS and len(node.args) >= 2:
             kind, at, of_text = MAKERS[name]
-            yield Found(place, kind, _code(node.args[at]), _text(node.args[of_text]))
+            yield Found(place, kind, _code(node.args[at]), texts.of(node.args[of_text]))
         elif name in ERRORS and node.args:
-            yield Found(place, name, _code(code), _text(node.args[0]))
+            yield Found(place, name, _code(code), texts.of(node.args[0]))
         elif name in COLLECTORS and _owner(node) == "errors" and node.args:
             text = node.args[1] if name == "add" and len(node.args) > 1 else node.args[0]
-            yield Found(place, "error", _code(code), _text(text))
+            yield Found(place, "error", _code(code), texts.of(text))
 
 
 def _owner(call: ast.Call) -> str:
@@ -72,15 +73,38 @@ def _code(node: ast.expr | None) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
 
 
-def _text(node: ast.expr) -> str:
-    """Return the text of a message with `{}` for values."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) for part in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
-    return "{}"
+class _LocalTexts:
+    """The texts of expressions in a file, with `{}` for values; a name has the last text assigned to it."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self._functions = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        self._assigned = [
+            (node.lineno, node.targets[0].id, node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        ]
+
+    def of(self, node: ast.expr) -> str:
+        """Return the text of an expression."""
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(self.of(part) for part in node.values)
+        if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+            return self.of(node.value)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self.of(node.left) + self.of(node.right)
+        if isinstance(node, ast.Name):
+            start = max((line for line in self._functions if line < node.lineno), default=0)
+            before = [
+                (line, value)
+                for line, name, value in self._assigned
+                if name == node.id and start < line < node.lineno
+            ]
+            text = max(before, default=(0, None), key=lambda entry: entry[0])[1]
+            if isinstance(text, ast.JoinedStr) or (isinstance(text, ast.Constant) and text.value):
+                return self.of(text)
+        return "{}"
 
 
 def pages() -> dict[str, str]:

@@ -18,11 +18,11 @@ from smelt.compress.drop_layers.settings import check_part_kinds
 from smelt.compress.prune.settings import EMBEDDER_WIDTH_ERROR, LearnedMasksSettings
 from smelt.compress.quantize.settings import QatSettings
 from smelt.compress.sparsify.settings import GradualSparsitySettings
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need
-from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, TEXT_GENERATION, Split, Task, missing_labels_errors
+from smelt.core.stage import Context, Need, Stage
+from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION, Split, Task, missing_labels_errors
 from smelt.models.costs import CostInputs, SampleLengths, StepCost
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.models.model_size import ModelSize
@@ -204,7 +204,7 @@ class FinetuneSettings(TechniqueTrainingSettings):
     """Settings of `finetune`."""
 
 
-class Finetune:
+class Finetune(Stage[FinetuneSettings]):
     """Train on the labels of the training samples; keep the model's structure.
 
     Use it to fit a model to its task, to recover quality after pruning or factorization when there is
@@ -218,9 +218,7 @@ class Finetune:
     """
 
     name: ClassVar[str] = "finetune"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
+    may_need: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
     source: ClassVar[str] = (
         "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer;"
         " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32;"
@@ -228,8 +226,8 @@ class Finetune:
         " weight_splitting: BinaryBERT, Bai et al. 2021, arXiv:2012.15701"
     )
     version: ClassVar[int] = 7
+    trains_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def provides(cls, settings: FinetuneSettings) -> frozenset[str]:
@@ -242,7 +240,7 @@ class Finetune:
         return invalidated_by_training(settings)
 
     @classmethod
-    def needs_with(cls, settings: FinetuneSettings, given: Collection[str]) -> frozenset[Need]:
+    def needs_with(cls, settings: FinetuneSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that these settings need."""
         return needed_by_training(settings)
 

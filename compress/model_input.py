@@ -6,11 +6,11 @@ Changing a quantized model is restricted; the messages name recipes that avoid i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.stage import QuantizedInput
 from smelt.quantization.schemes.registry import SCHEMES
 
 if TYPE_CHECKING:
@@ -30,47 +30,36 @@ TRAINING_BEFORE_QUANTIZE = {
 }
 
 
-@dataclass(frozen=True)
-class QuantizedInput:
-    """The quantized linear layers of a step's input model.
-
-    schemes: their schemes. has_corrections: whether they have low-rank corrections. is_split: whether they
-    are halves of split layers.
-    """
-
-    schemes: tuple[str, ...]
-    has_corrections: bool = False
-    is_split: bool = False
-
-    def unit_pruning_error(self, stage: str) -> str | None:
-        """Return why `stage` cannot remove units of these layers, and what to do; None where it can."""
-        if not self.is_split:
-            return None
-        fit = next(name for name, one in SCHEMES.items() if one.split_scheme)
-        return (
-            "the input model has layers that were split in two (qat: {weight_splitting: true}), whose units"
-            " can only be removed from both halves. Put this step before that training:"
-            f" `- quantize: {{scheme: {fit}}}`, `- {stage}: {{}}`,"
-            " `- distill: {qat: {weight_splitting: true}}`."
-        )
-
-    def sparsity_error(self) -> str | None:
-        """Return why these quantized weights cannot be set to zero, and what to do; None where they can."""
-        without = sorted(
-            name for name in self.schemes if name in SCHEMES and not SCHEMES[name].represents_zero
-        )
-        if without:
-            own = [name for name, scheme in SCHEMES.items() if scheme.represents_zero]
-            return (
-                f"{' and '.join(without)} weights have no exact zero. Quantize with a scheme that has one"
-                f" ({', '.join(own)}): `- quantize: {{scheme: {own[0]}}}`, `- sparsify: {{}}`."
-            )
-        if self.has_corrections:
-            return (
-                "the input model has low-rank corrections (low_rank_correction, lora), which fill the zeros."
-                " Remove them from the earlier steps: `- quantize: {}`, `- sparsify: {}`, `- finetune: {}`."
-            )
+def split_pruning_error(quantized: QuantizedInput, stage: str) -> str | None:
+    """Return why `stage` cannot remove units of split layers, and what to do; None if there are none."""
+    if not quantized.is_split:
         return None
+    halved = next(name for name, scheme in SCHEMES.items() if scheme.split_scheme)
+    return (
+        "the input model has layers that were split in two (qat: {weight_splitting: true}), whose units"
+        " can only be removed from both halves. Put this step before that training:"
+        f" `- quantize: {{scheme: {halved}}}`, `- {stage}: {{}}`,"
+        " `- distill: {qat: {weight_splitting: true}}`."
+    )
+
+
+def sparsity_error(quantized: QuantizedInput) -> str | None:
+    """Return why quantized weights cannot be set to zero, and what to do; None if they can."""
+    without_zero = sorted(
+        name for name in quantized.schemes if name in SCHEMES and not SCHEMES[name].represents_zero
+    )
+    if without_zero:
+        with_zero = [name for name, scheme in SCHEMES.items() if scheme.represents_zero]
+        return (
+            f"{' and '.join(without_zero)} weights have no exact zero. Quantize with a scheme that has one"
+            f" ({', '.join(with_zero)}): `- quantize: {{scheme: {with_zero[0]}}}`, `- sparsify: {{}}`."
+        )
+    if quantized.has_corrections:
+        return (
+            "the input model has low-rank corrections (low_rank_correction, lora), which fill the zeros."
+            " Remove them from the earlier steps: `- quantize: {}`, `- sparsify: {}`, `- finetune: {}`."
+        )
+    return None
 
 
 def load_float_model(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:

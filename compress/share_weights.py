@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.compress.model_input import load_float_model
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.core.stage import Context, Need, Settings, StoredDtype
-from smelt.data.splits import TASKS, Task
+from smelt.core.stage import Context, Settings, Stage, StoredDtype
 from smelt.models.families.registry import FAMILIES, family_of, no_blocks_reason
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class ShareWeightsSettings(Settings):
 _DEFAULT_GROUP_SIZE = 2
 
 
-class ShareWeights:
+class ShareWeights(Stage[ShareWeightsSettings]):
     """Share the weights of linear layers between neighbouring layers of a stack.
 
     Saves size, not time: as many layers are computed as before. Shared weights are stored once, in
@@ -88,9 +87,6 @@ class ShareWeights:
     """
 
     name: ClassVar[str] = "share-weights"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = (
         "neighbouring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); exclude_first_and_last:"
         " Subformer, Reid"
@@ -100,7 +96,6 @@ class ShareWeights:
     version: ClassVar[int] = 1
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[ShareWeightsSettings]] = ShareWeightsSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def invalidates(cls, settings: ShareWeightsSettings) -> Mapping[str, str]:

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article, with_count
-from smelt.core.stage import Context, Need, Progress, Settings, no_progress
+from smelt.core.stage import Context, Need, Progress, Settings, Stage, no_progress
 from smelt.data.splits import ENCODER_DECODER_TASKS, Task
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class ShortlistSettings(Settings):
     )
 
 
-class ShortlistStage:
+class ShortlistStage(Stage[ShortlistSettings]):
     """Generate only tokens that the tokens of the source make likely.
 
     The output layer of a translation model computes logits for the whole vocabulary in each step.
@@ -168,14 +168,13 @@ class ShortlistStage:
     """
 
     name: ClassVar[str] = "shortlist"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train"})
     source: ClassVar[str] = (
         "Jean et al. 2015, arXiv:1412.2007; L'Hostis et al. 2016, arXiv:1610.00072; IBM Model 1: Brown et al."
         " 1993, Computational Linguistics 19(2)"
     )
     version: ClassVar[int] = 1
+    changes_weights: ClassVar[bool] = False
     settings_type: ClassVar[type[ShortlistSettings]] = ShortlistSettings
     tasks: ClassVar[frozenset[Task]] = ENCODER_DECODER_TASKS
 

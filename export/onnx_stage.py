@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need, Settings
+from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.core.system import require_memory
-from smelt.data.splits import IMAGE_CLASSIFICATION, TASKS, Split, Task
+from smelt.data.splits import IMAGE_CLASSIFICATION, Split, Task
 from smelt.export.settings import OnnxSettings, ProviderSettings, unsupported_model, unsupported_task
 from smelt.models.costs import CostInputs, StepCost, Work, certain_bytes, load_work, save_work
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
@@ -323,7 +323,7 @@ def check_onnx_file(path: Path) -> dict[str, Any]:
     return {"nodes": len(nodes), "operators": dict(Counter(n.op_type for n in nodes).most_common())}
 
 
-class Onnx:
+class Onnx(Stage[OnnxSettings]):
     """Export to ONNX graphs for one runtime, and check that they compute the same.
 
     A translation model becomes `encoder_model.onnx`, which also computes the
@@ -345,16 +345,13 @@ class Onnx:
     """
 
     name: ClassVar[str] = "onnx"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "onnx"
-    needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = (
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
     version: ClassVar[int] = 15
     settings_type: ClassVar[type[Settings]] = OnnxSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def check_rows(cls, settings: OnnxSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
@@ -372,11 +369,11 @@ class Onnx:
         return found
 
     @classmethod
-    def needs_with(cls, settings: OnnxSettings, given: Collection[str]) -> frozenset[Need]:
+    def needs_with(cls, settings: OnnxSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data needed: samples where cache scales are calibrated."""
         if settings.kv_cache == "float":
             return frozenset()
-        return frozenset({"calibration"} if "calibration" in given else {"train"})
+        return frozenset({"calibration"} if "calibration" in available else {"train"})
 
     @classmethod
     def check_model(

@@ -33,18 +33,17 @@ from smelt.compress.finetune import (
     train_with_techniques,
     training_task_errors,
 )
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need
+from smelt.core.stage import Context, Need, Stage
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.examples import UNLABELED, UNLABELED_TASKS
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import (
     IMAGE_CLASSIFICATION,
     SENTENCE_SIMILARITY,
-    TASKS,
     TEXT_TO_TEXT_TASKS,
     Example,
     Label,
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from smelt.models.edits import Edit
 
 
-class Distill:
+class Distill(Stage[DistillSettings]):
     """Train a student to predict what a teacher predicts.
 
     With `student`, the model's layers are reduced first. Without it the model itself is the student;
@@ -89,9 +88,7 @@ class Distill:
     """
 
     name: ClassVar[str] = "distill"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "unlabeled", "validation"})
+    may_need: ClassVar[frozenset[Need]] = frozenset({"train", "unlabeled", "validation"})
     source: ClassVar[str] = (
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
         " masking: transformers-research-projects distillation/distiller.py; inside: TinyBERT,"
@@ -99,8 +96,8 @@ class Distill:
         " sequence_level: Kim & Rush 2016, arXiv:1606.07947"
     )
     version: ClassVar[int] = 7
+    trains_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def provides(cls, settings: DistillSettings) -> frozenset[str]:
@@ -117,7 +114,18 @@ class Distill:
         return {**invalidated_by_training(settings), **({"parts": LAYERS_AFTER_PARTS_ERROR} if cut else {})}
 
     @classmethod
-    def needs_with(cls, settings: DistillSettings, given: Collection[str]) -> frozenset[Need]:
+    def poor_order(cls, settings: DistillSettings, earlier: Collection[str]) -> str | None:
+        """Return that the work of earlier stages on the layers that the student lacks is lost."""
+        late = " and ".join(sorted({"prune", "factorize"} & set(earlier)))
+        if not late or settings.student is None or settings.replaces_model:
+            return None
+        return (
+            f"Selecting a student's layers after {late} discards part of that work. Distill to fewer layers"
+            " first."
+        )
+
+    @classmethod
+    def needs_with(cls, settings: DistillSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that the step needs with these settings."""
         found: frozenset[Need] = frozenset()
         for training in settings.phase_settings():
@@ -143,10 +151,10 @@ class Distill:
 
     @classmethod
     def check_teachers(
-        cls, settings: DistillSettings, config: Mapping[str, Any], named: Mapping[str, Mapping[str, Any]]
+        cls, settings: DistillSettings, config: Mapping[str, Any], teachers: Mapping[str, Mapping[str, Any]]
     ) -> list[Message]:
         """Return the errors, by setting, of losses that cannot compare these two configs."""
-        teacher = named.get("teacher")
+        teacher = teachers.get("teacher")
         return check_teacher(settings, config, teacher) if teacher is not None else []
 
     @classmethod

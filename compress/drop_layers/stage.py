@@ -14,11 +14,11 @@ from smelt.compress.drop_layers.settings import (
     kept_fraction,
     kept_layers,
 )
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
-from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task, missing_labels_errors
+from smelt.core.stage import Context, Need, Stage
+from smelt.data.splits import Split, Task, missing_labels_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _CALIBRATED = ("block-influence", "loss")
 
 
-class DropLayers:
+class DropLayers(Stage[DropLayersSettings]):
     """Remove whole layers, or parts of layers.
 
     Those that change the outputs least are removed. Saves time and size in proportion to the
@@ -56,9 +56,7 @@ class DropLayers:
     """
 
     name: ClassVar[str] = "drop-layers"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    may_need: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "block influence: ShortGPT, Men et al. 2024, arXiv:2403.03853; of parts: He et al. 2024,"
         " arXiv:2406.15786; uniform, first, last: Shleifer & Rush 2020, arXiv:2010.13002, Sajjad et al."
@@ -66,7 +64,6 @@ class DropLayers:
     )
     version: ClassVar[int] = 2
     settings_type: ClassVar[type[DropLayersSettings]] = DropLayersSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def provides(cls, settings: DropLayersSettings) -> frozenset[str]:
@@ -83,11 +80,21 @@ class DropLayers:
         return found if settings.parts else found | {"parts": LAYERS_AFTER_PARTS_ERROR}
 
     @classmethod
-    def needs_with(cls, settings: DropLayersSettings, given: Collection[str]) -> frozenset[Need]:
+    def poor_order(cls, settings: DropLayersSettings, earlier: Collection[str]) -> str | None:
+        """Return that the work of earlier stages on the removed layers is lost."""
+        late = " and ".join(sorted({"prune", "factorize"} & set(earlier)))
+        return (
+            f"Removing layers after {late} discards part of that work. Put drop-layers first."
+            if late
+            else None
+        )
+
+    @classmethod
+    def needs_with(cls, settings: DropLayersSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that the step needs: calibration data, else training data, for some importances."""
         if settings.importance not in _CALIBRATED:
             return frozenset()
-        return frozenset({"calibration"} if "calibration" in given else {"train"})
+        return frozenset({"calibration"} if "calibration" in available else {"train"})
 
     @classmethod
     def check_rows(cls, settings: DropLayersSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.model_input import load_float_model
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
-from smelt.core.stage import Context, Need
-from smelt.data.splits import TASKS, Split, Task, missing_labels_errors
+from smelt.core.stage import Context, Need, Stage
+from smelt.data.splits import Split, Task, missing_labels_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -39,7 +39,7 @@ _USUAL_RATIO = 0.85
 _DECOMPOSITION_FLOPS = 2 * 9.0
 
 
-class Factorize:
+class Factorize(Stage[FactorizeSettings]):
     """Replace linear layers by two low-rank factors.
 
     The best factors of rank r (Eckart & Young 1936) come from the singular value decomposition. The
@@ -67,9 +67,7 @@ class Factorize:
     """
 
     name: ClassVar[str] = "factorize"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    may_need: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "svd: Eckart & Young 1936, Psychometrika 1(3), Denton et al. 2014, arXiv:1404.0736; whitened-svd:"
         " SVD-LLM, Wang et al. 2024, arXiv:2403.07378; asvd: Yuan et al. 2023, arXiv:2312.05821; fwsvd:"
@@ -80,16 +78,24 @@ class Factorize:
     version: ClassVar[int] = 9
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
-    def needs_with(cls, settings: FactorizeSettings, given: Collection[str]) -> frozenset[Need]:
+    def poor_order(cls, settings: FactorizeSettings, earlier: Collection[str]) -> str | None:
+        """Return that factorized matrices have no zeros."""
+        if "sparsify" not in earlier:
+            return None
+        return (
+            "Factorized matrices are dense, so the zeros of sparsify are lost. Remove sparsify or factorize."
+        )
+
+    @classmethod
+    def needs_with(cls, settings: FactorizeSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that the step needs: calibration data, else training data, if it uses samples."""
-        available = {"calibration", "train"} & set(given)
-        counts = settings.targets == "embeddings" and settings.frequency_weighted is None and available
+        has_samples = bool({"calibration", "train"} & set(available))
+        counts = settings.targets == "embeddings" and settings.frequency_weighted is None and has_samples
         if not settings.needs_calibration and not counts:
             return frozenset()
-        return frozenset({"calibration"} if "calibration" in given else {"train"})
+        return frozenset({"calibration"} if "calibration" in available else {"train"})
 
     @classmethod
     def check_rows(cls, settings: FactorizeSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.model_input import QuantizedInput
+from smelt.compress.model_input import split_pruning_error
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.settings import (
     EMBEDDER_WIDTH_ERROR,
@@ -16,10 +16,10 @@ from smelt.compress.prune.settings import (
     fixed_heads_warnings,
     narrowed_config,
 )
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need
-from smelt.data.splits import SENTENCE_SIMILARITY, TASKS, Split, Task, missing_labels_errors
+from smelt.core.stage import Context, Need, QuantizedInput, Stage
+from smelt.data.splits import SENTENCE_SIMILARITY, Split, Task, missing_labels_errors
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _TIMING_SECONDS = 60.0
 
 
-class Prune:
+class Prune(Stage[PruneSettings]):
     """Remove the least important heads, neurons or channels of each layer.
 
     They are removed physically, with all coupled weights: rows of query, key and value and columns
@@ -69,9 +69,7 @@ class Prune:
     """
 
     name: ClassVar[str] = "prune"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    may_need: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "; ".join(f"{i.name}: {i.source}" for i in IMPORTANCES.values() if i.source)
         + "; scope global: Molchanov et al. 2017, arXiv:1611.06440; budgets of latency: HALP, Shen et al."
@@ -79,8 +77,8 @@ class Prune:
     )
     version: ClassVar[int] = 6
     prunes_units: ClassVar[bool] = True
+    changes_quantized_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def provides(cls, settings: PruneSettings) -> frozenset[str]:
@@ -95,16 +93,23 @@ class Prune:
         return {"pattern": f"{why}; prune before '{{step}}'"}
 
     @classmethod
-    def quantized_input_error(cls, settings: PruneSettings, codes: QuantizedInput) -> str | None:
+    def quantized_input_error(cls, settings: PruneSettings, quantized: QuantizedInput) -> str | None:
         """Return why units of a quantized model cannot be removed, and what to do; None where they can."""
         if "channels" in settings.targets:
             chain = f"`- prune: {{targets: [channels]}}`, `- quantize: {{scheme: {STATIC_SCHEME}}}`"
             return f"channels can only be removed from float convolutions. Prune before quantizing: {chain}."
-        return codes.unit_pruning_error(cls.name)
+        return split_pruning_error(quantized, cls.name)
 
     @classmethod
-    def needs_with(cls, settings: PruneSettings, given: Collection[str]) -> frozenset[Need]:
-        """Return the data that the settings need: calibration data if given, else train.
+    def poor_order(cls, settings: PruneSettings, earlier: Collection[str]) -> str | None:
+        """Return that units of factorized layers are not removed."""
+        if "factorize" not in earlier:
+            return None
+        return "After factorize only few layers can be pruned. Put prune before factorize."
+
+    @classmethod
+    def needs_with(cls, settings: PruneSettings, available: Collection[str] = ()) -> frozenset[Need]:
+        """Return the data that the settings need: calibration data if available, else train.
 
         Reconstruction uses samples if there are any. It only requires them if it is set explicitly.
         """
@@ -113,9 +118,9 @@ class Prune:
             return frozenset()
         asked = settings.reconstruct and "reconstruct" in settings.model_fields_set
         needs_none = by_weights and not asked
-        if needs_none and not (settings.reconstruct and {"calibration", "train"} & set(given)):
+        if needs_none and not (settings.reconstruct and {"calibration", "train"} & set(available)):
             return frozenset()
-        return frozenset({"calibration"} if "calibration" in given else {"train"})
+        return frozenset({"calibration"} if "calibration" in available else {"train"})
 
     @classmethod
     def check_rows(cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:

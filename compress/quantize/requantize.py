@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.calibration.statistics import InputStatistics, NotInvertibleError
-from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput
+from smelt.compress.model_input import AFTER_QUANTIZE, split_pruning_error
 from smelt.compress.quantize.calibrate_layers import grid_finder
 from smelt.compress.quantize.gptq import gptq_quantize
 from smelt.compress.quantize.plan_layers import GridFinder, round_on_grid, scheme_grid
@@ -38,7 +38,7 @@ from smelt.compress.quantize.qat import find_master_weights, write_master_weight
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
+from smelt.core.stage import Context, QuantizedInput
 from smelt.models.edits import (
     Edit,
     is_masked,
@@ -401,7 +401,7 @@ def _is_complete_layer(model: nn.Module, module: nn.Module, name: str, stage: st
     owner, _, last = name.rpartition(".")
     inside = model.get_submodule(owner) if owner else None
     if isinstance(module, SplitLinear):
-        why = QuantizedInput((), is_split=True).unit_pruning_error(stage)
+        why = split_pruning_error(QuantizedInput((), is_split=True), stage)
         raise InputError(f"{stage}: {why}", code=AFTER_QUANTIZE)
     if last in ("coded", "linear") and isinstance(inside, LowRankCorrectedLinear | ScaledLinear):
         return False

@@ -9,11 +9,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings, two_bit_warnings
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning
-from smelt.core.stage import Context, Need, Settings
-from smelt.data.splits import TASKS, Task
+from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.models.costs import (
     Batch,
     CostInputs,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 _MAX_LISTED = 3  # layers that a warning lists
 
 
-class Quantize:
+class Quantize(Stage[QuantizeSettings]):
     """Quantize linear layers, convolutions and token embeddings.
 
     The torch model then computes like the exported one. A tied embedding and output layer stay tied. If a
@@ -72,9 +71,7 @@ class Quantize:
     """
 
     name: ClassVar[str] = "quantize"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration", "validation"})
+    may_need: ClassVar[frozenset[Need]] = frozenset({"train", "calibration", "validation"})
     source: ClassVar[str] = "; ".join(
         [
             *dict.fromkeys(scheme.source for scheme in SCHEMES.values()),
@@ -90,7 +87,6 @@ class Quantize:
     version: ClassVar[int] = 6
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def extra_help(cls) -> str:
@@ -104,8 +100,8 @@ class Quantize:
         return frozenset() if plain else frozenset({"codes"})
 
     @classmethod
-    def needs_with(cls, settings: QuantizeSettings, given: Collection[str]) -> frozenset[Need]:
-        """Return the data that the settings need: calibration data if given, else train."""
+    def needs_with(cls, settings: QuantizeSettings, available: Collection[str] = ()) -> frozenset[Need]:
+        """Return the data that the settings need: calibration data if available, else train."""
         if not settings.needs_calibration:
             return frozenset()
         scored: set[Need] = (
@@ -113,7 +109,7 @@ class Quantize:
             if settings.mixed_precision and settings.mixed_precision.max_drop is not None
             else set()
         )
-        return frozenset(scored | ({"calibration"} if "calibration" in given else {"train"}))
+        return frozenset(scored | ({"calibration"} if "calibration" in available else {"train"}))
 
     @classmethod
     def required_metrics(cls, settings: QuantizeSettings) -> list[tuple[str, str]]:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput
+from smelt.compress.model_input import AFTER_QUANTIZE, sparsity_error, split_pruning_error
 from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need, Settings, StoredDtype
-from smelt.data.splits import TASKS, Task
+from smelt.core.stage import Context, Need, QuantizedInput, Settings, Stage, StoredDtype
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -89,7 +88,7 @@ class SparsifySettings(Settings):
         return self.method in ("wanda", "sparsegpt")
 
 
-class Sparsify:
+class Sparsify(Stage[SparsifySettings]):
     """Set the least important weights of linear layers to zero.
 
     No runtime that smelt exports to becomes smaller or faster by it: zeros are stored and multiplied
@@ -105,16 +104,14 @@ class Sparsify:
     """
 
     name: ClassVar[str] = "sparsify"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    may_need: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "wanda: Sun et al. 2024, arXiv:2306.11695; sparsegpt: Frantar & Alistarh 2023, arXiv:2301.00774;"
         " magnitude: Han et al. 2015, arXiv:1506.02626"
     )
     version: ClassVar[int] = 2
+    changes_quantized_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[SparsifySettings]] = SparsifySettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def provides(cls, settings: SparsifySettings) -> frozenset[str]:
@@ -122,16 +119,16 @@ class Sparsify:
         return frozenset({"zeros"} if settings.pattern is None else {"zeros", "pattern"})
 
     @classmethod
-    def quantized_input_error(cls, settings: SparsifySettings, codes: QuantizedInput) -> str | None:
+    def quantized_input_error(cls, settings: SparsifySettings, quantized: QuantizedInput) -> str | None:
         """Return why weights of a quantized model cannot be set to zero, and what to do; None if they can."""
-        return codes.unit_pruning_error(cls.name) or codes.sparsity_error()
+        return split_pruning_error(quantized, cls.name) or sparsity_error(quantized)
 
     @classmethod
-    def needs_with(cls, settings: SparsifySettings, given: Collection[str]) -> frozenset[Need]:
+    def needs_with(cls, settings: SparsifySettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that the step needs: calibration or training data for wanda and sparsegpt."""
         if not settings.needs_calibration:
             return frozenset()
-        return frozenset({"calibration"} if "calibration" in given else {"train"})
+        return frozenset({"calibration"} if "calibration" in available else {"train"})
 
     @classmethod
     def check_model(

@@ -13,10 +13,10 @@ from smelt.compress.trim_vocabulary.select_tokens import (
     renumber_config,
     write_kept_tokens,
 )
-from smelt.core.artifact import Artifact, Format
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import Context, Need
+from smelt.core.stage import Context, Need, Stage
 from smelt.data.splits import DECODER_ONLY_TASKS, TEXT_GENERATION, TEXT_TASKS, Task
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAX_CHANGED_SHARE = 0.05  # of the validation samples
 
 
-class TrimVocabulary:
+class TrimVocabulary(Stage[TrimVocabularySettings]):
     """Remove tokens that the training samples never use.
 
     They are removed from the tokenizer, the embedding and the output layer. A pretrained vocabulary
@@ -42,14 +42,13 @@ class TrimVocabulary:
     """
 
     name: ClassVar[str] = "trim-vocabulary"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train"})
     source: ClassVar[str] = (
         "Abdaoui et al. 2020, Load What You Need, arXiv:2010.05609; TextPruner, Yang et al. 2022,"
         " arXiv:2203.15996"
     )
     version: ClassVar[int] = 1
+    changes_weights: ClassVar[bool] = False  # it sets the student's tokens
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[TrimVocabularySettings]] = TrimVocabularySettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TEXT_TASKS)

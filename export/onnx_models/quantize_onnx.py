@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ import numpy as np
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
-from smelt.core.stage import Context, Need, Settings
+from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.data.npz_arrays import SampleAxes
 from smelt.data.splits import ALL_TASKS, CUSTOM_TASK, Task
 from smelt.export.onnx_models.normalize_graph import (
@@ -137,7 +137,7 @@ _MAX_NAMED = 3
 _QUANTIZED_BYTES = 1.05
 
 
-class QuantizeOnnx:
+class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
     """Quantize a third-party ONNX model to int8.
 
     ONNX Runtime's quantizers, with the settings below. In a recipe that starts
@@ -153,7 +153,7 @@ class QuantizeOnnx:
     name: ClassVar[str] = "quantize-onnx"
     accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
     produces: ClassVar[Format] = "onnx"
-    needs: ClassVar[frozenset[Need]] = frozenset({"calibration"})
+    may_need: ClassVar[frozenset[Need]] = frozenset({"calibration"})
     source: ClassVar[str] = (
         "onnxruntime.quantization, https://onnxruntime.ai/docs/performance/model-optimizations"
     )
@@ -164,9 +164,9 @@ class QuantizeOnnx:
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
 
     @classmethod
-    def needs_with(cls, settings: QuantizeOnnxSettings, given: Any) -> frozenset[Need]:
+    def needs_with(cls, settings: QuantizeOnnxSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return calibration if ranges are calibrated; no split may replace it."""
-        if not settings.uses_calibration or set(given) & {"validation", "train"}:
+        if not settings.uses_calibration or set(available) & {"validation", "train"}:
             return frozenset()
         return frozenset({"calibration"})
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import ParityError, RunError
 from smelt.core.messages import Message, messages_to_json, warning
-from smelt.core.stage import Context, Need, Settings
+from smelt.core.stage import Context, Settings, Stage
 from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
 from smelt.data.splits import ALL_TASKS, Task
 from smelt.export.onnx_models.normalize_graph import copy_graphs, copy_model_files, ordered_graphs
@@ -53,7 +53,7 @@ class Fp16Settings(Settings):
     )
 
 
-class Fp16:
+class Fp16(Stage[Fp16Settings]):
     """Convert a third-party ONNX model to float16, for GPUs.
 
     Inputs and outputs remain float32, also in the bodies of If, Loop and Scan.
@@ -70,7 +70,6 @@ class Fp16:
     name: ClassVar[str] = "fp16"
     accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
     produces: ClassVar[Format] = "onnx"
-    needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = "operators kept in float32: onnxruntime.transformers.float16"
     version: ClassVar[int] = 4
     imported_only: ClassVar[bool] = True
@@ -287,7 +286,7 @@ class SimplifySettings(Settings):
     )
 
 
-class Simplify:
+class Simplify(Stage[SimplifySettings]):
     """Fold constants and remove redundant nodes in a third-party ONNX model.
 
     onnxsim runs in a subprocess with limits of time and memory. Its graph is kept
@@ -302,7 +301,6 @@ class Simplify:
     name: ClassVar[str] = "simplify"
     accepts: ClassVar[frozenset[Format]] = frozenset({"onnx"})
     produces: ClassVar[Format] = "onnx"
-    needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = "github.com/daquexian/onnx-simplifier"
     version: ClassVar[int] = 2
     imported_only: ClassVar[bool] = True

@@ -21,7 +21,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
 from smelt.core.files import load_json
 from smelt.core.messages import Message
-from smelt.core.stage import Context, Need, Settings
+from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.data.splits import (
     ALL_TASKS,
     CUSTOM_TASK,
@@ -58,7 +58,7 @@ from smelt.runtimes.tensorrt_engine import (
 )
 
 
-class TensorrtStage:
+class TensorrtStage(Stage[TensorrtSettings]):
     """Build a TensorRT engine for each ONNX graph.
 
     The input is an export with `onnx: {target: tensorrt}`, or a third-party ONNX

@@ -17,7 +17,6 @@ from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, RunError, combined_error
 from smelt.core.files import MANIFEST, load_json, write_atomically
 from smelt.core.messages import Message, error_message
-from smelt.core.stage import stage_needs
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import (
     CLASSIFICATION_TASKS,
@@ -207,7 +206,7 @@ def apply_stage(
     kind = task or _infer_task(source, place)
     with temporary_workspace() as folder:
         files = _data_settings(
-            data, "train" if "train" in stage_needs(cls, cls.settings_type()) else "calibration"
+            data, "train" if "train" in cls.needs_with(cls.settings_type()) else "calibration"
         )
         if not set(files) & set(_TEST_SUBSTITUTES):
             files["test"] = str(_write_placeholder_rows(kind, place, Path(folder)))

@@ -71,8 +71,8 @@ def describe_stage(name: str) -> str:
         )
     stage = table[name]
     tasks = ", ".join(sorted(stage.tasks))
-    needs = ", ".join(sorted(stage.needs)) or "nothing else"
-    may = "may need" if hasattr(stage, "needs_with") else "needs"
+    needs = ", ".join(sorted(stage.needs | stage.may_need)) or "nothing else"
+    may = "may need" if stage.may_need else "needs"
     parts = [
         _fill_paragraphs(f"{name}: {inspect.cleandoc(stage.__doc__ or '')}"),
         textwrap.fill(
@@ -85,8 +85,8 @@ def describe_stage(name: str) -> str:
     ]
     if any(info.description is None for info in stage.settings_type.model_fields.values()):
         parts.append(_fill_paragraphs(inspect.cleandoc(stage.settings_type.__doc__ or "")))
-    if hasattr(stage, "extra_help"):
-        parts.insert(1, _fill_paragraphs(stage.extra_help()))
+    if more := stage.extra_help():
+        parts.insert(1, _fill_paragraphs(more))
     return "\n\n".join([*parts, "settings:"]) + "\n" + "\n".join(_settings_lines(stage.settings_type, "  "))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,7 +15,7 @@ from smelt.core.artifact import Artifact, FileRecord, Format, Manifest
 from smelt.core.files import json_hash, resolve_path, sha256_of
 from smelt.core.messages import Message, warning
 from smelt.core.workspaces import temporary_workspace
-from smelt.data.splits import Split, Task
+from smelt.data.splits import TASKS, Split, Task
 
 Need = Literal["train", "unlabeled", "validation", "calibration", "cuda", "tensorrt"]
 
@@ -83,6 +84,16 @@ class Settings(BaseModel):
     @property
     def replaces_model(self) -> bool:
         """Whether the result is another model, without any weights of the step's input."""
+        return False
+
+    @property
+    def changes_quantized_weights(self) -> bool:
+        """Whether training with these settings changes the weights of a quantized model."""
+        return False
+
+    @property
+    def is_machine_dependent(self) -> bool:
+        """Whether the result depends on the machine that produces it."""
         return False
 
     def paths(self) -> dict[tuple[str | int, ...], str]:
@@ -249,51 +260,175 @@ class Context:
         self.warnings.append(warning(code, message, setting=setting, file=file))
 
 
-SettingsT_contra = TypeVar("SettingsT_contra", bound=Settings, contravariant=True)
+@dataclass(frozen=True)
+class QuantizedInput:
+    """The quantized linear layers of a step's input model.
+
+    schemes: their schemes. has_corrections: whether they have low-rank corrections. is_split: whether they
+    are halves of split layers.
+    """
+
+    schemes: tuple[str, ...]
+    has_corrections: bool = False
+    is_split: bool = False
 
 
-class Stage(Protocol[SettingsT_contra]):
-    """One technique. The docstring of the class is what `smelt stages NAME` prints.
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
-    needs: all data that it may need; if that depends on the settings, the class also has a class method
-        `needs_with(settings, given)` (see `stage_needs`).
-    settings_type: the stage's own subclass of `Settings`.
-    provides, invalidates: optional class methods of the settings: results of a step that a later one may
-        lose, by name, and results that a step loses, by name, with advice (smelt.pipeline.plan.step_draft).
-    prunes_units: optional; true for a stage that removes single heads or neurons.
-    unit_pruning_error(settings): optional; why units of its result cannot be removed, None if they can.
-    needs_float: optional; true for a stage that changes float weights, which a quantized model lacks.
-    estimate_cost(settings, inputs): optional; the estimated cost of the step (`smelt.models.costs`).
-    lighter_settings(settings): optional; settings that need less memory, with their text for users.
-    quantized_input_error(settings, codes): optional; for other stages that change weights, why it cannot
-        change those of a quantized model (`smelt.compress.model_input.QuantizedInput`), None if it can.
-    version: raised whenever the stage computes another result from the same input; part of the key.
+
+class Stage(ABC, Generic[SettingsT]):
+    """One technique: facts and hooks for the plan, and `__call__` for the run.
+
+    A stage sets `name`, `source`, `version`, `settings_type`, and what differs from the defaults below. The
+    docstring of its class is what `smelt stages NAME` prints. The plan calls the hooks before a run, without
+    torch, with checked settings; a hook that a stage does not override has no effect. Errors are returned as
+    messages (`smelt.core.messages.error_message`) with the setting that they are about.
+
+    Attributes:
+        name: the stage in recipes.
+        source: papers and software that it follows.
+        version: increased whenever the same input gives another result; part of an artifact's key.
+        settings_type: the stage's own subclass of `Settings`.
+        accepts: formats of its input.
+        produces: format of its output.
+        tasks: tasks that it supports.
+        needs: data and hardware that it always needs.
+        may_need: data that it needs with some settings (`needs_with`).
+        needs_float: whether it needs float weights, which a quantized model lacks.
+        changes_quantized_weights: whether it changes the weights of a quantized model, without training.
+        prunes_units: whether it removes single heads or neurons.
+        trains_weights: whether it can train a model with random weights.
+        changes_weights: whether its work is lost in a later step whose student is another model.
+        imported_only: whether it is only for recipes that start from an ONNX model.
     """
 
     name: ClassVar[str]
-    accepts: ClassVar[frozenset[Format]]
-    produces: ClassVar[Format]
-    needs: ClassVar[frozenset[Need]]
     source: ClassVar[str]
     version: ClassVar[int]
     settings_type: ClassVar[type[Settings]]
-    tasks: ClassVar[frozenset[Task]]
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    may_need: ClassVar[frozenset[Need]] = frozenset()
+    needs_float: ClassVar[bool] = False
+    changes_quantized_weights: ClassVar[bool] = False
+    prunes_units: ClassVar[bool] = False
+    trains_weights: ClassVar[bool] = False
+    changes_weights: ClassVar[bool] = True
+    imported_only: ClassVar[bool] = False
 
-    def __call__(self, src: Artifact, settings: SettingsT_contra, ctx: Context) -> None:
+    @abstractmethod
+    def __call__(self, src: Artifact, settings: SettingsT, ctx: Context) -> None:
         """Write the result of the technique on `src` into `ctx.out`.
 
         The pipeline turns `ctx.out` into an artifact with `Store.commit` when this returns; after an
         exception nothing is stored.
         """
 
+    @classmethod
+    def needs_with(cls, settings: SettingsT, available: Collection[str] = ()) -> frozenset[Need]:
+        """Return the data and hardware that the step needs if the recipe has the splits `available`.
 
-def stage_needs(
-    stage: type[Stage[Any]], settings: Settings, available: Collection[str] = ()
-) -> frozenset[Need]:
-    """Return the data that `stage` needs with these settings if the recipe has the splits `available`."""
-    narrower = getattr(stage, "needs_with", None)
-    found: frozenset[Need] = narrower(settings, available) if narrower else stage.needs
-    return found
+        Called for every step, before its data is checked.
+        """
+        return cls.needs
+
+    @classmethod
+    def check_model(
+        cls, settings: SettingsT, config: Mapping[str, Any]
+    ) -> tuple[list[Message], Mapping[str, Any]]:
+        """Return the errors for a model with this `config`, and the config of the output model.
+
+        Called for every step whose input config is known, parents first. An unchanged config is returned as
+        the same object.
+        """
+        return [], config
+
+    @classmethod
+    def check_teachers(
+        cls, settings: SettingsT, config: Mapping[str, Any], teachers: Mapping[str, Mapping[str, Any]]
+    ) -> list[Message]:
+        """Return the errors regarding the steps that settings name.
+
+        Called after `check_model` if that returns none. `config` is that of the output model; `teachers` are
+        the known configs of the named steps, by setting.
+        """
+        return []
+
+    @classmethod
+    def check_rows(cls, settings: SettingsT, task: Task, data: Mapping[str, Split]) -> list[Message]:
+        """Return the errors regarding the task, and the samples of those splits that were read.
+
+        Called for every step after the data is checked.
+        """
+        return []
+
+    @classmethod
+    def required_metrics(cls, settings: SettingsT) -> list[tuple[str, str]]:
+        """Return (setting, metric) for each metric that settings name; the recipe must score them.
+
+        Called for every step if the scored metrics are known.
+        """
+        return []
+
+    @classmethod
+    def quantized_input_error(cls, settings: SettingsT, quantized: QuantizedInput) -> str | None:
+        """Return why the step cannot change quantized weights, and what to do; None if it can.
+
+        Called for steps after `quantize`, or of a model with quantized weights.
+        """
+        return None
+
+    @classmethod
+    def unit_pruning_error(cls, settings: SettingsT) -> str | None:
+        """Return why units of the step's result cannot be removed; None if they can.
+
+        Called for the ancestors of steps that remove heads or neurons.
+        """
+        return None
+
+    @classmethod
+    def provides(cls, settings: SettingsT) -> frozenset[str]:
+        """Return the names of the step's results that a later step may lose, such as `zeros`."""
+        return frozenset()
+
+    @classmethod
+    def invalidates(cls, settings: SettingsT) -> Mapping[str, str]:
+        """Return which results of earlier steps (`provides`) the step loses, with advice.
+
+        Called for every step; `{step}` in the advice is replaced by the name of the earlier step.
+        """
+        return {}
+
+    @classmethod
+    def poor_order(cls, settings: SettingsT, earlier: Collection[str]) -> str | None:
+        """Return why the step gives poor results after the stages `earlier`, and what to do; None if not.
+
+        Called for every step with the stages of its ancestors.
+        """
+        return None
+
+    @classmethod
+    def estimate_cost(cls, settings: SettingsT, inputs: Any) -> Any:
+        """Return the step's cost (`smelt.models.costs.StepCost`); None: the model is held and written once.
+
+        Called for every step with its `smelt.models.costs.CostInputs`.
+        """
+        return None
+
+    @classmethod
+    def lighter_settings(cls, settings: SettingsT) -> Iterable[tuple[str, Settings]]:
+        """Return settings that need less memory, with their text for users.
+
+        Called if the estimated memory is more than the machine has.
+        """
+        return ()
+
+    @classmethod
+    def extra_help(cls) -> str:
+        """Return what `smelt stages NAME` prints after the docstring."""
+        return ""
 
 
 def candidate_artifact(folder: Path, src: Artifact, ctx: Context) -> Artifact:

@@ -8,7 +8,6 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.shortlist import ShortlistSettings, ShortlistStage, learn_shortlist, shortlist_coverage
 from smelt.core.errors import InputError
-from smelt.core.stage import stage_needs
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.export.onnx_stage import Onnx
@@ -153,7 +152,7 @@ def test_learning_says_how_far_it_is():
 
 
 def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):
-    assert stage_needs(ShortlistStage, ShortlistSettings()) == {"train"}
+    assert ShortlistStage.needs_with(ShortlistSettings()) == {"train"}
     tiny.write_bert(tmp_path / "model")
     tiny.write_labeled(tmp_path / "data.jsonl")
     (tmp_path / "recipe.yaml").write_text(

@@ -31,12 +31,13 @@ from smelt.pipeline.execute.display import explain_step_error
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.machine import gpu_names, has_bf16_instructions, training_device
 from smelt.pipeline.plan.task_checks import (
-    check_prompts,
     embedder_metrics,
+    prompt_errors,
     resolve_pooling,
     resolve_text_rules,
 )
 from smelt.pipeline.plan.untrained_checks import config_file, resolve_labels
+from smelt.pipeline.recipe.validation_errors import dotted_path
 from smelt.runtimes.onnx_import.trial_run import record_verified_graphs
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class StepRunner:
             found["adapters"] = package_versions(("peft",))
         elif packages := step.settings.required_packages():
             found["packages"] = package_versions(tuple(packages))
-        if getattr(step.settings, "is_machine_dependent", False):
+        if step.settings.is_machine_dependent:
             from smelt.export.autotune import available_cores
 
             found["machine"] = machine_id()
@@ -366,9 +367,7 @@ def recipe_step_runner(
 def _master_weights_key(step: PlanStep, parent: Artifact) -> dict[str, Any]:
     """Return the hash of the float master weights, if a step that changes quantized weights has them."""
     kept = parent.manifest.files.get(MASTER_WEIGHTS_FILE)
-    goes_on = getattr(step.settings, "changes_quantized_weights", False) or hasattr(
-        step.stage_class, "quantized_input_error"
-    )
+    goes_on = step.settings.changes_quantized_weights or step.stage_class.changes_quantized_weights
     return {"latents": kept.sha256} if goes_on and kept is not None else {}
 
 
@@ -447,6 +446,6 @@ def resolve_task(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) 
         metrics = embedder_metrics(recipe, data)
         sentences, doubts = resolve_pooling(recipe, folder if ready else None)
     rules, _ = resolve_text_rules(recipe, folder)
-    if wrong := check_prompts(recipe, folder, data):
-        raise combined_error([error.with_prefix(f"data.{name}: ") for name, error in wrong])
+    if errors := prompt_errors(recipe, folder, data):
+        raise combined_error([message.with_prefix(f"{dotted_path(path)}: ") for path, message in errors])
     return ResolvedTask(folder, TaskSetup(rules, labels, sentences), metrics, doubts)

@@ -244,8 +244,7 @@ def estimate_steps(plan: Plan, splits: Mapping[str, Split]) -> dict[str, StepEst
         if step.unavailable:
             continue
         before = configs.get(step.parent)
-        check = getattr(step.stage_class, "check_model", None)
-        after = check(step.settings, before)[1] if check and before is not None else before
+        after = None if before is None else step.stage_class.check_model(step.settings, before)[1]
         inputs = _cost_inputs(plan, step, sizes, before, after, lengths)
         known = inputs is not None and (bool(inputs.source.stacks) or not step.trains)
         cost = _estimate(step, step.settings, inputs) if inputs is not None and known else None
@@ -361,9 +360,8 @@ def _kept_ratio(size: ModelSize, config: Mapping[str, Any] | None) -> float:
 
 def _estimate(step: PlanStep, settings: Settings, inputs: CostInputs) -> StepCost:
     """Return the estimate of a step with these settings; without blocks the operations are not known."""
-    estimate = getattr(step.stage_class, "estimate_cost", None)
-    found: StepCost = (
-        estimate(settings, inputs) if estimate else replace(one_shot_cost(inputs), least_bytes=0)
+    found: StepCost = step.stage_class.estimate_cost(settings, inputs) or replace(
+        one_shot_cost(inputs), least_bytes=0
     )
     found = found if inputs.source.stacks else replace(found, least_bytes=0)  # a graph may be mapped
     return found if inputs.source.stacks else replace(found, work=None)
@@ -497,10 +495,10 @@ def fitting_settings(
 
     By the same estimate; of changes of one setting the first that fits.
     """
-    lighter, given = getattr(step.stage_class, "lighter_settings", None), estimates[step.name].cost
+    given = estimates[step.name].cost
     sizes = {name: None if e.cost is None else e.cost.result for name, e in estimates.items()}
     lengths = measure_lengths(plan.splits, plan.recipe.task, plan.local_model, _start_config(plan) or {})
-    if lighter is None or given is None or sizes.get(step.parent) is None:
+    if given is None or sizes.get(step.parent) is None:
         return {}
 
     def needed(launch: LaunchSettings, settings: Settings) -> int:
@@ -512,7 +510,7 @@ def fitting_settings(
         )
 
     launch, found = plan.recipe.launch, dict[str, int]()
-    for change, settings in lighter(step.settings):
+    for change, settings in step.stage_class.lighter_settings(step.settings):
         if isinstance(settings, TrainingSettings) and strategy_conflicts(launch, settings):
             continue
         known = any(change.split(":")[0] == other.split(":")[0] for other in found)

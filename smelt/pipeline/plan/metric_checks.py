@@ -6,22 +6,25 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.core.messages import Message, info
+from smelt.core.messages import Message, error_message, info
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.splits import Split
 from smelt.evaluate.metrics import CHOICE_METRICS, is_custom_metric
+from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
 from smelt.pipeline.recipe.recipe import ParsedRecipe
-from smelt.pipeline.recipe.validation_errors import RecipeErrors
+from smelt.pipeline.recipe.validation_errors import Finding
 
 if TYPE_CHECKING:
     from smelt.pipeline.recipe.yaml_file import KeyPath
 
 
-def check_metrics(recipe: ParsedRecipe, splits: Mapping[str, Split], errors: RecipeErrors) -> None:
+@skip_if_invalid("score.quality", "task")
+def check_metrics(context: CheckContext) -> Iterator[Finding]:
     """Check what the recipe's metrics need: a tokenizer that fits, choices, data, a model, a function."""
     from smelt.evaluate.custom_metric import load_custom_metric
     from smelt.evaluate.text_similarity import check_encoder, require_wordnet
 
+    recipe, splits = context.recipe, context.splits
     for at, metric in enumerate(recipe.score.quality):
         path: KeyPath = ("score", "quality", at)
         try:
@@ -34,9 +37,9 @@ def check_metrics(recipe: ParsedRecipe, splits: Mapping[str, Split], errors: Rec
             elif metric in CHOICE_METRICS and "test" in splits:
                 _require_choices(metric, splits["test"])
         except (InputError, MissingDependencyError) as error:
-            errors.add(path, str(error), code=error.code)
+            yield path, error_message(error.code, str(error))
         if metric == "bleu":
-            _check_bleu_tokenizer(recipe, splits, (*path, "bleu", "tokenize"), errors)
+            yield from _check_bleu_tokenizer(recipe, splits, (*path, "bleu", "tokenize"))
 
 
 def _require_choices(metric: str, split: Split) -> None:
@@ -49,8 +52,8 @@ def _require_choices(metric: str, split: Split) -> None:
 
 
 def _check_bleu_tokenizer(
-    recipe: ParsedRecipe, splits: Mapping[str, Split], path: KeyPath, errors: RecipeErrors
-) -> None:
+    recipe: ParsedRecipe, splits: Mapping[str, Split], path: KeyPath
+) -> Iterator[Finding]:
     """Check that the tokenizer set for BLEU can split the references."""
     for name in ("test", "validation"):
         if recipe.tokenize is None or name not in splits:
@@ -58,7 +61,7 @@ def _check_bleu_tokenizer(
         try:
             bleu_tokenizer((t for e in splits[name].examples for t in e.references), recipe.tokenize)
         except InputError as error:
-            errors.add(path, f"data.{name}: {error}", code=error.code)
+            yield path, error_message(error.code, f"data.{name}: {error}")
             return
 
 

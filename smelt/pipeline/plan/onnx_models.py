@@ -5,7 +5,7 @@ A graph is opened in a separate process with limits of memory and time (`smelt.r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,26 +27,25 @@ from smelt.pipeline.inspect.model_info import (
     inspect_graph,
     is_onnx,
 )
+from smelt.pipeline.plan.check_context import CheckContext, Findings, skip_if_invalid
 from smelt.pipeline.recipe.model_and_data import has_classifier
 from smelt.pipeline.recipe.recipe import ParsedRecipe
-from smelt.pipeline.recipe.validation_errors import RecipeErrors, has_error
+from smelt.pipeline.recipe.validation_errors import Finding, error_findings
 from smelt.runtimes.onnx_import.convert_optimum import MODEL_GRAPH, layout_problems
 
 if TYPE_CHECKING:
-    from smelt.pipeline.plan.plan import PlanStep
-    from smelt.pipeline.recipe.yaml_file import KeyPath
     from smelt.runtimes.onnx_import.signature import GraphSignature
 
 
 GENERATIVE_TASKS = (*TEXT_TO_TEXT_TASKS, "language-modeling")
 
 
-def check_generation_graphs(recipe: ParsedRecipe, path: Path, errors: RecipeErrors) -> OnnxModel | None:
+def _read_generation_graphs(recipe: ParsedRecipe, path: Path) -> Findings[OnnxModel | None]:
     """Check the graphs in `path` with config and tokenizer; return the model, None if there are errors."""
     try:
         parts = find_generation_graphs(path)
     except InputError as error:
-        errors.add_error(("model",), error)
+        yield from error_findings(("model",), error)
         return None
     looked = {name: inspect_graph(file) for name, file in parts.items()}
     wrong = [f"{parts[name]}: {problem}" for name, found in looked.items() for problem in found.problems]
@@ -54,10 +53,10 @@ def check_generation_graphs(recipe: ParsedRecipe, path: Path, errors: RecipeErro
         if found.signature is not None:
             wrong += [f"{parts[name]}: {problem}" for problem in layout_problems(name, found.signature)]
     for problem in wrong:
-        errors.add(("model",), f"{problem}.", code="unsupported-graph")
+        yield ("model",), error_message("unsupported-graph", f"{problem}.")
     last = next(reversed(parts))
     named = None if recipe.tokenizer is None else resolve_path(recipe.base, recipe.tokenizer)
-    folder = _check_tokenizer_folder(recipe, parts, named, errors)
+    folder = yield from _read_tokenizer_folder(recipe, parts, named)
     signature = looked[last].signature
     if wrong or folder is None or signature is None:
         return None
@@ -67,37 +66,31 @@ def check_generation_graphs(recipe: ParsedRecipe, path: Path, errors: RecipeErro
     return OnnxModel(parts[last], signature, files, folder, details, parts)
 
 
-def check_generation_engines(
-    model: OnnxModel | None,
-    steps: Sequence[PlanStep],
-    setting_paths: Mapping[str, KeyPath],
-    errors: RecipeErrors,
-) -> None:
-    """Add an error for steps that build engines of third-party generation graphs, which is unsupported."""
-    for step in steps if model is not None and model.graphs else ():
+def check_generation_engines(context: CheckContext) -> Iterator[Finding]:
+    """Check that no step builds engines of third-party generation graphs, which is unsupported."""
+    model = context.onnx_model
+    for step in context.steps if model is not None and model.graphs else ():
         if step.stage_class.produces == "tensorrt":
-            errors.add(
-                setting_paths[step.name],
+            text = (
                 "cannot build an engine from generation graphs of another exporter. Start from the folder"
-                " with weights, and put onnx: {target: tensorrt} before this step.",
-                code="unsupported-graph",
+                " with weights, and put onnx: {target: tensorrt} before this step."
             )
+            yield context.setting_path(step.name), error_message("unsupported-graph", text)
 
 
-def _check_tokenizer_folder(
-    recipe: ParsedRecipe, graphs: dict[str, Path], named: Path | None, errors: RecipeErrors
-) -> Path | None:
-    """Return the folder with config and tokenizer; None, with errors added, if they do not fit."""
+def _read_tokenizer_folder(
+    recipe: ParsedRecipe, graphs: dict[str, Path], named: Path | None
+) -> Findings[Path | None]:
+    """Return the folder with config and tokenizer; None if they do not fit."""
     place: tuple[str, ...] = ("model",) if recipe.tokenizer is None else ("tokenizer",)
     graph = next(iter(graphs.values()))
     folder = find_tokenizer_folder(graph, named)
     if folder is None:
-        errors.add(
-            place,
+        text = (
             f"{graph.parent}: no config.json. Set tokenizer: FOLDER, the folder with config.json and the"
-            " tokenizer of the exported model.",
-            code="missing-config",
+            " tokenizer of the exported model."
         )
+        yield place, error_message("missing-config", text)
         return None
     config, problems = read_config(folder)
     kind = str(config.get("model_type", ""))
@@ -117,7 +110,7 @@ def _check_tokenizer_folder(
             )
         )
     for problem in problems:
-        errors.add_message(place, problem)
+        yield place, problem
     return None if problems else folder
 
 
@@ -128,94 +121,87 @@ _MAX_NAMED_NODES = 3  # nodes in a warning
 _TEXT_KEYS = ("prefix", "source_language", "target_language")
 
 
-def check_onnx_model(
-    recipe: ParsedRecipe, errors: RecipeErrors, bad: set[str], warnings: list[Message]
-) -> OnnxModel | None:
-    """Check and return the ONNX model that `recipe` starts from; None if it does not, or if it is invalid.
+@skip_if_invalid("model")
+def read_onnx_model(context: CheckContext) -> Iterator[Finding]:
+    """Read the ONNX model that the recipe starts from, if it does, and complete the recipe by it.
 
-    Args:
-        recipe: the parsed recipe.
-        errors: receives the errors.
-        bad: dotted paths of parts that are known to be invalid.
-        warnings: receives the warnings.
+    For the task `custom` these are each input's batch axis, the metrics of the outputs, and for latency the
+    graph's fixed batch size.
     """
-    if has_error(bad, "model"):
-        return None
+    recipe = context.recipe
     if not is_onnx(recipe.model, recipe.base):
-        _check_onnx_only_keys(recipe, errors, bad)
-        return None
+        yield from _onnx_only_keys(context)
+        return
     path = resolve_path(recipe.base, str(recipe.model))
-    if recipe.task in GENERATIVE_TASKS and not has_error(bad, "task"):
-        return check_generation_graphs(recipe, path, errors)
-    return _check_single_graph(recipe, path, errors, bad, warnings)
+    if recipe.task in GENERATIVE_TASKS and not context.is_invalid("task"):
+        model = yield from _read_generation_graphs(recipe, path)
+    else:
+        model = yield from _read_single_graph(context, path)
+    if model is None:
+        return
+    context.onnx_model, context.model_folder = model, model.tokenizer_folder
+    if recipe.task == CUSTOM_TASK:
+        yield from _set_batch_size(context, model)
+        data = recipe.data.model_copy(update={"axes": model.signature.input_batch_axes})
+        metrics = yield from _output_metrics(recipe, model)
+        score = context.recipe.score.model_copy(update={"quality": metrics})
+        context.recipe = context.recipe.model_copy(update={"data": data, "score": score})
 
 
-def _check_single_graph(
-    recipe: ParsedRecipe, path: Path, errors: RecipeErrors, bad: set[str], warnings: list[Message]
-) -> OnnxModel | None:
-    """Check and return the single graph at `path` (a file or a folder); as `check_onnx_model`."""
+def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel | None]:
+    """Return the single graph at `path` (a file or a folder); None if it is invalid."""
+    recipe = context.recipe
     try:
         file = find_graph(path)
     except InputError as error:
-        errors.add_error(("model",), error)
+        yield from error_findings(("model",), error)
         return None
     found = inspect_graph(file)
     for problem in found.problems:
-        errors.add(("model",), f"{file}: {problem}.", code="unsupported-graph")
-    if found.signature is None or has_error(bad, "task"):
+        yield ("model",), error_message("unsupported-graph", f"{file}: {problem}.")
+    if found.signature is None or context.is_invalid("task"):
         return None
     model = OnnxModel(file, found.signature, found.files, details=dict(found.details or {}))
     if random := model.details.get("random"):
         more = f" and {len(random) - _MAX_NAMED_NODES} more" if len(random) > _MAX_NAMED_NODES else ""
-        warnings.append(
-            warning(
-                "random-outputs",
-                f"{file.name} generates random numbers ({', '.join(random[:_MAX_NAMED_NODES])}{more}), so"
-                " outputs and scores differ between runs. Export it in inference mode (model.eval()).",
-            )
+        text = (
+            f"{file.name} generates random numbers ({', '.join(random[:_MAX_NAMED_NODES])}{more}), so"
+            " outputs and scores differ between runs. Export it in inference mode (model.eval())."
         )
+        yield (), warning("random-outputs", text)
     if recipe.task == CUSTOM_TASK:
-        known = _with_batch_axes(recipe, model, errors, bad)
+        known = yield from _with_batch_axes(context, model)
         if known is not None:
-            _check_arrays(recipe, known, errors, bad, warnings)
+            yield from _check_arrays(context, known)
         return known
-    if recipe.data.axes and not has_error(bad, "data.axes"):
-        errors.add(
-            ("data", "axes"),
-            f"only for arrays (task: {CUSTOM_TASK}); the task is {recipe.task}. Remove it.",
-            code="does-not-fit-task",
-        )
-    folder = _check_texts(recipe, model, errors)
+    if recipe.data.axes and not context.is_invalid("data.axes"):
+        text = f"only for arrays (task: {CUSTOM_TASK}); the task is {recipe.task}. Remove it."
+        yield ("data", "axes"), error_message("does-not-fit-task", text)
+    folder = yield from _check_texts(recipe, model)
     return None if folder is None else replace(model, tokenizer_folder=folder)
 
 
-def _with_batch_axes(
-    recipe: ParsedRecipe, model: OnnxModel, errors: RecipeErrors, bad: set[str]
-) -> OnnxModel | None:
-    """Return the model with its batch axes; None, with errors, if they are wrong or ambiguous."""
-    if has_error(bad, "data.axes"):
+def _with_batch_axes(context: CheckContext, model: OnnxModel) -> Findings[OnnxModel | None]:
+    """Return the model with its batch axes; None if they are wrong or ambiguous."""
+    if context.is_invalid("data.axes"):
         return None
-    given = recipe.data.axes
+    given = context.recipe.data.axes
     wrong = list(model.signature.invalid_axes(given))
     for problem in wrong:
-        errors.add(("data", "axes"), problem, code="wrong-axis")
+        yield ("data", "axes"), error_message("wrong-axis", problem)
     signature = model.signature if wrong else model.signature.with_batch_axes(given)
     unclear = [] if wrong else list(signature.ambiguous_axes(given))
     for problem in unclear:
-        errors.add(("data",), problem, code="unclear-axes")
+        yield ("data",), error_message("unclear-axes", problem)
     if wrong or unclear:
-        bad.add("data.axes")  # the samples cannot be checked further
+        context.invalid_paths.add("data.axes")  # the samples cannot be checked further
         return None
     return replace(model, signature=signature)
 
 
-def check_float_weights(
-    model: OnnxModel | None,
-    steps: Sequence[PlanStep],
-    setting_paths: Mapping[str, KeyPath],
-    errors: RecipeErrors,
-) -> None:
-    """Add an error for steps that need float32 weights if the graph has quantized or float16 ones."""
+def check_float_weights(context: CheckContext) -> Iterator[Finding]:
+    """Check that no step needs float32 weights if the graph has quantized or float16 ones."""
+    model = context.onnx_model
     details = model.details if model is not None else {}
     codes, floats = details.get("codes"), details.get("floats")
     if codes:
@@ -225,43 +211,28 @@ def check_float_weights(
         why = f"the weights of this file are {floats}. Start from a float32 file"
     else:
         return
-    for step in steps:
-        if getattr(step.stage_class, "needs_float", False):
+    for step in context.steps:
+        if step.stage_class.needs_float:
             text = f"{why}, or remove this step; the other stages accept the file as it is."
-            errors.add(setting_paths[step.name], text, code="already-narrow")
+            yield context.setting_path(step.name), error_message("already-narrow", text)
 
 
-def apply_graph_batch_size(
-    recipe: ParsedRecipe, model: OnnxModel | None, errors: RecipeErrors
-) -> ParsedRecipe:
-    """Return `recipe` with the graph's fixed batch size for latency, if the recipe sets none."""
+def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
+    """Set the graph's fixed batch size for latency, if the recipe sets none."""
+    recipe, size = context.recipe, model.signature.fixed_batch_size
     latency = recipe.score.latency
-    size = model.signature.fixed_batch_size if model is not None and recipe.task == CUSTOM_TASK else None
     if size is None or not latency:
-        return recipe
+        return
     if "batch_sizes" in latency.model_fields_set and latency.batch_sizes != (size,):
-        errors.add(
-            ("score", "latency", "batch_sizes"),
-            f"the graph has a fixed batch size of {size}. Set [{size}], or remove batch_sizes.",
-            code="fixed-batch-size",
-        )
-        return recipe
+        text = f"the graph has a fixed batch size of {size}. Set [{size}], or remove batch_sizes."
+        yield ("score", "latency", "batch_sizes"), error_message("fixed-batch-size", text)
+        return
     chosen = latency.model_copy(update={"batch_sizes": (size,)})
-    return recipe.model_copy(update={"score": recipe.score.model_copy(update={"latency": chosen})})
+    score = recipe.score.model_copy(update={"latency": chosen})
+    context.recipe = recipe.model_copy(update={"score": score})
 
 
-def apply_graph_signature(
-    recipe: ParsedRecipe, model: OnnxModel | None, errors: RecipeErrors
-) -> ParsedRecipe:
-    """Return `recipe` with each input's batch axis and the metrics of the outputs, for the task `custom`."""
-    if model is None or recipe.task != CUSTOM_TASK:
-        return recipe
-    data = recipe.data.model_copy(update={"axes": model.signature.input_batch_axes})
-    score = recipe.score.model_copy(update={"quality": _output_metrics(recipe, model, errors)})
-    return recipe.model_copy(update={"data": data, "score": score})
-
-
-def _output_metrics(recipe: ParsedRecipe, model: OnnxModel, errors: RecipeErrors) -> tuple[str, ...]:
+def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[str, ...]]:
     """Return the metrics of a graph's outputs.
 
     `top1` is the first one of a graph of class scores alone, and none of a graph without any.
@@ -272,70 +243,50 @@ def _output_metrics(recipe: ParsedRecipe, model: OnnxModel, errors: RecipeErrors
     default = metrics == DEFAULT_METRICS[CUSTOM_TASK]
     if TOP1_METRIC in metrics and not classes and len(floats) == len(model.signature.outputs):
         if not default or TOP1_METRIC in recipe.gates:
-            errors.add(
-                ("gates", TOP1_METRIC) if TOP1_METRIC in recipe.gates else ("score", "quality"),
+            path = ("gates", TOP1_METRIC) if TOP1_METRIC in recipe.gates else ("score", "quality")
+            text = (
                 f"{TOP1_METRIC} compares decisions, but no output of the graph has scores of classes (a"
                 " Softmax or a linear layer at its end), integers or texts. Remove it, or use"
-                f" {AGREEMENT_METRIC}.",
-                code="does-not-fit-model",
+                f" {AGREEMENT_METRIC}."
             )
+            yield path, error_message("does-not-fit-model", text)
         return tuple(metric for metric in metrics if metric != TOP1_METRIC)
     if default and classes and floats <= {*classes}:
         return (TOP1_METRIC, *(metric for metric in metrics if metric != TOP1_METRIC))
     return metrics
 
 
-def _check_onnx_only_keys(recipe: ParsedRecipe, errors: RecipeErrors, bad: set[str]) -> None:
-    """Add an error for keys that are only for ONNX models."""
-    if recipe.task == CUSTOM_TASK and not has_error(bad, "task"):
-        errors.add(
-            ("task",),
-            f"'{CUSTOM_TASK}' needs an .onnx file as model; {recipe.model!s} is not one. Choose another"
-            " task.",
-            code="needs-onnx-model",
-        )
-    if recipe.tokenizer is not None and not has_error(bad, "tokenizer"):
-        errors.add(
-            ("tokenizer",),
-            "only for .onnx models; other models have their own tokenizer. Remove it.",
-            code="needs-onnx-model",
-        )
-    if recipe.data.axes and not has_error(bad, "data.axes"):
-        errors.add(
-            ("data", "axes"),
-            f"only for ONNX models with task: {CUSTOM_TASK}. Remove it.",
-            code="needs-onnx-model",
-        )
+def _onnx_only_keys(context: CheckContext) -> Iterator[Finding]:
+    """Yield errors for keys that are only for ONNX models."""
+    recipe = context.recipe
+    if recipe.task == CUSTOM_TASK and not context.is_invalid("task"):
+        text = f"'{CUSTOM_TASK}' needs an .onnx file as model; {recipe.model!s} is not one."
+        yield ("task",), error_message("needs-onnx-model", f"{text} Choose another task.")
+    if recipe.tokenizer is not None and not context.is_invalid("tokenizer"):
+        text = "only for .onnx models; other models have their own tokenizer. Remove it."
+        yield ("tokenizer",), error_message("needs-onnx-model", text)
+    if recipe.data.axes and not context.is_invalid("data.axes"):
+        text = f"only for ONNX models with task: {CUSTOM_TASK}. Remove it."
+        yield ("data", "axes"), error_message("needs-onnx-model", text)
 
 
-def _check_arrays(
-    recipe: ParsedRecipe, model: OnnxModel, errors: RecipeErrors, bad: set[str], warnings: list[Message]
-) -> None:
+def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
     """Check the arrays of every split against the graph's inputs, by their headers."""
     from smelt.data.npz_arrays import count_array_samples, read_npz_headers
 
-    data = recipe.data
+    recipe, data = context.recipe, context.recipe.data
     if recipe.tokenizer is not None:
-        errors.add(
-            ("tokenizer",),
-            f"not used for task: {CUSTOM_TASK}. Remove it.",
-            code="does-not-fit-task",
-        )
+        text = f"not used for task: {CUSTOM_TASK}. Remove it."
+        yield ("tokenizer",), error_message("does-not-fit-task", text)
     for name in _TEXT_KEYS:
         if getattr(data, name) is not None:
-            errors.add(
-                ("data", name),
-                f"only for text data; task: {CUSTOM_TASK} uses arrays. Remove it.",
-                code="does-not-fit-task",
-            )
+            text = f"only for text data; task: {CUSTOM_TASK} uses arrays. Remove it."
+            yield ("data", name), error_message("does-not-fit-task", text)
     if "columns" in data.model_fields_set:
-        errors.add(
-            ("data", "columns"),
-            "only for text data; arrays are matched to inputs by name. Remove it.",
-            code="does-not-fit-task",
-        )
+        text = "only for text data; arrays are matched to inputs by name. Remove it."
+        yield ("data", "columns"), error_message("does-not-fit-task", text)
     for name, origin in data.split_files().items():
-        if has_error(bad, f"data.{name}"):
+        if context.is_invalid(f"data.{name}"):
             continue
         try:
             path = resolve_path(recipe.base, origin)
@@ -346,47 +297,41 @@ def _check_arrays(
                 taken = {key: shape for key, shape in shapes.items() if key in axes}
                 count_array_samples(taken, path, axes, by_name=model.signature.shared_batch_inputs)
         except InputError as error:
-            errors.add_error(("data", name), error)
+            yield from error_findings(("data", name), error)
             continue
         except (OSError, RuntimeError, ValueError) as error:
-            errors.add(("data", name), str(error), code="unreadable-file")
+            yield ("data", name), error_message("unreadable-file", str(error))
             continue
         for problem in problems:
-            errors.add(("data", name), problem, code="does-not-fit-graph")
+            yield ("data", name), error_message("does-not-fit-graph", problem)
         if problems:
-            bad.add(f"data.{name}")  # its samples cannot be checked further
+            context.invalid_paths.add(f"data.{name}")  # its samples cannot be checked further
         unread = model.signature.unknown_inputs(list(shapes))
         if unread:
-            warnings.append(
-                warning(
-                    "unread-arrays",
-                    f"{origin}: arrays that are not inputs of the graph are ignored: {', '.join(unread)}.",
-                )
-            )
+            text = f"{origin}: arrays that are not inputs of the graph are ignored: {', '.join(unread)}."
+            yield (), warning("unread-arrays", text)
 
 
-def _check_texts(recipe: ParsedRecipe, model: OnnxModel, errors: RecipeErrors) -> Path | None:
+def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None]:
     """Check that the graph fits the task; return the folder with config and tokenizer, None for errors."""
     if recipe.task not in _TASK_OUTPUTS:
-        errors.add(
-            ("task",),
+        text = (
             f"ONNX models support {', '.join((*_TASK_OUTPUTS, *GENERATIVE_TASKS, CUSTOM_TASK))}. For"
             f" {recipe.task} start from"
-            f" the folder of weights that the graph was exported from, or set task: {CUSTOM_TASK}.",
-            code="unsupported-task",
+            f" the folder of weights that the graph was exported from, or set task: {CUSTOM_TASK}."
         )
+        yield ("task",), error_message("unsupported-task", text)
         return None
     for problem in _task_mismatches(model.signature, recipe.task):
-        errors.add_message(("model",), problem.with_prefix(f"{model.file}: "))
+        yield ("model",), problem.with_prefix(f"{model.file}: ")
     folder = graph_tokenizer_folder(recipe, model.file)
     place: tuple[str, ...] = ("model",) if recipe.tokenizer is None else ("tokenizer",)
     if folder is None:
-        errors.add(
-            place,
+        text = (
             f"{model.file}: no config.json next to it. Set tokenizer: FOLDER, the folder with config.json and"
-            " the tokenizer of the exported model.",
-            code="missing-config",
+            " the tokenizer of the exported model."
         )
+        yield place, error_message("missing-config", text)
         return None
     config, problems = read_config(folder)
     kind = str(config.get("model_type", ""))
@@ -400,24 +345,21 @@ def _check_texts(recipe: ParsedRecipe, model: OnnxModel, errors: RecipeErrors) -
             )
         )
     for problem in problems:
-        errors.add_message(place, problem)
+        yield place, problem
     if recipe.task == SENTENCE_SIMILARITY and not problems:
-        _require_pooling(recipe, model.signature, folder, errors)
+        yield from _check_pooling(recipe, model.signature, folder)
     return None if problems else folder
 
 
-def _require_pooling(
-    recipe: ParsedRecipe, signature: GraphSignature, folder: Path, errors: RecipeErrors
-) -> None:
-    """Add an error if the graph outputs only hidden states and the pooling is not defined."""
+def _check_pooling(recipe: ParsedRecipe, signature: GraphSignature, folder: Path) -> Iterator[Finding]:
+    """Check that the pooling is defined if the graph outputs only hidden states."""
     pooled = any(value.name == _TASK_OUTPUTS[SENTENCE_SIMILARITY] for value in signature.outputs)
     if not pooled and recipe.embedding.pooling is None and not (folder / MODULES_FILE).is_file():
-        errors.add(
-            ("model",),
+        text = (
             f"the graph outputs {HIDDEN_STATES_OUTPUT}, and there is no {MODULES_FILE} that defines the"
-            f" pooling. Set embedding: {{pooling: {' | '.join(POOLINGS)}}}.",
-            code="missing-pooling",
+            f" pooling. Set embedding: {{pooling: {' | '.join(POOLINGS)}}}."
         )
+        yield ("model",), error_message("missing-pooling", text)
 
 
 def _task_mismatches(signature: GraphSignature, task: Task) -> Iterator[Message]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE, QuantizedInput
-from smelt.core.messages import Message, warning
+from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
+from smelt.core.messages import Message, error_message, warning
+from smelt.core.stage import QuantizedInput
 from smelt.models.quantization_config import parse_quantization_config
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo
 from smelt.pipeline.plan.plan import PlanStep
@@ -18,8 +19,8 @@ from smelt.quantization.schemes.registry import SCHEMES
 
 def prequantized_errors(
     steps: Sequence[PlanStep], quantization: QuantizedModelInfo | None
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (step, message, code) for steps that need float weights, or whose target lacks the scheme.
+) -> Iterator[tuple[str, Message]]:
+    """Yield (step, error) for steps that need float weights, or whose target lacks the scheme.
 
     Args:
         steps: steps of the plan, parents first.
@@ -35,23 +36,19 @@ def prequantized_errors(
         if step.stage != "distill":  # its student may be another model
             kept.add(step.name)
         target = getattr(step.settings, "target", None)
-        if getattr(step.stage_class, "needs_float", False):
-            yield (
-                step.name,
-                f"{step.stage} {what}. Start from {quantization.float_source}.",
-                "already-quantized",
-            )
+        if step.stage_class.needs_float:
+            text = f"{step.stage} {what}. Start from {quantization.float_source}."
+            yield step.name, error_message("already-quantized", text)
         elif zeros := next((n for n in TRAINING_BEFORE_QUANTIZE if getattr(step.settings, n, None)), None):
             text = f"{zeros} {what}. Remove {zeros}, or start from {quantization.float_source}."
-            yield step.name, text, AFTER_QUANTIZE
+            yield step.name, error_message(AFTER_QUANTIZE, text)
         elif step.stage == "onnx" and target and (codes := quantization.unsupported_by(str(target))):
             ways = [f"target: {' or '.join(quantization.targets)}"] if quantization.targets else []
-            yield (
-                step.name,
+            text = (
                 f"{RUNTIME_NAMES[str(target)]} cannot run the {codes} of the model"
-                f" ({quantization.description}). Use {', or '.join([*ways, quantization.float_source])}.",
-                "unsupported-scheme",
+                f" ({quantization.description}). Use {', or '.join([*ways, quantization.float_source])}."
             )
+            yield step.name, error_message("unsupported-scheme", text)
 
 
 def quantization_lost_warnings(steps: Sequence[PlanStep], config: Mapping[str, Any]) -> Iterator[Message]:
@@ -69,7 +66,7 @@ def quantization_lost_warnings(steps: Sequence[PlanStep], config: Mapping[str, A
         if step.parent not in kept or settings.replaces_model:
             continue
         learned = getattr(getattr(settings, "qat", None), "scales", None) == "lsq"
-        if getattr(settings, "changes_quantized_weights", False) and not learned:
+        if settings.changes_quantized_weights and not learned:
             yield warning(
                 "quantized-weights-lost",
                 "Training recomputes the scales and rounds to nearest, so the quantized weights that"
@@ -103,8 +100,8 @@ class _QuantizationState:
 
 def qat_errors(
     steps: Sequence[PlanStep], quantization: QuantizedModelInfo | None
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (step, message, code) for training settings that do not fit the quantized weights.
+) -> Iterator[tuple[str, Message]]:
+    """Yield (step, error) for training settings that do not fit the quantized weights.
 
     Args:
         steps: steps of the plan, parents first.
@@ -129,19 +126,15 @@ def qat_errors(
         other = settings.replaces_model
         before = None if other else left.get(step.parent)
         if before is not None:
-            for message, code in _qat_conflicts(settings, before):
-                yield step.name, message, code
-            unfit = getattr(step.stage_class, "quantized_input_error", None)
-            if unfit and (why := unfit(settings, _stage_view(before))) is not None:
-                yield step.name, why, AFTER_QUANTIZE
+            for message in _qat_conflicts(settings, before):
+                yield step.name, message
+            why = step.stage_class.quantized_input_error(settings, _stage_view(before))
+            if why is not None:
+                yield step.name, error_message(AFTER_QUANTIZE, why)
             left[step.name] = _state_after_step(settings, before)
         elif codes is not None:
-            yield (
-                step.name,
-                "qat trains a quantized model, but no earlier step quantizes it. Put `quantize` before it, or"
-                " remove qat.",
-                "not-quantized",
-            )
+            text = "qat trains a quantized model, but no earlier step quantizes it. Put `quantize` before it,"
+            yield step.name, error_message("not-quantized", f"{text} or remove qat.")
 
 
 def _stage_view(before: _QuantizationState) -> QuantizedInput:
@@ -172,40 +165,35 @@ def _state_after_quantize(quantize: Any) -> _QuantizationState:
     )
 
 
-def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[tuple[str, str]]:
-    """Yield (message, code) for settings of a training step that do not fit its quantized input."""
-    codes, halved = (
-        getattr(settings, "qat", None),
-        [name for name, scheme in SCHEMES.items() if scheme.split_scheme],
-    )
+def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[Message]:
+    """Yield errors for settings of a training step that do not fit its quantized input."""
+    qat = getattr(settings, "qat", None)
+    halved = [name for name, scheme in SCHEMES.items() if scheme.split_scheme]
     if getattr(settings, "lora", None) is not None and before.is_split and not before.has_float_layers:
-        yield (
+        text = (
             "lora: layers that were split by qat: weight_splitting in an earlier step cannot have adapters."
-            " Remove lora or weight_splitting.",
-            "lora-on-split-layers",
+            " Remove lora or weight_splitting."
         )
-    if codes is None:
+        yield error_message("lora-on-split-layers", text)
+    if qat is None:
         return
-    if (
-        codes.scales == "lsq"
-        and before.schemes
-        and not any(SCHEMES[name].learnable_scales for name in before.schemes)
-    ):
-        yield (
+    is_learnable = any(SCHEMES[name].learnable_scales for name in before.schemes)
+    if qat.scales == "lsq" and before.schemes and not is_learnable:
+        text = (
             f"qat: scales: lsq needs learnable scales, but {' and '.join(before.schemes)} has none. Quantize"
-            " with another scheme, or remove scales.",
-            "scales-not-learned",
+            " with another scheme, or remove scales."
         )
-    if codes.weight_splitting and before.linear_scheme not in halved:
-        yield (
+        yield error_message("scales-not-learned", text)
+    if qat.weight_splitting and before.linear_scheme not in halved:
+        text = (
             f"qat: weight_splitting needs layers of scheme {' or '.join(halved)}, but they are"
             f" {before.linear_scheme}. Quantize with scheme: {' or '.join(halved)}, or remove"
-            " weight_splitting.",
-            "unsupported-scheme",
+            " weight_splitting."
         )
-    elif codes.weight_splitting and before.split_obstacle:
+        yield error_message("unsupported-scheme", text)
+    elif qat.weight_splitting and before.split_obstacle:
         code, text = before.split_obstacle
-        yield f"qat: weight_splitting: the quantized layers have {text}", code
+        yield error_message(code, f"qat: weight_splitting: the quantized layers have {text}")
 
 
 def _state_after_step(settings: Any, before: _QuantizationState) -> _QuantizationState:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from smelt.core.artifact import Format
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Need, Settings, Stage
 from smelt.pipeline.plan.plan import PlanStep
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry
-from smelt.pipeline.recipe.validation_errors import RecipeErrors
+from smelt.pipeline.recipe.validation_errors import Finding
 from smelt.quantization.scheme import EXPORT_TARGETS, Scheme, SchemeOptions
 from smelt.quantization.schemes.registry import (
     DEFAULT_SCHEME,
@@ -37,9 +37,7 @@ StepSpec = tuple[str, type[Stage[Any]], Settings]
 def results_of(step: StepSpec) -> frozenset[str]:
     """Return the results of a step that later steps may invalidate."""
     _, stage, settings = step
-    says = getattr(stage, "provides", None)
-    found: frozenset[str] = says(settings) if says else frozenset()
-    return found
+    return stage.provides(settings)
 
 
 def lost_results(
@@ -55,11 +53,9 @@ def lost_results(
         below: its descendants.
     """
     _, stage, settings = step
-    says = getattr(stage, "invalidates", None)
-    spoils: Mapping[str, str] = says(settings) if says else {}
     remade = {word for later in below for word in results_of(later)}
     found = []
-    for word, text in spoils.items():
+    for word, text in stage.invalidates(settings).items():
         maker = next((earlier for earlier in above if word in results_of(earlier)), None)
         if maker is not None and word not in remade:
             found.append((f"{word}-lost", text.format(step=maker[0]) + "."))
@@ -222,67 +218,50 @@ RUNTIME_NAMES = {
 }
 
 
-def check_target(
-    draft: StepDraft,
-    parent: StepDraft | None,
-    quantized: StepDraft | None,
-    start_format: Format,
-    errors: RecipeErrors,
-) -> None:
-    """Check that a step's target supports the quantized weights, and that `tensorrt` gets its own graphs.
+def target_errors(
+    draft: StepDraft, parent: StepDraft | None, quantized: StepDraft | None, start_format: Format
+) -> Iterator[Finding]:
+    """Yield errors if a step's target does not support the quantized weights or the graphs of its parent.
 
     Args:
         draft: the step.
         parent: its parent step; None for the original model.
         quantized: the nearest earlier step that quantized the model.
         start_format: the format of the original model.
-        errors: receives the errors.
     """
     if draft.entry.stage == "onnx" and draft.target is not None and quantized:
-        _check_quantization(draft, draft.target, quantized, errors)
-    made_for = parent.target if parent else None
-    if draft.entry.stage == "tensorrt" and made_for not in (None, "tensorrt"):
-        assert parent is not None
-        if start_format == "onnx":
-            errors.add(
-                draft.entry.path,
-                f"tensorrt needs symmetric int8, but '{parent.name}' has target {made_for}. Use"
-                f" `{parent.entry.stage}: {{scheme: {STATIC_SCHEME}, target: tensorrt}}`.",
-                code="unsupported-scheme",
-            )
-            return
-        errors.add(
-            draft.entry.path,
-            f"tensorrt needs a graph with target tensorrt, but '{parent.name}' has target {made_for}."
-            " Add `- onnx: {target: tensorrt}` before it, or set `from:` to such a step.",
-            code="wrong-target",
+        yield from _quantization_errors(draft, draft.target, quantized)
+    if draft.entry.stage != "tensorrt" or parent is None or parent.target in (None, "tensorrt"):
+        return
+    if start_format == "onnx":
+        text = (
+            f"tensorrt needs symmetric int8, but '{parent.name}' has target {parent.target}. Use"
+            f" `{parent.entry.stage}: {{scheme: {STATIC_SCHEME}, target: tensorrt}}`."
         )
+        yield draft.entry.path, error_message("unsupported-scheme", text)
+    else:
+        text = (
+            f"tensorrt needs a graph with target tensorrt, but '{parent.name}' has target {parent.target}."
+            " Add `- onnx: {target: tensorrt}` before it, or set `from:` to such a step."
+        )
+        yield draft.entry.path, error_message("wrong-target", text)
 
 
-def _check_quantization(draft: StepDraft, target: str, quantized: StepDraft, errors: RecipeErrors) -> None:
-    """Add an error if a target does not support the schemes of `quantized`, their options or the dtype."""
+def _quantization_errors(draft: StepDraft, target: str, quantized: StepDraft) -> Iterator[Finding]:
+    """Yield an error if a target does not support the schemes of `quantized`, their options or the dtype."""
     runtime, back = RUNTIME_NAMES[target], f"`from: {quantized.parent or MODEL_STEP}`"
-    if codes := unsupported_layers(quantized, target):
-        fit = " or ".join(name for name in EXPORT_TARGETS if unsupported_layers(quantized, name) is None)
-        ways = [f"target: {fit}"] if fit else []
+    if layers := unsupported_layers(quantized, target):
+        targets = " or ".join(name for name in EXPORT_TARGETS if unsupported_layers(quantized, name) is None)
+        ways = [f"target: {targets}"] if targets else []
         ways += _supported_width_settings(quantized, target) + _supported_scheme_settings(quantized, target)
-        errors.add(
-            (*draft.entry.path, "target"),
-            f"{runtime} cannot run the {codes} of '{quantized.name}'. Use {', or '.join([back, *ways])}.",
-            code="unsupported-scheme",
-        )
+        text = f"{runtime} cannot run the {layers} of '{quantized.name}'. Use {', or '.join([back, *ways])}."
+        yield (*draft.entry.path, "target"), error_message("unsupported-scheme", text)
     elif wanted := unsupported_options(quantized, target):
-        errors.add(
-            (*draft.entry.path, "target"),
-            f"{runtime} supports only {wanted}. Set these options in '{quantized.name}', or use {back}.",
-            code="unsupported-options",
-        )
-    elif "dtype" not in draft.invalid_settings and (kept := lost_precision(quantized, draft.settings)):
-        errors.add(
-            (*draft.entry.path, "dtype"),
-            f"the scales of '{quantized.name}' would lose precision in this dtype. Set dtype: {kept}.",
-            code="low-precision-scales",
-        )
+        text = f"{runtime} supports only {wanted}. Set these options in '{quantized.name}', or use {back}."
+        yield (*draft.entry.path, "target"), error_message("unsupported-options", text)
+    elif "dtype" not in draft.invalid_settings and (dtypes := lost_precision(quantized, draft.settings)):
+        text = f"the scales of '{quantized.name}' would lose precision in this dtype. Set dtype: {dtypes}."
+        yield (*draft.entry.path, "dtype"), error_message("low-precision-scales", text)
 
 
 def _supported_width_settings(quantized: StepDraft, target: str) -> list[str]:
@@ -316,8 +295,8 @@ def _supported_scheme_settings(quantized: StepDraft, target: str) -> list[str]:
     return [f"quantize with {' or '.join(schemes)}{', without `embedding_scheme`' if named else ''}"]
 
 
-def check_shortlist_scheme(draft: StepDraft, quantized: StepDraft | None, errors: RecipeErrors) -> None:
-    """Check that the output layer's scheme allows a shortlist, which reads only some rows of the matrix."""
+def shortlist_scheme_errors(draft: StepDraft, quantized: StepDraft | None) -> Iterator[Finding]:
+    """Yield an error if the output layer's scheme does not allow a shortlist, which reads only some rows."""
     wanted: Any = draft.settings
     if quantized is None or wanted is None or not wanted.generation_graph or draft.target != "ort-cpu":
         return
@@ -326,13 +305,12 @@ def check_shortlist_scheme(draft: StepDraft, quantized: StepDraft | None, errors
         return
     scheme = SCHEMES[settings.resolved_embedding_scheme]
     if not scheme.supports_shortlist:
-        errors.add(
-            draft.entry.path,
+        text = (
             f"a shortlist does not support an output layer quantized with {scheme.name}. Set in"
             f" '{quantized.name}' `embedding_scheme: {DEFAULT_SCHEME}`, or in this step `generation_graph:"
-            " false`.",
-            code="unsupported-scheme",
+            " false`."
         )
+        yield draft.entry.path, error_message("unsupported-scheme", text)
 
 
 def idle_autotune_warnings(steps: Sequence[PlanStep], has_float_weights: bool) -> Iterator[Message]:

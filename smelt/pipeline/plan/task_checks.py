@@ -39,7 +39,7 @@ from smelt.models.text_rules import (
     read_text_rules,
 )
 from smelt.pipeline.recipe.recipe import ParsedRecipe
-from smelt.pipeline.recipe.validation_errors import RecipeErrors, has_error
+from smelt.pipeline.recipe.validation_errors import Finding
 
 
 def _tokenizer_folder(recipe: ParsedRecipe, folder: Path) -> Path | None:
@@ -87,10 +87,8 @@ def prompt_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[st
     return TextRules(prompt_template=wanted), [f"prompt template {wanted!r} ({why})"]
 
 
-def check_prompts(
-    recipe: ParsedRecipe, folder: Path, splits: Mapping[str, Split]
-) -> list[tuple[str, Message]]:
-    """Return (split, error) for prompts that do not fit the prompt template, at most one for each split.
+def prompt_errors(recipe: ParsedRecipe, folder: Path, splits: Mapping[str, Split]) -> list[Finding]:
+    """Return errors for prompts that do not fit the prompt template, at most one for each split.
 
     Instructions and conversations need the format that the model was trained with, so they are never passed
     as plain text to a model without a chat template unless the recipe sets the template. One conversation
@@ -105,14 +103,14 @@ def check_prompts(
     recorded = recipe.data.prompt_template or read_text_rules(folder).prompt_template
     assert rules.prompt_template is not None
     template = open_prompt_template(home, rules.prompt_template, {})
-    found = []
+    found: list[Finding] = []
     for name, split in splits.items():
         try:
             if not recorded and not template.is_chat:
                 _require_plain_prompts(split)
             _render_examples(template, split)
         except InputError as error:
-            found.append((name, error.as_message()))
+            found.append((("data", name), error.as_message()))
     return found
 
 
@@ -201,42 +199,6 @@ def pooling_text(rules: SentenceRules) -> str:
     )
 
 
-def check_embedder(
-    recipe: ParsedRecipe,
-    folder: Path | None,
-    splits: Mapping[str, Split],
-    errors: RecipeErrors,
-    bad: set[str],
-    warnings: list[Message],
-) -> ParsedRecipe:
-    """Check an embedder's folder and metrics, as far as model and data are available.
-
-    Args:
-        recipe: the parsed recipe.
-        folder: the model's folder; None if it is not downloaded or created yet.
-        splits: the splits that were read.
-        errors: receives the errors.
-        bad: dotted paths of parts that are known to be invalid.
-        warnings: receives the warnings.
-
-    Returns:
-        The recipe, with default metrics if it names none.
-    """
-    if recipe.task != SENTENCE_SIMILARITY or has_error(bad, "task"):
-        return recipe
-    if folder is not None and not has_error(bad, "model", "embedding"):
-        try:
-            warnings += resolve_pooling(recipe, folder)[1]
-        except InputError as error:
-            errors.add_error(("model",), error)
-    if "test" not in splits or has_error(bad, "score.quality"):
-        return recipe
-    for where, found in _embedder_errors(recipe, splits):
-        errors.add_message(where, found)
-    score = recipe.score.model_copy(update={"quality": _metrics_for(recipe, splits["test"])})
-    return recipe.model_copy(update={"score": score})
-
-
 def embedder_metrics(recipe: ParsedRecipe, data: Mapping[str, Split]) -> tuple[str, ...]:
     """Return the metrics of a run on `data`.
 
@@ -244,22 +206,21 @@ def embedder_metrics(recipe: ParsedRecipe, data: Mapping[str, Split]) -> tuple[s
         InputError: metrics or gates need scores that the test samples do not have; lists every error.
     """
     found = [
-        error.with_prefix(f"{'.'.join(map(str, where))}: ") for where, error in _embedder_errors(recipe, data)
+        error.with_prefix(f"{'.'.join(map(str, where))}: ") for where, error in embedder_errors(recipe, data)
     ]
     if found:
         raise combined_error(found)
-    return _metrics_for(recipe, data["test"])
+    return metrics_of_samples(recipe, data["test"])
 
 
-def _metrics_for(recipe: ParsedRecipe, test: Split) -> tuple[str, ...]:
+def metrics_of_samples(recipe: ParsedRecipe, test: Split) -> tuple[str, ...]:
+    """Return the recipe's metrics, or those that fit the samples of an embedder."""
     fitting = EMBEDDING_METRICS if test.has_labels else (AGREEMENT_METRIC,)
     return recipe.score.quality or fitting
 
 
-def _embedder_errors(
-    recipe: ParsedRecipe, data: Mapping[str, Split]
-) -> list[tuple[tuple[str | int, ...], Message]]:
-    """Return (path in the recipe, error) for metrics and gates that need scores the samples do not have."""
+def embedder_errors(recipe: ParsedRecipe, data: Mapping[str, Split]) -> list[Finding]:
+    """Return errors for metrics and gates that need scores that the samples do not have."""
     scored = dict.fromkeys(["test", recipe.judged_on or "test"])
     lacking = next((name for name in scored if name in data and not data[name].has_labels), None)
     if lacking is None:

@@ -25,6 +25,7 @@ from smelt.pipeline.inspect.model_folder import (
     unknown_family_message,
     unsupported_config_errors,
 )
+from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
 from smelt.pipeline.plan.plan import PlanStep
 from smelt.pipeline.recipe.model_and_data import (
     NewTokenizer,
@@ -37,9 +38,10 @@ from smelt.pipeline.recipe.model_and_data import (
     new_class_names,
     resolve_problem_type,
 )
-from smelt.pipeline.recipe.recipe import TRAINING_STAGES, ParsedRecipe
-from smelt.pipeline.recipe.stages import MODEL_STEP
-from smelt.pipeline.recipe.validation_errors import RecipeErrors, has_error
+from smelt.pipeline.recipe.recipe import ParsedRecipe
+from smelt.pipeline.recipe.stages import MODEL_STEP, training_stages
+from smelt.pipeline.recipe.validation_errors import Finding
+from smelt.pipeline.recipe.yaml_file import KeyPath
 from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, parse_processor
 
 UNTRAINED_NOT_SCORED = "random weights; the first trained step is the baseline"
@@ -62,29 +64,23 @@ def read_untrained_config(file: Path) -> tuple[dict[str, Any], list[Message]]:
     return config, problems
 
 
-def check_untrained(
-    recipe: ParsedRecipe, steps: Sequence[PlanStep], errors: RecipeErrors, bad: set[str]
-) -> None:
-    """Check config and tokenizer, and that the model is trained before it is a teacher or the baseline.
-
-    bad: dotted paths of parts that are known to be invalid.
-    """
-    model = recipe.model
-    if "model" in bad or not isinstance(model, UntrainedModel):
+def check_untrained(context: CheckContext) -> Iterator[Finding]:
+    """Check config and tokenizer, and that the model is trained before it is a teacher or the baseline."""
+    recipe, model = context.recipe, context.recipe.model
+    if "model" in context.invalid_paths or not isinstance(model, UntrainedModel):
         return
     config, problems = read_config_file(config_file(model, recipe.base))
-    for problem in () if has_error(bad, "model.config") else [*problems, *unsupported_config_errors(config)]:
-        errors.add_message(("model", "config"), problem)
+    if not context.is_invalid("model.config"):
+        for problem in [*problems, *unsupported_config_errors(config)]:
+            yield ("model", "config"), problem
     kind = str(config.get("model_type", ""))
-    if config and not has_error(bad, "task") and kind not in FAMILIES_BY_TASK[recipe.task]:
-        errors.add_message(("model", "config"), unknown_family_message(kind, recipe.task))
-    elif config and not has_error(bad, "model.tokenizer"):
-        for where, problem in _tokenizer_errors(recipe, model, kind, bad):
-            errors.add_message(("model", "tokenizer", *where), problem)
-        for where, problem in _image_errors(recipe, model, config):
-            errors.add_message(("model", *where), problem)
-    if "stages" not in bad:
-        _check_training_order(recipe, steps, errors)
+    if config and not context.is_invalid("task") and kind not in FAMILIES_BY_TASK[recipe.task]:
+        yield ("model", "config"), unknown_family_message(kind, recipe.task)
+    elif config and not context.is_invalid("model.tokenizer"):
+        yield from _tokenizer_errors(context, model, kind)
+        yield from _image_errors(recipe, model, config)
+    if "stages" not in context.invalid_paths:
+        yield from _check_training_order(context)
 
 
 def preprocessor_config(model: UntrainedModel, base: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,157 +107,136 @@ def preprocessor_config(model: UntrainedModel, base: Path, config: Mapping[str, 
 
 def _image_errors(
     recipe: ParsedRecipe, model: UntrainedModel, config: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, ...], Message]]:
+) -> Iterator[Finding]:
+    path: KeyPath = ("model", "image_size")
     if recipe.task != IMAGE_CLASSIFICATION:
         if model.image_size is not None:
             text = f"only for {IMAGE_CLASSIFICATION}; the task is {recipe.task}. Remove it."
-            yield ("image_size",), error_message("does-not-fit-task", text)
+            yield path, error_message("does-not-fit-task", text)
         return
     try:
         found = parse_processor(preprocessor_config(model, recipe.base, config), Path(PROCESSOR_FILE)).shape
     except InputError as error:
-        yield ("image_size",), error.as_message()
+        yield path, error.as_message()
         return
     declared = config.get("image_size")
     if isinstance(declared, int) and found not in (None, (declared, declared)):
         size = f"{found[0]} x {found[1]}"
         text = f"the images are {size}, but image_size in the config is {declared}. Use the same size."
-        yield ("image_size",), error_message("settings-conflict", text)
+        yield path, error_message("settings-conflict", text)
 
 
-def _tokenizer_errors(
-    recipe: ParsedRecipe, model: UntrainedModel, kind: str, bad: set[str]
-) -> Iterator[tuple[tuple[str, ...], Message]]:
-    """Yield (path below the tokenizer, error)."""
-    tokenizer = model.tokenizer
+def _tokenizer_errors(context: CheckContext, model: UntrainedModel, kind: str) -> Iterator[Finding]:
+    recipe, tokenizer = context.recipe, model.tokenizer
+    path: KeyPath = ("model", "tokenizer")
     if recipe.task == IMAGE_CLASSIFICATION:
         if tokenizer is not None:
             text = f"not used for {IMAGE_CLASSIFICATION}. Remove it."
-            yield (), error_message("does-not-fit-task", text)
+            yield path, error_message("does-not-fit-task", text)
         return
     if tokenizer is None:
         text = "missing. Expected a folder with a tokenizer's files, a hub id, or {train: bpe}."
-        yield (), error_message("missing-setting", text)
+        yield path, error_message("missing-setting", text)
         return
     if isinstance(tokenizer, NewTokenizer):
         from smelt.models.new_model import unsupported_tokenizer
 
         if reason := unsupported_tokenizer(kind, tokenizer.train, tokenizer.vocab_size):
-            yield (), error_message("wrong-value", reason)
-        if recipe.data.train is None and not has_error(bad, "data.train"):
+            yield path, error_message("wrong-value", reason)
+        if recipe.data.train is None and not context.is_invalid("data.train"):
             text = "no training samples to train the tokenizer on. Set data: {train: FILE}."
-            yield ("train",), error_message("missing-data", text)
+            yield (*path, "train"), error_message("missing-data", text)
         return
     folder = local_model_folder(tokenizer, recipe.base)
     if folder is not None and not folder.is_dir():
         text = f"{folder}: no such folder. Expected one with a tokenizer's files, or {{train: bpe}}."
-        yield (), error_message("missing-folder", text)
+        yield path, error_message("missing-folder", text)
     elif folder is not None:
-        yield from (((), problem) for problem in check_tokenizer_files(folder, kind))
+        yield from ((path, problem) for problem in check_tokenizer_files(folder, kind))
 
 
-def _check_training_order(recipe: ParsedRecipe, steps: Sequence[PlanStep], errors: RecipeErrors) -> None:
-    if not any(step.stage in TRAINING_STAGES for step in steps):
-        words = " or ".join(TRAINING_STAGES)
-        errors.add(
-            ("stages",),
-            f"the model has random weights and no step trains it. Add {words}.",
-            code="untrained-model",
-        )
-    elif recipe.baseline == MODEL_STEP:
-        errors.add(
-            ("baseline",),
-            f"'{MODEL_STEP}' has random weights. Set baseline to a trained step.",
-            code="untrained-baseline",
-        )
-    _reject_as_teacher(steps, "has random weights", errors)
+def _check_training_order(context: CheckContext) -> Iterator[Finding]:
+    if not any(step.stage_class.trains_weights for step in context.steps):
+        words = " or ".join(training_stages())
+        text = f"the model has random weights and no step trains it. Add {words}."
+        yield ("stages",), error_message("untrained-model", text)
+    elif context.recipe.baseline == MODEL_STEP:
+        text = f"'{MODEL_STEP}' has random weights. Set baseline to a trained step."
+        yield ("baseline",), error_message("untrained-baseline", text)
+    yield from _teacher_errors(context.steps, "has random weights")
 
 
-def check_new_classifier(
-    recipe: ParsedRecipe, steps: Sequence[PlanStep], folder: Path | None, errors: RecipeErrors
-) -> None:
+def check_new_classifier(context: CheckContext) -> Iterator[Finding]:
     """Check that an encoder without a classifier, which gets a random one, is not a teacher.
 
-    folder: the model's folder; None if it is not downloaded or created yet, then the stage checks it.
+    Of a model that is not downloaded or created yet, the stage checks it.
     """
+    recipe, folder = context.recipe, context.model_folder
     if recipe.task not in CLASSIFICATION_TASKS or folder is None:
         return
     config, problems = read_config(folder)
     if not problems and not has_classifier(config):
         named = str((config.get("architectures") or ["encoder"])[0])
         why = f"is a {named}, whose new classifier has random weights"
-        _reject_as_teacher(steps, why, errors)
+        yield from _teacher_errors(context.steps, why)
 
 
-def _reject_as_teacher(steps: Sequence[PlanStep], reason: str, errors: RecipeErrors) -> None:
-    """Add an error for every step that would use the original model as teacher."""
+def _teacher_errors(steps: Sequence[PlanStep], reason: str) -> Iterator[Finding]:
+    """Yield an error for every step that would use the original model as teacher."""
     for at, step in enumerate(steps):
         for setting, name in step.settings.step_references().items():
             if name == MODEL_STEP and setting not in step.invalid_settings:
-                trained = [s.name for s in steps[:at] if s.stage in TRAINING_STAGES]
+                trained = [s.name for s in steps[:at] if s.stage_class.trains_weights]
                 how = (
                     f"Use a trained step ({setting}: {trained[0]})"
                     if trained
                     else f"Put a finetune step before it and set {setting} to that step"
                 )
                 what = f"{step.name}: {setting}: '{MODEL_STEP}' {reason}. {how}."
-                errors.add((), what, line=step.line, code="untrained-teacher")
+                yield (), error_message("untrained-teacher", what, line=step.line)
 
 
-def check_classifier(
-    recipe: ParsedRecipe,
-    folder: Path | None,
-    splits: Mapping[str, Split],
-    errors: RecipeErrors,
-    bad: set[str],
-) -> tuple[ParsedRecipe, ProblemType | None]:
+@skip_if_invalid("task", "model")
+def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
     """Check labels and metrics of a classifier, as far as model and data are available.
 
-    Args:
-        recipe: the parsed recipe.
-        folder: the model's folder; None if it is not downloaded or created yet.
-        splits: the splits that were read.
-        errors: receives the errors.
-        bad: dotted paths of parts that are known to be invalid.
-
-    Returns:
-        The recipe, with default metrics if it names none; the problem type, None if it is not known before
-        the run.
+    Sets the default metrics, and the problem type if it is known before the run.
     """
+    recipe, folder, splits = context.recipe, context.model_folder, context.splits
     untrained = recipe.model if isinstance(recipe.model, UntrainedModel) else None
-    here = folder is not None or untrained is not None
-    if recipe.task not in CLASSIFICATION_TASKS or has_error(bad, "task", "model") or not here:
-        return recipe, None
+    if recipe.task not in CLASSIFICATION_TASKS or (folder is None and untrained is None):
+        return
     if untrained is not None:
         config, problems = read_untrained_config(config_file(untrained, recipe.base))
     else:
         assert folder is not None
         config, problems = read_config(folder)
     if problems:
-        return recipe, None
-    whole = set(splits) == set(recipe.data.split_sources())
-    if not whole and not has_classifier(config):
-        return recipe, None  # the problem type of a new classifier depends on all labels
+        return
+    are_all_read = set(splits) == set(recipe.data.split_sources())
+    if not are_all_read and not has_classifier(config):
+        return  # the problem type of a new classifier depends on all labels
     try:
         problem = resolve_problem_type(config, splits)
     except InputError as error:
-        errors.add(("model",), f"{folder or recipe.model}: {error}", code=error.code)
-        return recipe, None
+        yield ("model",), error_message(error.code, f"{folder or recipe.model}: {error}")
+        return
+    context.problem_type = problem if are_all_read else None
     for name, found in label_errors(config, splits, problem):
-        errors.add_message(("data", name), found)
-    if has_error(bad, "score.quality") or not (whole or config.get("problem_type")):
-        return recipe, problem if whole else None
+        yield ("data", name), found
+    if context.is_invalid("score.quality") or not (are_all_read or config.get("problem_type")):
+        return
     for at, found in metric_errors(recipe.score.quality, problem):
-        errors.add_message(("score", "quality", at), found)
+        yield ("score", "quality", at), found
     names = class_names(config) if has_classifier(config) else new_class_names(splits, problem)
     for at, found in metric_class_errors(recipe.score.quality, recipe.metric_settings, names):
-        errors.add_message(("score", "quality", at), found)
+        yield ("score", "quality", at), found
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
     if not recipe.score.quality:
         for gate, found in gate_errors(recipe.gates, metrics, problem):
-            errors.add_message(("gates", gate), found)
+            yield ("gates", gate), found
     score = recipe.score.model_copy(update={"quality": metrics})
-    return recipe.model_copy(update={"score": score}), problem if whole else None
+    context.recipe = recipe.model_copy(update={"score": score})
 
 
 def resolve_labels(

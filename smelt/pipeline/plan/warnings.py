@@ -305,35 +305,17 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return {}
 
 
-# stages whose work is lost if the student is another model; `trim-vocabulary` is not: it sets its tokens
-_WEIGHT_CHANGING_STAGES = (
-    "prune",
-    "drop-layers",
-    "factorize",
-    "share-weights",
-    "sparsify",
-    "quantize",
-    "finetune",
-    "distill",
-)
-
-
 def poor_order_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Iterator[Message]:
     """Yield warnings about a step after the steps `above`, nearest first."""
-    words = [d.entry.stage for d in above]
-    at: Any = {"step": draft.name, "line": draft.entry.line}
-    if draft.entry.stage == "prune" and "factorize" in words:
-        yield warning(
-            "poor-order", "After factorize only few layers can be pruned. Put prune before factorize.", **at
-        )
-    if draft.entry.stage == "factorize" and "sparsify" in words:
-        yield warning(
-            "poor-order",
-            "Factorized matrices are dense, so the zeros of sparsify are lost. Remove sparsify or factorize.",
-            **at,
-        )
+    location: Any = {"step": draft.name, "line": draft.entry.line}
+    if draft.stage_class is not None and draft.settings is not None:
+        reason = draft.stage_class.poor_order(draft.settings, {d.entry.stage for d in above})
+        if reason is not None:
+            yield warning("poor-order", reason, **location)
+        if draft.settings.replaces_model:
+            yield from _unused_work_warnings(draft, above)
     for d in above if draft.entry.stage == "onnx" else ():
-        if d.entry.stage in ("distill", "finetune"):
+        if d.stage_class is not None and d.stage_class.trains_weights:
             break
         scheme = SCHEMES.get(scheme_text(d)) if d.entry.stage == "quantize" else None
         if scheme is not None and scheme.requires_training:
@@ -341,26 +323,8 @@ def poor_order_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Iterato
                 "untrained-scheme",
                 f"The {scheme.name} weights of '{d.name}' are exported without training, so quality will be"
                 f" low. Add distill after '{d.name}' to train the quantized weights.",
-                **at,
+                **location,
             )
-    student = draft.entry.stage == "distill" and draft.entry.settings.get("student")
-    if draft.settings is not None and draft.settings.replaces_model:
-        yield from _unused_work_warnings(draft, above)
-        student = None
-    late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
-    if late and student:
-        yield warning(
-            "poor-order",
-            f"Selecting a student's layers after {late} discards part of that work. Distill to fewer layers"
-            " first.",
-            **at,
-        )
-    if late and draft.entry.stage == "drop-layers":
-        yield warning(
-            "poor-order",
-            f"Removing layers after {late} discards part of that work. Put drop-layers first.",
-            **at,
-        )
 
 
 def _unused_work_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Iterator[Message]:
@@ -370,7 +334,7 @@ def _unused_work_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Itera
     """
     teachers = set(draft.references.values())
     before = list(itertools.takewhile(lambda d: d.name not in teachers, above))
-    idle = [f"'{d.name}'" for d in reversed(before) if d.entry.stage in _WEIGHT_CHANGING_STAGES]
+    idle = [f"'{d.name}'" for d in reversed(before) if d.stage_class and d.stage_class.changes_weights]
     if idle:
         yield warning(
             "unused-steps",
@@ -381,20 +345,21 @@ def _unused_work_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Itera
         )
 
 
-def lost_work_warnings(
-    drafts: Mapping[str, StepDraft], lines: Mapping[str, Sequence[StepDraft]]
-) -> Iterator[Message]:
+def lost_work_warnings(drafts: Mapping[str, StepDraft]) -> Iterator[Message]:
     """Yield a warning where a step invalidates the result of an earlier one (see `lost_results`).
 
-    Args:
-        drafts: steps by name, in the recipe's order.
-        lines: ancestors of each step by name, nearest first.
+    drafts: steps by name, in the recipe's order.
     """
-    for draft in drafts.values():
+    lines: dict[str, list[StepDraft]] = {}  # the ancestors of each step, nearest first
+    for name, draft in drafts.items():
+        parent = drafts.get(draft.parent or "")
+        lines[name] = [parent, *lines[parent.name]] if parent else []
+    for name, draft in drafts.items():
         if (step := step_spec(draft)) is None:
             continue
-        above = [found for d in lines[draft.name] if (found := step_spec(d))]
-        later = [drafts[name] for name, line in lines.items() if draft in line]
-        below = [found for d in later if (found := step_spec(d))]
+        above = [spec for d in lines[name] if (spec := step_spec(d))]
+        below = [
+            spec for other, line in lines.items() if draft in line and (spec := step_spec(drafts[other]))
+        ]
         for code, text in lost_results(step, above, below):
             yield warning(code, text, step=draft.name, line=draft.entry.line)

@@ -42,7 +42,7 @@ from smelt.pipeline.recipe.model_and_data import (
     EmbeddingSettings,
     UntrainedModel,
 )
-from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, read_stages, step_names
+from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, load_stage, read_stages, step_names
 from smelt.pipeline.recipe.validation_errors import (
     RecipeErrors,
     dotted_path,
@@ -70,9 +70,6 @@ TRACKER_PACKAGES: dict[TrackerName, tuple[tuple[str, ...], str]] = {
     "swanlab": (("swanlab",), "0.5"),
     "trackio": (("trackio",), "0.8"),
 }
-
-# Stages that train all weights: an untrained model needs one before it can be a baseline.
-TRAINING_STAGES = ("finetune", "distill")
 
 
 class ScoreSettings(Settings):
@@ -311,7 +308,9 @@ def check_recipe(
         bad.add("stages")
     if isinstance(keys.model, UntrainedModel) and "baseline" not in head:
         names = zip(entries, step_names(entries), strict=True)
-        trained = next((name for entry, name in names if entry.stage in TRAINING_STAGES), keys.baseline)
+        trained = next(
+            (name for entry, name in names if load_stage(entry.stage).trains_weights), keys.baseline
+        )
         keys = keys.model_copy(update={"baseline": trained})
     parts: dict[str, Any] = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
     if (

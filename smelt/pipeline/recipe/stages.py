@@ -56,6 +56,11 @@ def all_stages() -> dict[str, type[Stage[Any]]]:
     return {word: load_stage(word) for word in STAGE_CLASSES}
 
 
+def training_stages() -> list[str]:
+    """Return the stages that can train a model with random weights."""
+    return [word for word, stage in all_stages().items() if stage.trains_weights]
+
+
 def unknown_stage_text(name: str) -> str:
     """Return the message that `name` is not a stage."""
     hint = other_name_hint(name, STAGE_CLASSES) or did_you_mean(name, STAGE_CLASSES)

@@ -152,6 +152,15 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 Schema = Mapping[str, Any]
 _FULL_ERROR_TYPES = ("missing", "extra_forbidden", "value_error", "assertion_error")
 
+# The path of a value in the recipe, and the message about it. Warnings and notes have the path ().
+Finding = tuple[KeyPath, Message]
+
+
+def error_findings(path: KeyPath, error: SmeltError) -> Iterator[Finding]:
+    """Yield the messages of `error` about the value at `path`."""
+    for message in error.found or (error.as_message(),):
+        yield path, message
+
 
 class RecipeErrors:
     """Collects all errors of one recipe, to report them together.

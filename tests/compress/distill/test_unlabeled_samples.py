@@ -4,7 +4,6 @@ import pytest
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from tests.support import harness
 from tests.support.models import embedders, tiny
@@ -88,7 +87,7 @@ def test_a_loss_that_needs_labels_is_an_error_before_work(options, task, place, 
 def test_the_step_needs_the_rows_that_it_reads():
     settings = {"losses": {"labels": 0}}
     found = {
-        rows: stage_needs(Distill, DistillSettings.model_validate(settings | {"train_on": rows}))
+        rows: Distill.needs_with(DistillSettings.model_validate(settings | {"train_on": rows}))
         for rows in ("labeled", "unlabeled", "both")
     }
     assert found == {

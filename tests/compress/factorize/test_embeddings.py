@@ -12,7 +12,6 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings
 from smelt.compress.trim_vocabulary.stage import TrimVocabulary
 from smelt.core.messages import message_codes
-from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from smelt.export.graph_files import read_graph
 from smelt.export.onnx_stage import Onnx
@@ -108,11 +107,9 @@ def test_without_rows_all_tokens_count_alike_and_that_is_said(tmp_path):
     assert "no-calibration-data" in message_codes(made["unsaid"][1])
     assert not made["meant"][1]
     assert torch.equal(*(harness.logits(model) for model, _ in made.values()))
-    assert stage_needs(Factorize, FactorizeSettings(targets="embeddings"), ["train"]) == {"train"}
-    assert stage_needs(Factorize, FactorizeSettings(targets="embeddings")) == frozenset()
-    assert stage_needs(Factorize, FactorizeSettings(targets="embeddings", frequency_weighted=True)) == {
-        "train"
-    }
+    assert Factorize.needs_with(FactorizeSettings(targets="embeddings"), ["train"]) == {"train"}
+    assert Factorize.needs_with(FactorizeSettings(targets="embeddings")) == frozenset()
+    assert Factorize.needs_with(FactorizeSettings(targets="embeddings", frequency_weighted=True)) == {"train"}
 
 
 def _counted_by_hand(model, space):

@@ -23,7 +23,6 @@ from smelt.compress.prune.units import (
 )
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, save_model
 from tests.support import harness
@@ -231,14 +230,14 @@ def test_taylor_finds_on_a_gpu_what_it_finds_on_the_cpu(tmp_path):
 
 def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_any():
     taylor, magnitude = PruneSettings(), PruneSettings(importance="magnitude")
-    assert stage_needs(Prune, magnitude, ()) == set()
-    assert stage_needs(Prune, magnitude, {"train", "calibration"}) == {"calibration"}  # to refit what stays
+    assert Prune.needs_with(magnitude, ()) == set()
+    assert Prune.needs_with(magnitude, {"train", "calibration"}) == {"calibration"}  # to refit what stays
     alone = PruneSettings(importance="magnitude", reconstruct=False)
-    assert stage_needs(Prune, alone, {"train"}) == set()
+    assert Prune.needs_with(alone, {"train"}) == set()
     asked = PruneSettings(importance="magnitude", reconstruct=True)  # said, and not only the default
-    assert stage_needs(Prune, asked, ()) == {"train"}
-    assert stage_needs(Prune, taylor, ()) == {"train"}
-    assert stage_needs(Prune, taylor, {"train", "calibration"}) == {"calibration"}
+    assert Prune.needs_with(asked, ()) == {"train"}
+    assert Prune.needs_with(taylor, ()) == {"train"}
+    assert Prune.needs_with(taylor, {"train", "calibration"}) == {"calibration"}
 
 
 def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):

@@ -9,7 +9,6 @@ from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.compress.prune.units import find_groups, whole_weight
 from smelt.core.errors import InputError
-from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer
 from tests.support import harness
@@ -100,8 +99,8 @@ def test_the_units_of_the_highest_scores_stay_without_labels(tmp_path):
 
 def test_it_needs_samples_and_scores_heads_and_neurons_alone(tmp_path):
     wanda = PruneSettings(importance="wanda")
-    assert stage_needs(Prune, wanda, ()) == {"train"}
-    assert stage_needs(Prune, wanda, {"train", "calibration"}) == {"calibration"}
+    assert Prune.needs_with(wanda, ()) == {"train"}
+    assert Prune.needs_with(wanda, {"train", "calibration"}) == {"calibration"}
     with raises_code("no-calibration-data", InputError):
         _prune(embedders.write_embedder(tmp_path / "model"), tmp_path / "out", {})
     with raises_setting_codes("wrong-importance"):

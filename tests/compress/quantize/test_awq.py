@@ -13,7 +13,6 @@ from smelt.compress.quantize.stage import Quantize
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import model_attentions
 from smelt.models.layers import LowRankLinear, ScaledLinear
@@ -168,7 +167,7 @@ def test_training_goes_on_from_what_the_codes_stand_for(method, most, tmp_path):
 
 def test_settings():
     settings = QuantizeSettings(**AWQ, clip="awq")
-    assert stage_needs(Quantize, settings, {"train"}) == {"train"}
+    assert Quantize.needs_with(settings, {"train"}) == {"train"}
     for code, named, given in (
         ("settings-conflict", ("clip: awq", "method: awq"), {"clip": "awq"}),
         ("settings-conflict", ("clip: awq", "awq-gptq"), {"method": "awq-gptq", "clip": "awq"}),

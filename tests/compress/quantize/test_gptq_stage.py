@@ -18,7 +18,6 @@ from smelt.compress.quantize.plan_layers import round_to_nearest, scheme_grid
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.core.stage import stage_needs
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
@@ -213,11 +212,11 @@ def test_inputs_that_no_row_feeds_are_counted(tmp_path):
 
 def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():
     plain = QuantizeSettings(scheme="int4")
-    assert stage_needs(Quantize, plain, {"train"}) == frozenset()
+    assert Quantize.needs_with(plain, {"train"}) == frozenset()
     gptq = QuantizeSettings(scheme="int4", method="gptq", calibration_samples=16)
     assert gptq.model_dump()["method"] == "gptq"
-    assert stage_needs(Quantize, gptq, {"train"}) == {"train"}
-    assert stage_needs(Quantize, gptq, {"train", "calibration"}) == {"calibration"}
+    assert Quantize.needs_with(gptq, {"train"}) == {"train"}
+    assert Quantize.needs_with(gptq, {"train", "calibration"}) == {"calibration"}
     with raises_setting_codes("unused-setting") as caught:
         QuantizeSettings(scheme="int4", method="gptq", sensitivity_samples=4)
     assert caught.value.errors()[0]["msg"].startswith("Value error, sensitivity_samples")

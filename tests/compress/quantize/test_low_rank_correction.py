@@ -22,7 +22,6 @@ from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.messages import message_codes
-from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import copy_tokenizer, load_model
 from smelt.models.edits import read_edits
 from smelt.quantization.layers import LowRankCorrectedLinear, QuantizedMatrix
@@ -275,8 +274,8 @@ def test_layers_that_stand_in_several_places_have_one_pair(tmp_path):
 
 def test_rows_are_asked_for_where_the_pair_is_measured_by_them():
     def needs(**low_rank):
-        return stage_needs(
-            Quantize, QuantizeSettings(**INT4, low_rank_correction=LowRankCorrection(**low_rank)), {"train"}
+        return Quantize.needs_with(
+            QuantizeSettings(**INT4, low_rank_correction=LowRankCorrection(**low_rank)), {"train"}
         )
 
     assert needs(objective="outputs") == needs(objective="inputs") == {"train"}

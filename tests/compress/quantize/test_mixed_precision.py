@@ -14,7 +14,6 @@ from smelt.compress.quantize.plan_layers import plan_layers, quantize_layers
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
-from smelt.core.stage import stage_needs
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, save_model
@@ -265,8 +264,8 @@ def test_what_cannot_be_is_refused(given, code, named):
 
 def test_rows_are_needed_and_validation_for_what_is_scored():
     budget, drop = (QuantizeSettings(mixed_precision=bits) for bits in ({"target_bits": 4}, {"max_drop": 1}))
-    assert stage_needs(Quantize, budget, {"train"}) == {"train"}
-    assert stage_needs(Quantize, drop, {"train", "calibration"}) == {"calibration", "validation"}
+    assert Quantize.needs_with(budget, {"train"}) == {"train"}
+    assert Quantize.needs_with(drop, {"train", "calibration"}) == {"calibration", "validation"}
     assert QuantizeSettings(mixed_precision={"target_bits": 5, "bit_widths": [4, 8]}).used_schemes() == (
         "int4",
         "int8-groupwise",

@@ -8,7 +8,6 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.core.stage import stage_needs
 from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Split
 from smelt.models.checkpoint import load_model, save_model
@@ -138,8 +137,8 @@ def test_nothing_is_added_to_the_graph(planted, data, tmp_path):
 
 def test_smooth_needs_rows_under_every_scheme(planted, tmp_path):
     settings = QuantizeSettings(smoothquant_alpha=0.5)
-    assert stage_needs(Quantize, settings, ["train"]) == {"train"}
-    assert stage_needs(Quantize, settings, ["train", "calibration"]) == {"calibration"}
+    assert Quantize.needs_with(settings, ["train"]) == {"train"}
+    assert Quantize.needs_with(settings, ["train", "calibration"]) == {"calibration"}
     with raises_code("no-calibration-data", InputError):
         run(planted, tmp_path / "none", {}, scheme="int8-dynamic", smoothquant_alpha=0.5)
 

@@ -7,7 +7,6 @@ from smelt.compress.quantize.mixed_precision import select_sensitive
 from smelt.compress.quantize.settings import MaxExcluded
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
-from smelt.core.stage import stage_needs
 from smelt.data.splits import Example, Split
 from smelt.quantization.layers import QuantizedLinear
 from tests.support import harness
@@ -116,10 +115,10 @@ def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
 
 def test_the_plan_knows_which_rows_are_needed():
     static = QuantizeSettings(scheme="int8-static")
-    assert stage_needs(Quantize, static, ["train"]) == {"train"}
-    assert stage_needs(Quantize, static, ["train", "calibration"]) == {"calibration"}
-    assert stage_needs(Quantize, QuantizeSettings(exclude="auto"), []) == {"train"}
-    assert stage_needs(Quantize, QuantizeSettings(), []) == frozenset()
+    assert Quantize.needs_with(static, ["train"]) == {"train"}
+    assert Quantize.needs_with(static, ["train", "calibration"]) == {"calibration"}
+    assert Quantize.needs_with(QuantizeSettings(exclude="auto"), []) == {"train"}
+    assert Quantize.needs_with(QuantizeSettings(), []) == frozenset()
 
 
 @pytest.mark.parametrize(

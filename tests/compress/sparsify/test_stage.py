@@ -8,7 +8,6 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.errors import InputError
-from smelt.core.stage import stage_needs
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
 from smelt.models.families.registry import blocks_of
@@ -139,9 +138,9 @@ def test_inputs_that_cannot_be_grouped_stay_whole(tmp_path):
 
 
 def test_settings_and_needs():
-    assert stage_needs(Sparsify, SparsifySettings(), {"train", "calibration"}) == {"calibration"}
-    assert stage_needs(Sparsify, SparsifySettings(method="wanda"), ()) == {"train"}
-    assert stage_needs(Sparsify, SparsifySettings(method="magnitude"), ()) == set()
+    assert Sparsify.needs_with(SparsifySettings(), {"train", "calibration"}) == {"calibration"}
+    assert Sparsify.needs_with(SparsifySettings(method="wanda"), ()) == {"train"}
+    assert Sparsify.needs_with(SparsifySettings(method="magnitude"), ()) == set()
     with raises_setting_codes("settings-conflict"):
         SparsifySettings(sparsity=0.5, pattern="2:4")
     with raises_setting_codes("wrong-pattern"):

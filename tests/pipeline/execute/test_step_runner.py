@@ -40,8 +40,9 @@ def shop(**changes):
 
 
 def step(stage=Finetune, **settings):
+    needs = stage.needs | stage.may_need
     return PlanStep(
-        stage.name, stage.name, stage, stage.settings_type(**settings), "model", False, 1, needs=stage.needs
+        stage.name, stage.name, stage, stage.settings_type(**settings), "model", False, 1, needs=needs
     )
 
 

@@ -19,7 +19,7 @@ from smelt.core.errors import RunError
 from smelt.core.store import Store
 from smelt.pipeline.execute import training_processes, training_worker
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
-from smelt.pipeline.plan import load_plan as load_plan_module
+from smelt.pipeline.plan import run_checks
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.search.shrink import shrink
 from smelt.pipeline.search.study import Search
@@ -211,7 +211,7 @@ def test_more_processes_than_gpus_are_refused_before_work(home, monkeypatch, tmp
      (None, "finetune.optimizer=adafactor", "not-with-strategy")],
 )  # fmt: skip
 def test_a_strategy_that_cannot_train_is_refused_before_work(home, monkeypatch, lack, setting, code):
-    monkeypatch.setattr(load_plan_module, "package_problem", lambda package, oldest: lack)
+    monkeypatch.setattr(run_checks, "package_problem", lambda package, oldest: lack)
     with raises_code(code):
         load_plan(home / "recipe.yaml", ["launch={num_processes: 2, strategy: deepspeed}", setting])
 
@@ -221,7 +221,7 @@ def test_fp16_without_a_gpu_is_refused_before_work(home, monkeypatch):
     setting = ["finetune.precision=fp16"]
     with raises_code("no-fp16"):
         load_plan(home / "recipe.yaml", setting)
-    monkeypatch.setattr(load_plan_module, "training_device", lambda requested: "cuda")
+    monkeypatch.setattr(run_checks, "training_device", lambda requested: "cuda")
     assert load_plan(home / "recipe.yaml", setting).steps
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from smelt.core.messages import message_codes
-from smelt.pipeline.plan.plan_checker import choose_judging_split
+from smelt.pipeline.plan.check_context import CheckContext
+from smelt.pipeline.plan.gates import choose_judging_split
 from tests.support.expected_errors import message_locations
 from tests.support.standins.stage_stand_ins import STAGE_TREE, plan_errors, plan_stages
 
@@ -108,10 +109,10 @@ def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
 def test_branches_compete_on_validation(rows, branches, chosen, same, found) -> None:
     files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
     data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)
-    recipe = SimpleNamespace(data=data, judged_on=chosen, task="translation")
+    recipe = SimpleNamespace(data=data, judged_on=chosen, task="translation", stages=())
     steps = [
         SimpleNamespace(name=f"{i}", parent="model", unavailable=None, unscored=None) for i in range(branches)
     ]
-    checker = SimpleNamespace(recipe=recipe, drafts={step.name: step for step in steps})
-    splits = {} if rows is None else {"validation": range(rows)}
-    assert choose_judging_split(checker, splits) == found
+    context = CheckContext(recipe, None, set(), drafts={step.name: step for step in steps})
+    context.splits = {} if rows is None else {"validation": range(rows)}
+    assert choose_judging_split(context) == found

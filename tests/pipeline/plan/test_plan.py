@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
+from smelt.pipeline.plan import load_plan as load_plan_module
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe import stages as stage_table
 from tests.support.standins.stage_stand_ins import RECIPE_HEAD, STAGE_TREE, plan_errors, plan_stages
@@ -121,3 +122,15 @@ def test_plan_imports_nothing_heavy(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
+
+
+def test_checks_in_reverse_order_report_the_same_errors(folder: Path, monkeypatch) -> None:
+    """Checks only read what the readers have put into the context."""
+    stages = "[{prune: {}, from: model}, {onnx: {}}]\nbaseline: nothing\ndevice: cuda\n"
+    stages += "score: {latency: {steps: [other]}, quality: [meteor, chrf]}"
+    head = "model: model\ntask: translation\n"
+    head += "data: {train: train.jsonl, test: test.jsonl, prompt_template: '{prompt}'}\n"
+    errors = plan_errors(folder, stages, head=head)
+    assert len(errors) >= 4
+    monkeypatch.setattr(load_plan_module, "CHECKS", load_plan_module.CHECKS[::-1])
+    assert set(plan_errors(folder, stages, head=head)) == set(errors)

@@ -229,14 +229,14 @@ def test_every_technique_has_an_estimate_whose_lower_bound_is_one(config):
         settings = stage.settings_type.model_validate(technique.settings)
         for known in (samples, {}):
             inputs = CostInputs(size, size, task, known, {"teacher": size})
-            estimate = getattr(stage, "estimate_cost", None)
-            cost = estimate(settings, inputs) if estimate else one_shot_cost(inputs)
+            estimate = stage.estimate_cost(settings, inputs)
+            cost = estimate or one_shot_cost(inputs)
             assert 0 < cost.least_bytes <= cost.memory_bytes
             assert cost.disk_bytes > 0
             if estimate and cost.work is not None and known:
                 assert 0 < harness.MACHINE_SPEED.seconds(cost.work) < 3600
-            for _, lighter in getattr(stage, "lighter_settings", lambda given: ())(settings):
-                assert estimate(lighter, inputs).memory_bytes > 0
+            for _, lighter in stage.lighter_settings(settings):
+                assert stage.estimate_cost(lighter, inputs).memory_bytes > 0
 
 
 def test_unknown_parts_are_marked_as_unknown(home):

@@ -156,7 +156,7 @@ def test_a_tuned_encoder_teaches(bare):
 
 def test_an_encoder_that_was_fetched_is_noticed_when_the_stage_begins(bare, monkeypatch):
     """Nothing is known of a hub's model when the recipe is planned."""
-    monkeypatch.setattr("smelt.pipeline.plan.load_plan.local_model_folder", lambda model, base: None)
+    monkeypatch.setattr("smelt.pipeline.plan.model_checks.local_model_folder", lambda model, base: None)
     monkeypatch.setattr("smelt.pipeline.plan.plan.fetch_model", lambda model, base, task: bare / "m")
     (bare / "recipe.yaml").write_text(BARE)
     result = smelt.run(bare / "recipe.yaml", out=bare / "run")

@@ -236,7 +236,7 @@ def test_outputs_that_were_cut_are_counted_for_each_step(report):
 
 
 def test_what_only_the_run_reads_is_doubted_by_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("smelt.pipeline.plan.load_plan._EAGER_READ_BYTES", 10)
+    monkeypatch.setattr("smelt.pipeline.plan.run_checks._EAGER_READ_BYTES", 10)
     monkeypatch.setattr("smelt.pipeline.plan.plan.fetch_model", lambda *a: tmp_path / "m")
     tiny.write_marian(tmp_path / "m")
     path = tmp_path / "m" / "generation_config.json"

@@ -10,7 +10,7 @@ import pytest
 
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError
-from smelt.core.stage import Need, Settings
+from smelt.core.stage import Need, Settings, Stage
 from smelt.data.splits import Task
 from smelt.pipeline.recipe.stages import STAGE_CLASSES, all_stages, load_stage
 from tests.support.expected_errors import raises_code
@@ -21,11 +21,13 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("word", STAGE_CLASSES)
 def test_every_row_is_a_stage(word: str) -> None:
     stage = load_stage(word)
+    assert issubclass(stage, Stage)
     assert stage.name == word
     assert stage.accepts
     assert stage.accepts <= set(get_args(Format))
     assert stage.produces in get_args(Format)
-    assert stage.needs <= set(get_args(Need))
+    assert stage.needs | stage.may_need <= set(get_args(Need))
+    assert stage.needs | stage.may_need >= stage.needs_with(stage.settings_type(), ("train",))
     assert stage.tasks
     assert stage.tasks <= set(get_args(Task))
     assert stage.version >= 1

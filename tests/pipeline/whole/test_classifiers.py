@@ -305,7 +305,7 @@ def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
 
 def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_path, monkeypatch):
     """Large files are read only by the run; its labels and metrics are checked before the first step."""
-    monkeypatch.setattr("smelt.pipeline.plan.load_plan._EAGER_READ_BYTES", 10)
+    monkeypatch.setattr("smelt.pipeline.plan.run_checks._EAGER_READ_BYTES", 10)
     folder = home(
         tmp_path, "bert", MULTI_LABEL, SHORT.replace("latency: false", "latency: false, quality: [f1]")
     )

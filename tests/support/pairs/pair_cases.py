@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from zlib import crc32
 
-from smelt.compress.model_input import QuantizedInput
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.core.stage import Settings
+from smelt.core.stage import QuantizedInput, Settings
 from smelt.data.splits import SENTENCE_SIMILARITY
 from smelt.pipeline.recipe.stages import load_stage
 from smelt.quantization.scheme import Scheme
@@ -32,8 +31,7 @@ def is_applicable(model: TinyModel, technique: Technique) -> bool:
     targets = {*technique.settings.get("targets", ()), *masks.get("targets", ())}
     if model.task == SENTENCE_SIMILARITY and "width" in targets:
         return False  # its vectors are what the width is of
-    check = getattr(stage, "check_model", None)
-    return not (check and check(settings, {"model_type": model.kind})[0])
+    return not stage.check_model(settings, {"model_type": model.kind})[0]
 
 
 def can_follow(first: Technique, second: Technique) -> bool:
@@ -42,23 +40,20 @@ def can_follow(first: Technique, second: Technique) -> bool:
     What changes float weights needs some, what says how codes train needs those, and what takes units away
     needs layers that do not hold theirs. Adapters cannot be combined with halves of layers.
     """
-    if (holds := getattr(load_stage(first.stage), "unit_pruning_error", None)) and (
-        getattr(load_stage(second.stage), "prunes_units", False) or "learned_masks" in second.settings
-    ):
-        settings: Settings = load_stage(first.stage).settings_type.model_validate(dict(first.settings))
-        if holds(settings):
-            return False
+    stage, next_stage = load_stage(first.stage), load_stage(second.stage)
+    settings = stage.settings_type.model_validate(dict(first.settings))
+    next_settings = next_stage.settings_type.model_validate(dict(second.settings))
+    if stage.unit_pruning_error(settings) and (next_stage.prunes_units or "learned_masks" in second.settings):
+        return False
     schemes = _schemes_after(first)
     if (codes := second.settings.get("qat")) is not None:
         if codes.get("weight_splitting"):
             return bool(schemes) and bool(schemes[0].split_scheme) and not _splits_weights(first)
         return any(scheme.learnable_scales for scheme in schemes)
-    floats = getattr(load_stage(second.stage), "needs_float", False)
-    if schemes and (floats or {"learned_masks", "sparsify"} & second.settings.keys()):
+    if schemes and (next_stage.needs_float or {"learned_masks", "sparsify"} & second.settings.keys()):
         return False
-    if schemes and (unfit := getattr(load_stage(second.stage), "quantized_input_error", None)):
-        settings = load_stage(second.stage).settings_type.model_validate(dict(second.settings))
-        return unfit(settings, _quantization_before(first, schemes)) is None
+    if schemes and next_stage.quantized_input_error(next_settings, _quantization_before(first, schemes)):
+        return False
     return not (_splits_weights(first) and "lora" in second.settings)
 
 

@@ -29,7 +29,7 @@ _RUN_IMPORTS = [
         "sklearn.metrics",
         "transformers.trainer",
         "smelt.pipeline.execute.run",
-        "smelt.pipeline.plan.plan_checker",
+        "smelt.pipeline.plan.load_plan",
     ),
     *("smelt.compress.finetune", "smelt.compress.distill.stage", "smelt.compress.factorize.stage"),
     *("smelt.compress.prune.stage", "smelt.compress.prune.importances.taylor", "smelt.training.trainer"),

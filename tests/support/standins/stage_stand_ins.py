@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
-from smelt.core.stage import Settings, StepName
+from smelt.core.stage import Settings, Stage, StepName
 from smelt.pipeline.inspect import machine
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.plan.plan import Plan
@@ -56,9 +56,10 @@ def _stand_in_stage(word: str) -> Any:
     """A class with the contract of a stage, so that these tests are about plans alone."""
     trains = word in ("finetune", "distill", "prune")
     settings = {"onnx": _OnnxSettings, "distill": _DistillSettings, "quantize": _QuantizeSettings}
+    real = stage_table.load_stage(word)
     return type(
         word,
-        (),
+        (Stage,),
         {
             "name": word,
             "accepts": frozenset({"onnx" if word == "tensorrt" else "torch"}),
@@ -67,6 +68,8 @@ def _stand_in_stage(word: str) -> Any:
             "needs_float": word in ("prune", "factorize", "quantize"),
             "tasks": frozenset({"translation"}) if word == "factorize" else TASKS,
             "settings_type": settings.get(word, _TrainSettings),
+            "trains_weights": real.trains_weights,
+            "poor_order": real.poor_order,
         },
     )
 

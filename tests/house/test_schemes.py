@@ -14,7 +14,6 @@ from smelt.quantization.schemes.registry import (
     format_option_value,
     schemes_by_option,
 )
-from tests.support.goldens import golden
 from tools import settings_tables
 
 pytestmark = pytest.mark.quick
@@ -74,11 +73,3 @@ def test_the_row_of_an_option_names_its_schemes_and_defaults() -> None:
         defaults_named = re.findall(r"default (\w+)", found[name])
         assert set(defaults_named) == {format_option_value(option.default) for _, option in options}
         assert all(scheme.name in found[name] for scheme, _ in options)
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_has_a_golden_case_and_goes_through_the_matrix(name: str) -> None:
-    cases = [case.settings for case in golden.CASES.values() if case.stage == "quantize"]
-    assert name in {case.get("scheme", "int8-dynamic") for case in cases}
-    matrix = (ROOT / "tests" / "pipeline" / "whole" / "test_matrix.py").read_text(encoding="utf-8")
-    assert f"scheme: {name}" in matrix

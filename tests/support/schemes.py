@@ -21,6 +21,21 @@ from smelt.quantization.schemes.registry import SCHEMES, default_options, find_s
 from tests.support.pairs.matrix import is_full_matrix
 
 
+def small_settings(name: str) -> dict[str, Any]:
+    """Return settings of `quantize` with the default options of a scheme, for tiny models.
+
+    The groups are small, because tiny matrices have few inputs.
+    """
+    scheme = SCHEMES[name]
+    settings: dict[str, Any] = {"scheme": name}
+    for option in scheme.option_specs:
+        if option.name == "group_size":
+            settings["group_size"] = min(size for size in option.allowed if int(size) >= 32)
+    if scheme.requires_calibration:
+        settings |= {"calibration_samples": 8, "sensitivity_samples": 1}
+    return settings
+
+
 def rounded_matrix(scheme: str, weight: torch.Tensor, **options: Any) -> QuantizedMatrix:
     """Return the matrix of `weight`, rounded to nearest; options that are not given have their defaults."""
     kind = find_scheme(scheme)

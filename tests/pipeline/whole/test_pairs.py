@@ -11,7 +11,6 @@ from smelt.core.errors import DEFAULT_CODE
 from smelt.core.messages import message_codes
 from smelt.models.families.registry import FAMILIES
 from smelt.pipeline.recipe.stages import all_stages
-from smelt.quantization.schemes.registry import SCHEMES
 from tests.support.pairs import run_all_pairs
 from tests.support.pairs.pair_cases import all_pairs, covering_pairs, impossible_pairs
 from tests.support.pairs.pair_runner import PairRunner, plan_errors
@@ -62,11 +61,10 @@ def test_the_command_takes_all_models_where_none_is_named_and_names_those_that_i
     assert all(name in capsys.readouterr().err for name in ("'brt'",))
 
 
-def test_each_stage_each_family_and_each_scheme_has_its_line():
+def test_each_stage_and_each_family_has_a_row():
     torch = {word for word, stage in all_stages().items() if stage.produces == "torch"}
     assert torch == {technique.stage for technique in TECHNIQUES.values()}
     assert set(FAMILIES) == {model.kind for model in MODELS.values()}
-    assert set(SCHEMES) == {t.settings["scheme"] for t in TECHNIQUES.values() if "scheme" in t.settings}
 
 
 def test_what_is_lost_on_the_way_is_seen(bench, monkeypatch):

@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES, unsupported_reason
 from tests.support.models import causal, images, seq2seq, tiny
+from tests.support.schemes import small_settings
 
 TRAINING: dict[str, Any] = {
     "max_steps": 8, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "dropout": 0.0,
@@ -75,9 +77,7 @@ STATIC: dict[str, Any] = {"scheme": "int8-static", "calibration_method": "mse", 
 GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}
 NF4: dict[str, Any] = {"scheme": "bnb-nf4"}
 INT3: dict[str, Any] = {"scheme": "int3", "group_size": 16, "symmetric": False}
-KMEANS4: dict[str, Any] = {"scheme": "kmeans4", "group_size": 128}
 POW2: dict[str, Any] = {"scheme": "pow2", "group_size": 32}
-MXFP4: dict[str, Any] = {"scheme": "mxfp4"}
 INT2: dict[str, Any] = {"scheme": "int2", "group_size": 32}
 TERNARY: dict[str, Any] = {"scheme": "ternary", "group_size": 32, "granularity": "channel"}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
@@ -199,8 +199,6 @@ CASES: dict[str, Case] = {
     "quantize gpt2, int4 by hqq": Case("quantize", "gpt2", INT4 | {"method": "hqq"}),
     "quantize bert, int3": Case("quantize", "bert", INT3),
     "quantize gpt2, int2": Case("quantize", "gpt2", INT2),
-    "quantize bert, kmeans4": Case("quantize", "bert", KMEANS4),
-    "quantize bert, mxfp4": Case("quantize", "bert", MXFP4),
     "quantize gpt2, pow2": Case("quantize", "gpt2", POW2),
     "quantize marian, ternary": Case("quantize", "marian", TERNARY),
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
@@ -215,7 +213,6 @@ CASES: dict[str, Case] = {
         allowed_error=ROTATION_TOLERANCE,
     ),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
-    "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),
     "onnx marian": Case("onnx", "short marian"),
     "onnx t5": Case("onnx", "short t5"),
     "onnx gpt2": Case("onnx", "short gpt2"),
@@ -232,9 +229,7 @@ CASES: dict[str, Case] = {
     "onnx bert, int4": Case("onnx", "short bert", {}, (("quantize", INT4),)),
     "onnx bert, int3": Case("onnx", "short bert", {}, (("quantize", INT3),)),
     "onnx gpt2, int2": Case("onnx", "short gpt2", {}, (("quantize", INT2),)),
-    "onnx bert, kmeans4": Case("onnx", "short bert", {}, (("quantize", KMEANS4),)),
     "onnx bert, pow2": Case("onnx", "short bert", {}, (("quantize", POW2),)),
-    "onnx bert, mxfp4": Case("onnx", "short bert", {}, (("quantize", MXFP4),)),
     "onnx bert, ternary": Case("onnx", "short bert", {}, (("quantize", TERNARY),)),
     "onnx bert, bnb-nf4": Case("onnx", "short bert", {}, (("quantize", NF4),)),
     "onnx bert, binary": Case("onnx", "short bert", {}, (("quantize", BINARY),)),
@@ -246,3 +241,9 @@ CASES: dict[str, Case] = {
     "quantize-onnx graph, static": Case("quantize-onnx", THIRD_PARTY_GRAPH, {"scheme": "int8-static"}),
     "fp16 graph": Case("fp16", THIRD_PARTY_GRAPH),
 }
+_NAMED_SCHEMES = {case.settings.get("scheme", DEFAULT_SCHEME) for case in CASES.values()}
+# other schemes: their default options
+for _name in (name for name in SCHEMES if name not in _NAMED_SCHEMES):
+    CASES[f"quantize bert, {_name}"] = Case("quantize", "bert", small_settings(_name))
+    if unsupported_reason(SCHEMES[_name], "ort-cpu") is None:
+        CASES[f"onnx bert, {_name}"] = Case("onnx", "short bert", {}, (("quantize", small_settings(_name)),))

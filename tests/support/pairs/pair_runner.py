@@ -43,7 +43,7 @@ class PairRunner:
         """
         from smelt.pipeline.plan.load_plan import load_plan
 
-        return load_plan(write_recipe(self.folder, self.model, list(with_prerequisite(*stages)), target))
+        return load_plan(write_recipe(self.folder, MODELS[self.model], with_prerequisite(*stages), target))
 
     def run(self, *stages: str, export: bool = False) -> list[Artifact]:
         """Do these techniques one behind the other and check each; return what they made, without a stem.

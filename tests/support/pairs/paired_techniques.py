@@ -1,13 +1,13 @@
 """One small setting of each technique, and a tiny model of each kind: what pairs of stages are made of.
 
-A stage or scheme that is new gets its line in `TECHNIQUES`; `tests/pipeline/whole/test_pairs.py` says which
-has none. Which of them go on which model, and behind which other, nobody writes down: the plan says it.
+A new stage gets its row in `TECHNIQUES`, a scheme has one with its default options. Which of them fit which
+model and can follow which other one, the stages and the plan say.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any
 
 from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task
 from smelt.models.families.registry import FAMILIES
+from smelt.quantization.schemes.registry import SCHEMES
 from tests.support.models import causal, embedders, every_family, images, tiny
+from tests.support.schemes import small_settings
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,15 @@ class Technique:
 
     shrinks: whether a tiny model must have fewer parameters afterwards, or fewer bytes if quantized.
     applied_after: the technique that is applied first if it needs quantized weights; "" for the model itself.
+    usable_on: for a technique that changes the structure, a family and its layers per stack, with which
+        `test_what_follows.py` checks that the result can be saved, trained, quantized and exported.
     """
 
     stage: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     shrinks: bool = False
     applied_after: str = ""
+    usable_on: tuple[str, int] | None = None
 
     def settings_for(self, model: TinyModel) -> dict[str, Any]:
         """Return the settings for `model`.
@@ -89,7 +94,6 @@ class Technique:
 
 TRAINING_SETTINGS: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "num_evals": 0, "precision": "fp32"}
 FEW_SAMPLES: dict[str, Any] = {"calibration_samples": 4}
-INT8_STATIC: dict[str, Any] = {"scheme": "int8-static", "calibration_samples": 8, "sensitivity_samples": 1}
 INTERMEDIATE_LOSSES = {"hidden_states": 1, "input_embeddings": 1, "self_attention_relations": 1}
 TECHNIQUES: dict[str, Technique] = {
     "finetune": Technique("finetune", TRAINING_SETTINGS),
@@ -129,38 +133,45 @@ TECHNIQUES: dict[str, Technique] = {
     "student": Technique(
         "distill", {"student": {"layers": 1}, "losses": INTERMEDIATE_LOSSES, **TRAINING_SETTINGS}, True
     ),
-    "vocabulary": Technique("trim-vocabulary", {"coverage": 0.5, "multiple_of": 1}, True),
-    "depth": Technique("drop-layers", {"keep_ratio": 0.5, **FEW_SAMPLES}, True),
-    "prune": Technique("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5, **FEW_SAMPLES}, True),
+    "vocabulary": Technique(
+        "trim-vocabulary", {"coverage": 0.5, "multiple_of": 1}, True, usable_on=("qwen2", 1)
+    ),
+    "depth": Technique("drop-layers", {"keep_ratio": 0.5, **FEW_SAMPLES}, True, usable_on=("t5", 2)),
+    "prune": Technique(
+        "prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5, **FEW_SAMPLES}, True, usable_on=("bert", 1)
+    ),
     "prune-budget": Technique(
         "prune", {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW_SAMPLES}, True
     ),
     # of both kinds of two layers no layer may be whole, which a student of one layer needs
-    "depth-parts": Technique("drop-layers", {"targets": ["attention"], **FEW_SAMPLES}, True),
-    "width": Technique("prune", {"targets": ["width"], "keep_ratio": 0.5, **FEW_SAMPLES}, True),
+    "depth-parts": Technique(
+        "drop-layers", {"targets": ["attention"], **FEW_SAMPLES}, True, usable_on=("marian", 2)
+    ),
+    "width": Technique(
+        "prune", {"targets": ["width"], "keep_ratio": 0.5, **FEW_SAMPLES}, True, usable_on=("pegasus", 1)
+    ),
     "channels": Technique(
         "prune", {"targets": ["channels"], "keep_ratio": 0.5, "multiple_of": 4, **FEW_SAMPLES}, True
     ),
-    "sparsify": Technique("sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW_SAMPLES}),
-    "factorize": Technique("factorize", {"rank": 12, "optimize_for": "size", **FEW_SAMPLES}, True),
-    "factorize-embeddings": Technique("factorize", {"targets": "embeddings", "rank": 12}, True),
-    "tucker": Technique("factorize", {"method": "tucker", "keep_ratio": 0.5}, True),
-    "share": Technique("share-weights", {}, True),
-    "share-difference": Technique("share-weights", {"low_rank_delta": {"rank": 2}}, True),
-    "shortlist": Technique("shortlist", {"candidates_per_token": 3, "frequent_tokens": 6}),
-    "int8-dynamic": Technique("quantize", {"scheme": "int8-dynamic"}, True),
-    "int8-static": Technique("quantize", {"smoothquant_alpha": 0.5, **INT8_STATIC}, True),
-    "int8-plain": Technique("quantize", INT8_STATIC, True),
-    "int8-groupwise": Technique(
-        "quantize", {"scheme": "int8-groupwise", "group_size": 32, "symmetric": False}, True
+    "sparsify": Technique(
+        "sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW_SAMPLES}, usable_on=("qwen3", 1)
     ),
-    "int4": Technique("quantize", {"scheme": "int4", "group_size": 32}, True),
-    "int3": Technique("quantize", {"scheme": "int3", "group_size": 32}, True),
-    "int2": Technique("quantize", {"scheme": "int2", "group_size": 32}, True),
-    "kmeans4": Technique("quantize", {"scheme": "kmeans4", "group_size": 128}, True),
-    "pow2": Technique("quantize", {"scheme": "pow2", "group_size": 32}, True),
-    "mxfp4": Technique("quantize", {"scheme": "mxfp4"}, True),
-    "ternary": Technique("quantize", {"scheme": "ternary"}, True),
+    "factorize": Technique(
+        "factorize", {"rank": 12, "optimize_for": "size", **FEW_SAMPLES}, True, usable_on=("gpt2", 1)
+    ),
+    "factorize-embeddings": Technique(
+        "factorize", {"targets": "embeddings", "rank": 12}, True, usable_on=("marian", 1)
+    ),
+    "tucker": Technique("factorize", {"method": "tucker", "keep_ratio": 0.5}, True),
+    "share": Technique("share-weights", {}, True, usable_on=("mistral", 2)),
+    "share-difference": Technique(
+        "share-weights", {"low_rank_delta": {"rank": 2}}, True, usable_on=("gemma", 2)
+    ),
+    "shortlist": Technique(
+        "shortlist", {"candidates_per_token": 3, "frequent_tokens": 6}, usable_on=("t5", 1)
+    ),
+    "int8-static": Technique("quantize", {"smoothquant_alpha": 0.5, **small_settings("int8-static")}, True),
+    "int8-plain": Technique("quantize", small_settings("int8-static"), True),
     "gptq": Technique(
         "quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW_SAMPLES}, True
     ),
@@ -181,9 +192,9 @@ TECHNIQUES: dict[str, Technique] = {
     "low-rank": Technique(
         "quantize", {"scheme": "int4", "group_size": 32, "low_rank_correction": {"rank": 2}}, True
     ),
-    "binary": Technique("quantize", {"scheme": "binary", "group_size": 32}, True),
-    "bnb-nf4": Technique("quantize", {"scheme": "bnb-nf4"}, True),
-    "bnb-int8": Technique("quantize", {"scheme": "bnb-int8"}, True),
+}
+TECHNIQUES |= {
+    name: Technique("quantize", small_settings(name), True) for name in SCHEMES if name not in TECHNIQUES
 }
 
 
@@ -193,16 +204,15 @@ def with_prerequisite(first: str, *others: str) -> tuple[str, ...]:
     return (*((stem,) if stem else ()), first, *others)
 
 
-def write_recipe(folder: Path, name: str, stages: list[str], target: str | None = None) -> Path:
+def write_recipe(folder: Path, model: TinyModel, stages: Sequence[str], target: str | None = None) -> Path:
     """Write a recipe for the model in `folder / "model"` with small data; return it.
 
     Args:
         folder: gets the recipe and the data.
-        name: of the model, in `MODELS`.
+        model: the model.
         stages: techniques.
         target: of an `onnx` behind them; None: none.
     """
-    model = MODELS[name]
     file = folder / ("data.txt" if model.task == "language-modeling" else "data.jsonl")
     if not file.exists():
         DATA[model.task](file)

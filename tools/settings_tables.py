@@ -5,6 +5,9 @@
     <!-- settings: NAME -->
     <!-- end of settings -->
 
+and the table of stages, the first lines of their docstrings, between `<!-- stages -->` and
+`<!-- end of stages -->`.
+
 NAME is a stage or a key of `RECIPE_TABLES`. Nested settings are rows with dotted names. Three rules keep the
 tables short: a nested class is listed once per table; a setting whose class has its own table links to it;
 inherited settings of an earlier stage are replaced by a link to that stage.
@@ -60,13 +63,24 @@ RECIPE_TABLES: dict[str, Model] = {
     "search": SearchSettings,
 }
 TABLES = {name: stage.settings_type for name, stage in all_stages().items()} | RECIPE_TABLES
+_STAGES = re.compile(r"(<!-- stages -->\n).*?(<!-- end of stages -->)", flags=re.S)
 _MARKED = re.compile(r"(<!-- settings: (\S+) -->\n).*?(<!-- end of settings -->)", flags=re.S)
 
 
 def fill(page: Path) -> str:
     """Return the text of a page with updated tables."""
     text = page.read_text(encoding="utf-8")
+    text = _STAGES.sub(lambda found: f"{found[1]}\n{_stage_table(page)}\n\n{found[2]}", text)
     return _MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2], page)}\n\n{found[3]}", text)
+
+
+def _stage_table(page: Path) -> str:
+    """Return the table of all stages, with links from `page`."""
+    lines = ["|stage|what it does|", "|---|---|"]
+    for name, stage in all_stages().items():
+        link = relpath(DOCS / "reference" / "stages" / f"{name}.md", page.parent)
+        lines.append(f"|[`{name}`]({link})|{(stage.__doc__ or '').splitlines()[0].rstrip('.')}|")
+    return "\n".join(lines)
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.model_input import AFTER_QUANTIZE, QuantizedInput
+from smelt.compress.sparsify.methods.registry import SPARSITY_METHODS
 from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, SettingError
@@ -29,19 +30,18 @@ from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reas
 
 if TYPE_CHECKING:
     from smelt.calibration.samples import CalibrationSamples
-    from smelt.compress.sparsify.methods import SparsityMethod
     from smelt.models.streamed_model import StreamedModel
 
 _DEFAULT_SPARSITY = 0.5
+_CALIBRATED = [name for name, method in SPARSITY_METHODS.items() if method.needs != "nothing"]
 
 
 class SparsifySettings(Settings):
     """Settings of `sparsify`. Give at most one of sparsity and pattern; default sparsity: 0.5."""
 
-    method: Literal["wanda", "sparsegpt", "magnitude", "random"] = Field(
+    method: Literal[tuple(SPARSITY_METHODS)] = Field(  # type: ignore[valid-type]
         default="sparsegpt",
-        description="wanda: by weight times input norm; sparsegpt: also compensates the error; magnitude: by"
-        " weight",
+        description="; ".join(f"{name}: {known.description}" for name, known in SPARSITY_METHODS.items()),
     )
     sparsity: float | None = Field(
         default=None,
@@ -58,7 +58,9 @@ class SparsifySettings(Settings):
         description="linear layers of attention, of the feed-forward part",
     )
     calibration_samples: int = Field(
-        default=128, ge=1, description="for wanda and sparsegpt; from calibration data, else train"
+        default=128,
+        ge=1,
+        description=f"for {' and '.join(_CALIBRATED)}; from calibration data, else train",
     )
     dtype: StoredDtype = "keep"
 
@@ -86,7 +88,7 @@ class SparsifySettings(Settings):
     @property
     def needs_calibration(self) -> bool:
         """Whether the method uses the inputs of layers."""
-        return self.method in ("wanda", "sparsegpt")
+        return self.method in _CALIBRATED
 
 
 class Sparsify:
@@ -108,9 +110,8 @@ class Sparsify:
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
-    source: ClassVar[str] = (
-        "wanda: Sun et al. 2024, arXiv:2306.11695; sparsegpt: Frantar & Alistarh 2023, arXiv:2301.00774;"
-        " magnitude: Han et al. 2015, arXiv:1506.02626"
+    source: ClassVar[str] = "; ".join(
+        f"{method.name}: {method.source}" for method in SPARSITY_METHODS.values() if method.source
     )
     version: ClassVar[int] = 2
     settings_type: ClassVar[type[SparsifySettings]] = SparsifySettings
@@ -128,7 +129,7 @@ class Sparsify:
 
     @classmethod
     def needs_with(cls, settings: SparsifySettings, given: Collection[str]) -> frozenset[Need]:
-        """Return the data that the step needs: calibration or training data for wanda and sparsegpt."""
+        """Return the data that the step needs: calibration or training data for methods that use inputs."""
         if not settings.needs_calibration:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
@@ -157,7 +158,7 @@ class Sparsify:
         if settings.needs_calibration:
             batches = calibration_batches(inputs, settings.calibration_samples)
             work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
-            if settings.method == "sparsegpt":
+            if SPARSITY_METHODS[settings.method].needs == "moments":
                 matrices = [list(stack.matrices) for stack in size.stacks]
                 work, held = (
                     work + moment_work(size, batches, matrices),
@@ -224,11 +225,12 @@ def _sparsify_blocks(
     import torch
 
     from smelt.calibration.sequential import ignore_block, run_blocks
-    from smelt.compress.sparsify.methods import Sparsifier, linear_layers
+    from smelt.compress.sparsify.sparsifier import Sparsifier, linear_layers
     from smelt.models.families.registry import blocks_of
 
     draw = torch.Generator().manual_seed(ctx.seed)
-    sparsifier = Sparsifier(model, _make_method(settings), settings.sparsity_pattern, draw)
+    method = SPARSITY_METHODS[settings.method]
+    sparsifier = Sparsifier(model, method, settings.sparsity_pattern, draw)
     enter, leave = (streamed.load_block, streamed.save_block) if streamed else (ignore_block, ignore_block)
     if samples is None:
         for block in blocks_of(model):
@@ -239,10 +241,3 @@ def _sparsify_blocks(
         for step in run_blocks(model, samples, ctx, stage="sparsify", enter=enter, leave=leave):
             sparsifier.sparsify(linear_layers(model, step.block, settings.targets), step.observe)
     sparsifier.report(samples, ctx)
-
-
-def _make_method(settings: SparsifySettings) -> SparsityMethod:
-    from smelt.compress.sparsify.methods import MagnitudeSparsity, RandomSparsity, SparseGpt, Wanda
-
-    methods: tuple[type[SparsityMethod], ...] = (Wanda, SparseGpt, MagnitudeSparsity, RandomSparsity)
-    return next(method() for method in methods if method.name == settings.method)

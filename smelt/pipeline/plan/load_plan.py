@@ -27,7 +27,7 @@ from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
 from smelt.core.system import install_command, package_problem
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Task
-from smelt.evaluate.metrics import AGREEMENT_METRIC
+from smelt.evaluate.metrics.registry import find_metric
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.machine import cuda_missing_reason, training_device
@@ -382,7 +382,8 @@ def check_stage_metrics(
 
     quality: the scored metrics; empty if they depend on the data, then nothing is checked.
     """
-    known = [metric for metric in quality if metric != AGREEMENT_METRIC]  # it needs the baseline's outputs
+    # outputs of the baseline are not known while a step trains
+    known = [metric for metric in quality if not find_metric(metric).compares_with_baseline]
     for step in steps if quality else ():
         named = getattr(step.stage_class, "required_metrics", None)
         for setting, metric in named(step.settings) if named else ():

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import Message, info
-from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.splits import Split
-from smelt.evaluate.metrics import CHOICE_METRICS, is_custom_metric
+from smelt.evaluate.metrics.registry import find_metric, is_custom_metric
 from smelt.pipeline.recipe.recipe import ParsedRecipe
 from smelt.pipeline.recipe.validation_errors import RecipeErrors
 
@@ -20,46 +19,18 @@ if TYPE_CHECKING:
 def check_metrics(recipe: ParsedRecipe, splits: Mapping[str, Split], errors: RecipeErrors) -> None:
     """Check what the recipe's metrics need: a tokenizer that fits, choices, data, a model, a function."""
     from smelt.evaluate.custom_metric import load_custom_metric
-    from smelt.evaluate.text_similarity import check_encoder, require_wordnet
 
+    scored = {name: splits[name] for name in ("test", "validation") if name in splits}
     for at, metric in enumerate(recipe.score.quality):
         path: KeyPath = ("score", "quality", at)
         try:
             if is_custom_metric(metric):
                 load_custom_metric(metric, recipe.base)
-            elif metric == "meteor":
-                require_wordnet()
-            elif metric == "bertscore" and metric in recipe.metric_settings:
-                check_encoder(recipe.metric_settings[metric], recipe.base)
-            elif metric in CHOICE_METRICS and "test" in splits:
-                _require_choices(metric, splits["test"])
+            else:
+                find_metric(metric).check(recipe.metric_settings.get(metric, {}), recipe.base, scored)
         except (InputError, MissingDependencyError) as error:
-            errors.add(path, str(error), code=error.code)
-        if metric == "bleu":
-            _check_bleu_tokenizer(recipe, splits, (*path, "bleu", "tokenize"), errors)
-
-
-def _require_choices(metric: str, split: Split) -> None:
-    if not split.has_choices:
-        raise InputError(
-            f"'{metric}' scores choices, and the samples of {split.origin} have none. Add a list of texts"
-            " 'choices' and the right one as 'answer', or remove the metric.",
-            code="missing-choices",
-        )
-
-
-def _check_bleu_tokenizer(
-    recipe: ParsedRecipe, splits: Mapping[str, Split], path: KeyPath, errors: RecipeErrors
-) -> None:
-    """Check that the tokenizer set for BLEU can split the references."""
-    for name in ("test", "validation"):
-        if recipe.tokenize is None or name not in splits:
-            continue
-        try:
-            bleu_tokenizer((t for e in splits[name].examples for t in e.references), recipe.tokenize)
-        except InputError as error:
-            errors.add(path, f"data.{name}: {error}", code=error.code)
-            return
+            setting = () if error.setting is None else (metric, error.setting)
+            errors.add((*path, *setting), str(error), code=error.code)
 
 
 def custom_metric_notes(recipe: ParsedRecipe) -> Iterator[Message]:

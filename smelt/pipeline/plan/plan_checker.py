@@ -23,7 +23,7 @@ from smelt.data.splits import (
     TEXT_TO_TEXT_TASKS,
     Split,
 )
-from smelt.evaluate.metrics import AGREEMENT_METRIC, METRICS_BY_TASK
+from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
 from smelt.export.settings import ProviderSettings
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, read_config

@@ -186,7 +186,7 @@ def _techniques(
 
     found: list[Callable[[], TrainingTechnique]] = []
     if settings.sparsify is not None:
-        from smelt.compress.sparsify.methods import GradualSparsifier
+        from smelt.compress.sparsify.gradual import GradualSparsifier
 
         found.append(partial(GradualSparsifier, model, settings.sparsify))
     if settings.learned_masks is not None:

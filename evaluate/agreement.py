@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from smelt.core.files import json_hash
 from smelt.core.store import Store
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.evaluate.metrics import AGREEMENT_METRIC
-from smelt.evaluate.quality import BOOTSTRAP_SIGNATURE, MetricScore, check_inputs, metric_score
-from smelt.evaluate.significance import Statistics
+from smelt.evaluate.metrics.metric import ComparedOutputs
+from smelt.evaluate.metrics.registry import AGREEMENT_METRIC
+from smelt.evaluate.quality import MetricScore, check_inputs, score_metrics
 
 # Raised whenever equal outputs would give another result of `compare_outputs`.
 AGREEMENT_VERSION = 1
@@ -49,24 +49,8 @@ def score_agreement(
         InputError: no examples, or lengths that differ.
     """
     check_inputs((), (), len(outputs), len(expected))
-    if classes:
-        values, how = [float(a == b) for a, b in zip(outputs, expected, strict=True)], "equal predictions"
-    else:
-        from sacrebleu.metrics.chrf import CHRF
-
-        scorer = CHRF()
-        pairs = [(str(a), str(b)) for a, b in zip(outputs, expected, strict=True)]
-        scores = [scorer.sentence_score(a, [b]).score / 100 for a, b in pairs]
-        # sacrebleu's score of two empty texts is 0
-        values = [1.0 if a == b else score for (a, b), score in zip(pairs, scores, strict=True)]
-        how = f"mean sentence chrF|{scorer.get_signature()}"
-    statistics = Statistics(
-        metric=AGREEMENT_METRIC,
-        signature=f"{how}|x100|reference:{key[:12]}|{BOOTSTRAP_SIGNATURE}",
-        examples=json_hash(examples),
-        rows=[[value] for value in values],
-    )
-    return metric_score(statistics).model_copy(update={"unit": "%" if classes else "chrF"})
+    samples = ComparedOutputs(json_hash(examples), outputs, expected, classes, key)
+    return score_metrics([AGREEMENT_METRIC], samples)[AGREEMENT_METRIC]
 
 
 def pack_logits(logits: Logits) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash, sha256_of, write_atomically
-from smelt.evaluate.metrics import is_custom_metric
-from smelt.evaluate.quality import BOOTSTRAP_SIGNATURE, MetricScore, metric_score
+from smelt.evaluate.metrics.metric import BOOTSTRAP_SIGNATURE
+from smelt.evaluate.metrics.registry import is_custom_metric
+from smelt.evaluate.quality import MetricScore, metric_score
 from smelt.evaluate.significance import Statistics
 
 _MAX_MAGNITUDE = 1e100  # of a value; variances need its square

@@ -7,16 +7,13 @@ Shapes: n = examples or pairs, K = labels, T = texts, D = dimension of a vector.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash
 from smelt.data.labels import (
     MULTI_LABEL,
@@ -28,25 +25,17 @@ from smelt.data.labels import (
     regression_targets,
 )
 from smelt.data.splits import Example, Split
-from smelt.evaluate.metrics import (
-    AGREEMENT_METRIC,
-    CORRELATION_METRICS,
-    EMBEDDING_METRICS,
-    METRICS_BY_PROBLEM,
+from smelt.evaluate.metrics.agreement import paired_cosines
+from smelt.evaluate.metrics.metric import (
+    ComparedVectors,
+    LabelSetSamples,
     MetricSettingValues,
+    NumberSamples,
+    Samples,
 )
-from smelt.evaluate.quality import (
-    BOOTSTRAP_SIGNATURE,
-    CROSS_ENTROPY,
-    MetricScore,
-    check_inputs,
-    metric_score,
-)
-from smelt.evaluate.significance import Statistics, wilson_interval
+from smelt.evaluate.metrics.registry import EMBEDDING_METRICS, metrics_of
+from smelt.evaluate.quality import MetricScore, check_inputs, score_labels, score_metrics
 from smelt.runtimes.backend import check_finite_outputs
-
-LABEL_SET_METRICS = tuple(name for name in METRICS_BY_PROBLEM[MULTI_LABEL] if name != AGREEMENT_METRIC)
-REGRESSION_METRICS = METRICS_BY_PROBLEM[REGRESSION]
 
 
 def score_label_sets(
@@ -58,13 +47,8 @@ def score_label_sets(
 ) -> dict[str, MetricScore]:
     """Score predicted sets of labels against the gold ones.
 
-    f1_micro counts all labels of all examples together, f1_macro is the mean F1 of the labels (0 for a label
-    that is neither predicted nor present, as scikit-learn's zero_division=0); precision and recall likewise.
-    subset_accuracy is the share of examples whose whole set is correct; cross_entropy is the mean of the
-    binary cross-entropies of an example's labels, nats.
-
     Args:
-        metrics: names from LABEL_SET_METRICS; the result has their order.
+        metrics: names of metrics of label sets; the result has their order.
         predicted: for each example the indices of its labels, 0 to K - 1; may be empty.
         gold: likewise.
         labels: K.
@@ -74,47 +58,10 @@ def score_label_sets(
         InputError: an unknown metric, no examples, or lengths that differ.
         RunError: `non-finite-outputs`.
     """
-    check_inputs(metrics, LABEL_SET_METRICS, len(predicted), len(gold))
-    guess, truth = _multi_hot(predicted, labels), _multi_hot(gold, labels)
-    examples = json_hash([sorted(map(int, found)) for found in gold])
-    both = np.concatenate([guess, truth], axis=1).tolist()
-    hits = (guess == truth).all(axis=1)
-    library = f"version:scikit-learn {version('scikit-learn')}"
-    scores = {}
-    for metric in metrics:
-        if metric == "subset_accuracy":
-            rows: list[list[int | float]] = [[int(hit), 1] for hit in hits]
-            statistics = Statistics(metric=metric, signature="ci:wilson", examples=examples, rows=rows)
-            found = metric_score(statistics, interval=wilson_interval(int(hits.sum()), len(rows)))
-            [(_, most)] = Counter(map(tuple, truth.tolist())).most_common(1)
-            scores[metric] = found.model_copy(update={"chance": 100 * most / len(rows)})
-            continue
-        if metric == CROSS_ENTROPY:
-            assert logits is not None
-            scores[metric] = _score_binary_cross_entropy(check_finite_outputs(logits), truth, examples)
-            continue
-        average = metric.rpartition("_")[2]
-        signature = f"average:{average}|threshold:0.5|empty:0|{BOOTSTRAP_SIGNATURE}|formula:{library}"
-        scores[metric] = metric_score(
-            Statistics(metric=metric, signature=signature, examples=examples, rows=both)
-        )
-    return scores
-
-
-def _score_binary_cross_entropy(
-    logits: NDArray[np.float32], truth: NDArray[np.int64], examples: str
-) -> MetricScore:
-    """Return the mean binary cross-entropy of all labels; chance: of the labels' frequencies."""
-    from scipy.special import log_expit, xlogy
-
-    values = logits.astype(np.float64)
-    losses = -np.where(truth == 1, log_expit(values), log_expit(-values)).mean(axis=1)
-    signature = f"logits:float32|labels:mean|average:mean|{BOOTSTRAP_SIGNATURE}"
-    rows: list[list[int | float]] = [[float(loss)] for loss in losses]
-    score = metric_score(Statistics(metric=CROSS_ENTROPY, signature=signature, examples=examples, rows=rows))
-    share = truth.mean(axis=0)
-    chance = float(-(xlogy(share, share) + xlogy(1 - share, 1 - share)).mean())
-    return score.model_copy(update={"chance": chance})
+    check_inputs(metrics, metrics_of(LabelSetSamples), len(predicted), len(gold))
+    examples = json_hash([sorted(map(int, indices)) for indices in gold])
+    sets = _multi_hot(predicted, labels), _multi_hot(gold, labels)
+    return score_metrics(metrics, LabelSetSamples(examples, *sets, logits))
 
 
 def score_regression(
@@ -122,12 +69,8 @@ def score_regression(
 ) -> dict[str, MetricScore]:
     """Score predicted numbers against the gold ones.
 
-    pearson and spearman (ties share the mean of their ranks) are correlations times 100, as GLUE reports
-    them; where one side is constant they are undefined and set to 0. mse is the mean squared error, in
-    the labels' unit squared; lower is better.
-
     Args:
-        metrics: names from REGRESSION_METRICS; the result has their order.
+        metrics: names of metrics of numbers; the result has their order.
         predicted: n numbers.
         gold: n numbers.
 
@@ -135,17 +78,10 @@ def score_regression(
         InputError: an unknown metric, no examples, or lengths that differ.
         RunError: `non-finite-outputs`.
     """
-    check_inputs(metrics, REGRESSION_METRICS, len(predicted), len(gold))
+    check_inputs(metrics, metrics_of(NumberSamples), len(predicted), len(gold))
     check_finite_outputs(np.asarray(predicted, dtype=np.float64))
-    examples = json_hash([float(value) for value in gold])
-    rows: list[list[int | float]] = [[float(p), float(g)] for p, g in zip(predicted, gold, strict=True)]
-    settings = {"pearson": "x100|constant:0", "spearman": "x100|ties:mean rank|constant:0", "mse": "mean"}
-    scores = {}
-    for metric in metrics:
-        signature = f"{settings[metric]}|{BOOTSTRAP_SIGNATURE}"
-        statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=rows)
-        scores[metric] = metric_score(statistics)
-    return scores
+    samples = NumberSamples(json_hash([float(value) for value in gold]), predicted, gold)
+    return score_metrics(metrics, samples)
 
 
 def confusion_matrix(predicted: Sequence[int], labels: Sequence[int], num_labels: int) -> NDArray[np.int64]:
@@ -212,18 +148,6 @@ class ReferenceVectors:
     key: str
 
 
-def paired_cosines(one: Vectors, other: Vectors) -> NDArray[np.float64]:
-    """Return the cosine of each row of `one` with the same row of `other`: [n, D], [n, D] -> [n].
-
-    The cosine of a zero vector is set to 0.
-    """
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    products = (a * b).sum(axis=1)
-    found = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
-    return np.asarray(np.clip(found, -1, 1))
-
-
 def score_vectors(
     metrics: Sequence[str],
     vectors: Vectors,
@@ -250,36 +174,16 @@ def score_vectors(
         RunError: `non-finite-outputs`.
     """
     check_finite_outputs(vectors)
-    for metric in metrics:
-        if metric not in EMBEDDING_METRICS:
-            known = ", ".join(EMBEDDING_METRICS)
-            raise InputError(
-                f"Unknown embedding metric '{metric}'; known:"
-                f" {known}.{did_you_mean(metric, EMBEDDING_METRICS)}",
-                code="unknown-metric",
-            )
-    if not len(texts) == len(vectors) > 0:
-        raise InputError(
-            f"{len(vectors)} vectors for {len(texts)} texts; one for each text is required.",
-            code="count-mismatch",
-        )
-    found: dict[str, MetricScore] = {}
-    for metric in metrics:
-        if metric == AGREEMENT_METRIC and reference is not None and reference.vectors.shape == vectors.shape:
-            found[metric] = _score_agreement(vectors, texts, reference)
-        elif metric in CORRELATION_METRICS and gold is not None:
-            half = len(vectors) // 2
-            found |= score_regression([metric], paired_cosines(vectors[:half], vectors[half:]).tolist(), gold)
-    return found
-
-
-def _score_agreement(vectors: Vectors, texts: Sequence[str], reference: ReferenceVectors) -> MetricScore:
-    signature = f"mean cosine|x100|reference:{reference.key[:12]}|{BOOTSTRAP_SIGNATURE}"
-    rows: list[list[int | float]] = [[value] for value in paired_cosines(vectors, reference.vectors).tolist()]
-    examples = json_hash(list(texts))
-    return metric_score(
-        Statistics(metric=AGREEMENT_METRIC, signature=signature, examples=examples, rows=rows)
-    )
+    check_inputs(metrics, EMBEDDING_METRICS, len(vectors), len(texts))
+    samples: list[Samples] = []
+    if gold is not None:
+        half = len(vectors) // 2
+        cosines = paired_cosines(vectors[:half], vectors[half:]).tolist()
+        samples.append(NumberSamples(json_hash([float(value) for value in gold]), cosines, gold))
+    if reference is not None and reference.vectors.shape == vectors.shape:
+        examples = json_hash(list(texts))
+        samples.append(ComparedVectors(examples, vectors, reference.vectors, reference.key))
+    return score_metrics(metrics, *samples)
 
 
 def score_classifier(
@@ -301,8 +205,6 @@ def score_classifier(
         InputError: a label is not a class of the model, or a metric does not fit the problem type.
         RunError: `non-finite-outputs`: argmax of NaN would be a class.
     """
-    from smelt.evaluate.quality import score_labels
-
     check_finite_outputs(logits)
     names, problem = class_names(config), problem_type(config)
     scores: dict[str, MetricScore] = {}

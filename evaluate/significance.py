@@ -27,24 +27,9 @@ from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
-from smelt.evaluate.metrics import (
-    AGREEMENT_METRIC,
-    RESPONSE_PERPLEXITY,
-    WINDOW_METRICS,
-    base_metric,
-    find_metric,
-)
-from smelt.evaluate.weighted_metrics import (
-    Array,
-    corpus_bleu,
-    corpus_chrf,
-    safe_ratio,
-    single_change,
-    weighted_values,
-)
+from smelt.evaluate.metrics.metric import BOOTSTRAP_SEED, RESAMPLES, Array, value_on_all
+from smelt.evaluate.metrics.registry import WINDOW_METRICS, find_metric
 
-RESAMPLES = 1000
-BOOTSTRAP_SEED = 12345  # sacrebleu's default, so that both draw the same examples
 _MAX_CELLS = 4_000_000  # weights in memory at a time: 32 MB
 
 Interval = tuple[float, float]
@@ -57,17 +42,7 @@ _MIN_TAIL = 10  # swaps; below that a share of them is too coarse
 class Statistics(BaseModel):
     """The contribution of each example to a metric; JSON-able.
 
-    rows: [n, K]. bleu: length of the prediction, length of the nearest reference, 4 counts of matching
-    n-grams, 4 counts of n-grams (sacrebleu's segment statistics); chrf: 6 times the counts of n-grams
-    in prediction, reference and both; rouge and token_f1: F1 in 0..1; exact_match: 1 where the response
-    equals a reference, then 1; accuracy, f1, precision, recall, matthews: predicted class,
-    gold class, and where only one class is scored that class; metrics of label sets: K times 0 or 1 as
-    predicted, then as in the gold set; cross_entropy: nats; subset_accuracy: 1 where
-    the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; agreement,
-    where a row is a text: the cosine with the baseline's vector (of a graph's outputs: with the source
-    graph's); relative_error: a share; top1: 1 where the row's choices are the same, then 1; perplexity and
-    bits_per_byte, where a row is a window, and response_perplexity, where it is a response: nats, tokens,
-    bytes.
+    rows: [n, K], as the class of the metric documents them.
     examples: a hash of the references or gold labels; only scores with equal ones can be compared in pairs.
     """
 
@@ -93,33 +68,13 @@ class PairedComparison(TypedDict):
 
 def metric_value(statistics: Statistics) -> float:
     """Return the metric's value on all examples, in the metric's unit (most: 0-100)."""
-    rows = np.asarray(statistics.rows, dtype=np.float64)
-    return float(weighted_values(statistics.metric, rows, np.ones((1, len(rows))))[0])
+    return value_on_all(find_metric(statistics.metric), statistics.rows)
 
 
 def example_values(statistics: Statistics) -> Array | None:
-    """Return the metric's value on each example alone, [n], in its unit; None for metrics without one.
-
-    bleu and chrf: sacrebleu's sentence-level scores (BLEU with effective order: only orders of n-grams that
-    the prediction has). accuracy, f1: 100 where the prediction is right; f1_micro and f1_macro: F1 of the
-    example's own labels, 100 where it neither has nor gets any; mse: the squared error. Correlations and
-    perplexity of running text have no value on one example.
-    """
-    rows, metric = np.asarray(statistics.rows, dtype=np.float64), base_metric(statistics.metric)
-    if metric == "bleu":
-        return corpus_bleu(rows, effective_order=True)
-    if metric == "chrf":
-        return corpus_chrf(rows)
-    known = find_metric(metric)
-    if known.kind == "mean":
-        return np.asarray(known.scale * rows[:, 0])
-    if known.kind == "proportion" or metric == "f1":
-        return np.asarray(100.0 * (rows[:, 0] == rows[:, 1]))
-    if metric in ("f1_micro", "f1_macro"):
-        predicted, gold = np.split(rows, 2, axis=1)
-        either = (predicted + gold).sum(1)
-        return np.where(either > 0, safe_ratio(2 * (predicted * gold).sum(1), either), 100.0)
-    return np.square(rows[:, 0] - rows[:, 1]) if metric == "mse" else None
+    """Return the metric's value on each example alone, [n], in its unit; None for metrics without one."""
+    rows = np.asarray(statistics.rows, dtype=np.float64)
+    return find_metric(statistics.metric).example_values(rows)
 
 
 def metric_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
@@ -150,7 +105,8 @@ def student_interval(statistics: Statistics, confidence: float = 0.95) -> Interv
     if n < min_examples(metric, confidence):
         return None
     value, limits = metric_value(statistics), _limits(statistics)
-    half = _half_width(_resampled_values(statistics), n, _effective_examples(statistics) - 1, confidence)
+    degrees = find_metric(metric).effective_examples(np.asarray(statistics.rows, dtype=np.float64)) - 1
+    half = _half_width(_resampled_values(statistics), n, degrees, confidence)
     ends = _unlimited_interval(value, half, limits)
     [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
     varies = half > _POINT_TOLERANCE
@@ -212,17 +168,6 @@ def _unlimited_interval(value: float, half: float, limits: Interval) -> Interval
     return low + (high - low) * least / (1 + least), low + (high - low) * most / (1 + most)
 
 
-def _effective_examples(statistics: Statistics) -> float:
-    """Return how many examples of one weight are as good (Kish 1965): (sum of weights)^2 / sum of squares.
-
-    In a loss per token an example weighs as many as it has tokens, elsewhere 1.
-    """
-    if statistics.metric not in (*WINDOW_METRICS, RESPONSE_PERPLEXITY):
-        return len(statistics.rows)
-    tokens = np.asarray(statistics.rows, dtype=np.float64)[:, 1]
-    return max(2.0, float(tokens.sum() ** 2 / np.square(tokens).sum()))
-
-
 def min_examples(metric: str, confidence: float = 0.95) -> int:
     """Return how many examples an interval of `metric` needs.
 
@@ -249,13 +194,8 @@ def _have_different_windows(step: Statistics, other: Statistics) -> bool:
 
 
 def _limits(statistics: Statistics) -> Interval:
-    """Return the lowest and highest value of a metric, infinite where it has none.
-
-    Agreement of texts and classes is no cosine: it is not below 0.
-    """
-    if statistics.metric == AGREEMENT_METRIC and "cosine" not in statistics.signature:
-        return 0.0, 100.0
-    return find_metric(statistics.metric).limits
+    """Return the lowest and highest value of a score, infinite where it has none."""
+    return find_metric(statistics.metric).value_limits(statistics.signature)
 
 
 def _is_bounded(limits: Interval) -> bool:
@@ -274,18 +214,21 @@ def _widen_for_unseen(
 
     In a sum over examples (BLEU approximately: a share of sentences without any match reduces every
     precision by that share) a changed example loses at most its contribution. A class with few examples
-    changes more: at least by what one other prediction changes (`single_change`). value: the score that may
-    change.
+    changes more: at least by what one other prediction changes (`Metric.changed_values`). value: the score
+    that may change.
     """
-    metric = statistics.metric
+    metric = find_metric(statistics.metric)
     least, greatest = possible_range = _limits(statistics)
     if not _is_bounded(possible_range):
         return None
     share = wilson_interval(0, n, confidence)[1] / 100
     lost, gained = share * (value - least), share * (greatest - value)
-    if find_metric(metric).kind == "corpus":
-        one = single_change(metric, np.asarray(statistics.rows, dtype=np.float64))
-        lost, gained = (max(share * (greatest - least), change) for change in one)
+    if metric.kind == "corpus":
+        lost = gained = share * (greatest - least)
+        changed = metric.changed_values(np.asarray(statistics.rows, dtype=np.float64))
+        if changed is not None:
+            base = metric_value(statistics)
+            lost, gained = max(lost, base - float(changed.min())), max(gained, float(changed.max()) - base)
     return max(ends[0] - lost, limits[0]), min(ends[1] + gained, limits[1])
 
 
@@ -396,7 +339,8 @@ def _swapped_differences(metric: str, rows: Array, assignments: NDArray[np.bool_
     rows: [n, K], of both steps. assignments: [A, n], whether an example is the first step's.
     """
     first, second = assignments.astype(np.float64), (~assignments).astype(np.float64)
-    return weighted_values(metric, rows, first) - weighted_values(metric, rows, second)
+    known = find_metric(metric)
+    return known.value(rows, first) - known.value(rows, second)
 
 
 def _assignments(
@@ -496,10 +440,8 @@ def _mcnemar(only_one: int, only_two: int) -> float:
 
 def _resampled_values(statistics: Statistics) -> Array:
     """Return the metric on each of the resamples, [R]; equal n gives equal resamples."""
-    rows = np.asarray(statistics.rows, dtype=np.float64)
-    return np.concatenate(
-        [weighted_values(statistics.metric, rows, weights) for weights in _resample_weights(len(rows))]
-    )
+    rows, metric = np.asarray(statistics.rows, dtype=np.float64), find_metric(statistics.metric)
+    return np.concatenate([metric.value(rows, weights) for weights in _resample_weights(len(rows))])
 
 
 def _resample_weights(n: int) -> Iterable[Array]:

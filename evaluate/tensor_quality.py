@@ -1,24 +1,22 @@
 """Difference between the outputs of a graph and those of its source graph, on the same samples.
 
-Shapes: n = samples. For each sample the output with the largest difference counts, so others cannot hide it.
+Shapes: n = samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError, RunError, did_you_mean
-from smelt.evaluate.metrics import AGREEMENT_METRIC, OUTPUT_METRICS, RELATIVE_ERROR_METRIC, TOP1_METRIC
-from smelt.evaluate.quality import BOOTSTRAP_SIGNATURE, MetricScore, metric_score
-from smelt.evaluate.significance import Statistics, wilson_interval
+from smelt.core.errors import RunError
+from smelt.evaluate.metrics.metric import ComparedArrays, Outputs
+from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, metrics_of
+from smelt.evaluate.quality import MetricScore, check_inputs, score_metrics
 
 _MAX_NAMED_ROWS = 5  # samples named in a warning
-Outputs = Mapping[str, NDArray[Any]]
 
 
 def score_outputs(
@@ -39,7 +37,7 @@ def score_outputs(
     An output that is not finite where the reference is, or has another shape, has no agreement.
 
     Args:
-        metrics: names from OUTPUT_METRICS; the result has their order.
+        metrics: names of metrics of arrays; the result has their order.
         got: by sample, the outputs by name.
         expected: likewise, of the reference.
         key: of the reference, for the signature.
@@ -50,43 +48,8 @@ def score_outputs(
     Raises:
         InputError: an unknown metric, or no samples.
     """
-    for metric in metrics:
-        if metric not in OUTPUT_METRICS:
-            known = ", ".join(OUTPUT_METRICS)
-            raise InputError(
-                f"Unknown output metric '{metric}'; known: {known}.{did_you_mean(metric, OUTPUT_METRICS)}",
-                code="unknown-metric",
-            )
-    if not got or len(got) != len(expected):
-        raise InputError(
-            f"Got outputs of {len(got)} samples; the reference has {len(expected)}.", code="count-mismatch"
-        )
-    pairs = list(zip(got, expected, strict=True))
-    names = ",".join(expected[0])
-    found: dict[str, MetricScore] = {}
-    for metric in metrics:
-        of_row, how = _METRIC_FUNCTIONS[metric]
-        if metric == TOP1_METRIC:
-            axes = {name: axis for name, axis in class_axes.items() if name in expected[0]}
-            if not axes and all(value.dtype.kind == "f" for value in expected[0].values()):
-                continue
-            of_row, how = partial(_is_top1_equal, axes=axes), f"argmax of {axes}"
-        values = [of_row(got_array, expected_array) for got_array, expected_array in pairs]
-        signature = f"outputs:{names}|{how}|reference:{key[:12]}"
-        if metric == TOP1_METRIC:
-            hits: list[list[int | float]] = [[int(value), 1] for value in values]
-            statistics = Statistics(
-                metric=metric, signature=f"{signature}|ci:wilson", examples=rows, rows=hits
-            )
-            found[metric] = metric_score(statistics, interval=wilson_interval(int(sum(values)), len(values)))
-        else:
-            means: list[list[int | float]] = [[float(value)] for value in values]
-            found[metric] = metric_score(
-                Statistics(
-                    metric=metric, signature=f"{signature}|{BOOTSTRAP_SIGNATURE}", examples=rows, rows=means
-                )
-            )
-    return found
+    check_inputs(metrics, metrics_of(ComparedArrays), len(got), len(expected))
+    return score_metrics(metrics, ComparedArrays(rows, got, expected, class_axes, key))
 
 
 def require_finite_outputs(
@@ -174,89 +137,3 @@ def _differs_in_finiteness(got: Outputs, expected: Outputs) -> bool:
 def _rows_text(rows: Sequence[int]) -> str:
     shown = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
     return shown + (f" and {len(rows) - _MAX_NAMED_ROWS:,} more" if len(rows) > _MAX_NAMED_ROWS else "")
-
-
-def _min_cosine(got: Outputs, expected: Outputs) -> float:
-    """Return the lowest similarity of an output with the reference's, -1 to 1; 1 for equal outputs."""
-    return min((_array_cosine(got[name], other) for name, other in expected.items()), default=1.0)
-
-
-def _array_cosine(got: NDArray[Any], expected: NDArray[Any]) -> float:
-    if not _is_comparable(got, expected):
-        return 1.0 if _is_equal(got, expected) else 0.0
-    a, b = _finite_values(got, expected)
-    if np.array_equal(a, b):
-        return 1.0
-    if expected.size == 1:  # the cosine of a single number would always be 1
-        return 1 - _relative_distance(float(a[0]), float(b[0])) if expected.dtype.kind == "f" else 0.0
-    largest_a, largest_b = float(np.abs(a).max()), float(np.abs(b).max())
-    if not largest_a or not largest_b:
-        return 0.0
-    a, b = a / largest_a, b / largest_b  # so that no square overflows or underflows a float64
-    return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
-
-
-def _relative_distance(a: float, b: float) -> float:
-    """Return the difference of two different numbers as a share of the larger one, 0 to 2."""
-    largest = max(abs(a), abs(b))
-    return abs(a / largest - b / largest)
-
-
-def _max_relative_error(got: Outputs, expected: Outputs) -> float:
-    """Return the largest difference, as a share of the reference's largest value; 1 without agreement."""
-    return max((_array_relative_error(got[name], other) for name, other in expected.items()), default=0.0)
-
-
-def _array_relative_error(got: NDArray[Any], expected: NDArray[Any]) -> float:
-    if not _is_comparable(got, expected):
-        return 0.0 if _is_equal(got, expected) else 1.0
-    a, b = _finite_values(got, expected)
-    largest = float(np.abs(b).max(initial=0.0))
-    off = float(np.abs(a - b).max(initial=0.0))
-    return off / largest if largest > 0 else float(off > 0)
-
-
-def _is_top1_equal(got: Outputs, expected: Outputs, axes: Mapping[str, int]) -> bool:
-    """Return whether each output with scores of classes has the reference's argmax; others are equal."""
-    return all(
-        _has_same_argmax(got[name], other, axes[name]) if name in axes else _is_equal(got[name], other)
-        for name, other in expected.items()
-        if name in axes or other.dtype.kind != "f"
-    )
-
-
-def _has_same_argmax(got: NDArray[Any], expected: NDArray[Any], axis: int) -> bool:
-    if got.dtype.kind != "f" or not _is_comparable(got, expected):
-        return False
-    if expected.ndim < -axis:
-        return True  # a single number has no argmax
-    return bool(np.array_equal(got.argmax(axis), expected.argmax(axis)))
-
-
-def _is_comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
-    """Return whether both are numbers of one shape, finite at the same positions, else equal."""
-    if got.shape != expected.shape or got.dtype.kind not in "fiub" or expected.dtype.kind not in "fiub":
-        return False
-    got_finite, expected_finite = np.isfinite(got), np.isfinite(expected)
-    return bool(
-        np.array_equal(got_finite, expected_finite)
-        and np.array_equal(got[~got_finite], expected[~expected_finite], equal_nan=True)
-    )
-
-
-def _finite_values(
-    got: NDArray[Any], expected: NDArray[Any]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    finite = np.isfinite(expected)
-    return got[finite].astype(np.float64).ravel(), expected[finite].astype(np.float64).ravel()
-
-
-def _is_equal(got: NDArray[Any], expected: NDArray[Any]) -> bool:
-    return bool(np.array_equal(got, expected))
-
-
-_METRIC_FUNCTIONS: dict[str, tuple[Callable[[Outputs, Outputs], float], str]] = {
-    AGREEMENT_METRIC: (_min_cosine, "lowest cosine of a row's outputs, of one number its likeness|mean|x100"),
-    TOP1_METRIC: (partial(_is_top1_equal, axes={}), "argmax"),
-    RELATIVE_ERROR_METRIC: (_max_relative_error, "largest difference/largest value|mean|x100"),
-}

@@ -1,4 +1,4 @@
-"""Generate the settings tables of the documentation from the settings classes.
+"""Generate the tables of the documentation: of settings from their classes, of members from the registries.
 
 `make docs` writes the text between these lines in the pages of docs/:
 
@@ -8,13 +8,15 @@
 and the table of stages, the first lines of their docstrings, between `<!-- stages -->` and
 `<!-- end of stages -->`.
 
-NAME is a stage or a key of `RECIPE_TABLES`. Nested settings are rows with dotted names. Three rules keep the
-tables short: a nested class is listed once per table; a setting whose class has its own table links to it;
-inherited settings of an earlier stage are replaced by a link to that stage.
+NAME is a stage or a key of `RECIPE_TABLES`; in `<!-- members: NAME -->` a key of `MEMBER_TABLES`. Nested
+settings are rows with dotted names. Three rules keep the tables short: a nested class is listed once per
+table; a setting whose class has its own table links to it; inherited settings of an earlier stage are
+replaced by a link to that stage.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -25,9 +27,18 @@ from typing import Any
 from pydantic import BaseModel, Field, create_model
 
 from smelt.cli.main import Setting, settings_of
+from smelt.compress.sparsify.methods.registry import GRADUAL_METHODS, SPARSITY_METHODS
 from smelt.core.stage import Settings
+from smelt.data.splits import CLASSIFICATION_TASKS
 from smelt.evaluate.latency import LatencySettings
-from smelt.evaluate.metrics import METRICS, CustomMetricSettings
+from smelt.evaluate.metrics.registry import (
+    METRICS,
+    METRICS_BY_PROBLEM,
+    METRICS_BY_TASK,
+    CustomMetricSettings,
+    default_metrics,
+    fitting_metrics,
+)
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.model_and_data import DataSettings
 from smelt.pipeline.recipe.recipe import GateSettings, RecipeKeys, ScoreSettings
@@ -65,13 +76,15 @@ RECIPE_TABLES: dict[str, Model] = {
 TABLES = {name: stage.settings_type for name, stage in all_stages().items()} | RECIPE_TABLES
 _STAGES = re.compile(r"(<!-- stages -->\n).*?(<!-- end of stages -->)", flags=re.S)
 _MARKED = re.compile(r"(<!-- settings: (\S+) -->\n).*?(<!-- end of settings -->)", flags=re.S)
+_MARKED_MEMBERS = re.compile(r"(<!-- members: (\S+) -->\n).*?(<!-- end of members -->)", flags=re.S)
 
 
 def fill(page: Path) -> str:
     """Return the text of a page with updated tables."""
     text = page.read_text(encoding="utf-8")
     text = _STAGES.sub(lambda found: f"{found[1]}\n{_stage_table(page)}\n\n{found[2]}", text)
-    return _MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2], page)}\n\n{found[3]}", text)
+    text = _MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2], page)}\n\n{found[3]}", text)
+    return _MARKED_MEMBERS.sub(lambda found: f"{found[1]}\n{_member_table(found[2])}\n\n{found[3]}", text)
 
 
 def _stage_table(page: Path) -> str:
@@ -143,6 +156,62 @@ def _link(text: str, name: str, page: Path) -> str:
     to, mark, anchor = places()[name].partition("#")
     path = "" if DOCS / to == page else relpath(DOCS / to, page.parent)
     return f"[{text}]({path}{mark}{anchor})"
+
+
+def _metric_rows() -> Iterator[tuple[str, ...]]:
+    yield "metric", "name", "definition", "unit", "range", "better"
+    for name, metric in METRICS.items():
+        low, high = metric.limits
+        limits = f"from {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
+        better = "higher" if metric.higher_is_better else "lower"
+        yield f"`{name}`", metric.title, metric.description, metric.unit, limits, better
+
+
+def _metrics_by_task() -> Iterator[tuple[str, ...]]:
+    yield "task, or labels", "default", "only if listed"
+    for group in dict.fromkeys([*METRICS_BY_TASK, *METRICS_BY_PROBLEM]):
+        if group in CLASSIFICATION_TASKS:
+            continue  # these depend on the labels
+        defaults = default_metrics(group)
+        listed = [name for name in fitting_metrics(group) if name not in defaults]
+        yield group, *(", ".join(f"`{name}`" for name in names) for names in (defaults, listed))
+
+
+def _metrics_by_test() -> Iterator[tuple[str, ...]]:
+    yield "metrics", "interval", "p-value"
+    proportions = ", ".join(f"`{name}`" for name, metric in METRICS.items() if metric.kind == "proportion")
+    tango = "Tango's score interval for paired proportions (Statistics in Medicine 17, 1998)"
+    yield proportions, tango, "McNemar's exact test"
+    student = "Student's for pairs: both steps on the same resamples; the degrees of freedom are of the"
+    yield "all others", f"{student} examples that differ", "Fisher's randomization test"
+
+
+def _sparsity_methods() -> Iterator[tuple[str, ...]]:
+    yield "method", "weights set to zero", "remaining weights", "source"
+    for name, method in SPARSITY_METHODS.items():
+        yield name, method.zeros, method.kept, method.source
+
+
+def _gradual_methods() -> Iterator[tuple[str, ...]]:
+    yield "method", "weights set to zero", "source"
+    for name, method in GRADUAL_METHODS.items():
+        yield name, method.zeros, method.source
+
+
+MEMBER_TABLES = {
+    "sparsity-methods": _sparsity_methods,
+    "gradual-methods": _gradual_methods,
+    "metrics": _metric_rows,
+    "metrics-by-task": _metrics_by_task,
+    "metrics-by-test": _metrics_by_test,
+}
+
+
+def _member_table(name: str) -> str:
+    head, *body = MEMBER_TABLES[name]()
+    lines = [head, ("---",) * len(head), *body]
+    text = "\n".join("|" + "|".join(cell.replace("|", r"\|") for cell in line) + "|" for line in lines)
+    return re.sub(r"arXiv:([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
 if __name__ == "__main__":

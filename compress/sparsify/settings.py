@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from smelt.compress.sparsify.methods.registry import GRADUAL_METHODS
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
 
@@ -83,10 +84,9 @@ def _smallest(scores: Tensor, count: int) -> Tensor:
 class GradualSparsitySettings(Settings):
     """Sets weights of the blocks' linear layers to zero while the others train."""
 
-    method: Literal["movement", "soft-movement", "magnitude"] = Field(
+    method: Literal[tuple(GRADUAL_METHODS)] = Field(  # type: ignore[valid-type]
         default="movement",
-        description="movement: removes weights that move to zero; soft-movement: weights with a low"
-        " score; magnitude: the smallest weights",
+        description="; ".join(f"{name}: {known.description}" for name, known in GRADUAL_METHODS.items()),
     )
     sparsity: float = Field(default=0.5, gt=0, lt=1, description="final fraction of zeros in each layer")
     pattern: str | None = Field(
@@ -119,7 +119,7 @@ class GradualSparsitySettings(Settings):
 
     def to_report(self) -> dict[str, Any]:
         """Return what a report shows: only the settings that decide the zeros with this method."""
-        if self.method == "soft-movement":
+        if self.uses_threshold:
             idle = {"sparsity", "pattern"}
         else:
             idle = {"threshold", "penalty"} | ({"sparsity"} if self.pattern is not None else set())
@@ -128,7 +128,12 @@ class GradualSparsitySettings(Settings):
     @property
     def trains_scores(self) -> bool:
         """Whether the method trains scores."""
-        return self.method != "magnitude"
+        return GRADUAL_METHODS[self.method].trains_scores
+
+    @property
+    def uses_threshold(self) -> bool:
+        """Whether threshold and penalty decide the zeros."""
+        return GRADUAL_METHODS[self.method].uses_threshold
 
     @field_validator("pattern")
     @classmethod
@@ -147,14 +152,15 @@ class GradualSparsitySettings(Settings):
         if self.pattern is not None and "sparsity" in given:
             raise SettingError("set either sparsity or pattern, not both", code="settings-conflict")
         soft, hard = given & {"threshold", "penalty"}, given & {"sparsity", "pattern"}
-        if self.method == "soft-movement" and hard:
+        if self.uses_threshold and hard:
             raise SettingError(
-                f"{min(hard)} has no effect with soft-movement: threshold and penalty decide the zeros",
+                f"{min(hard)} has no effect with {self.method}: threshold and penalty decide the zeros",
                 code="unused-setting",
             )
-        if self.method != "soft-movement" and soft:
+        if not self.uses_threshold and soft:
+            others = [name for name, method in GRADUAL_METHODS.items() if method.uses_threshold]
             raise SettingError(
-                f"{min(soft)} has no effect with {self.method}, only with soft-movement",
+                f"{min(soft)} has no effect with {self.method}, only with {' and '.join(others)}",
                 code="unused-setting",
             )
         return self

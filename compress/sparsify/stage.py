@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.model_input import AFTER_QUANTIZE, sparsity_error, split_pruning_error
+from smelt.compress.sparsify.methods.registry import SPARSITY_METHODS
 from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
@@ -28,19 +29,18 @@ from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reas
 
 if TYPE_CHECKING:
     from smelt.calibration.samples import CalibrationSamples
-    from smelt.compress.sparsify.methods import SparsityMethod
     from smelt.models.streamed_model import StreamedModel
 
 _DEFAULT_SPARSITY = 0.5
+_CALIBRATED = [name for name, method in SPARSITY_METHODS.items() if method.needs != "nothing"]
 
 
 class SparsifySettings(Settings):
     """Settings of `sparsify`. Give at most one of sparsity and pattern; default sparsity: 0.5."""
 
-    method: Literal["wanda", "sparsegpt", "magnitude", "random"] = Field(
+    method: Literal[tuple(SPARSITY_METHODS)] = Field(  # type: ignore[valid-type]
         default="sparsegpt",
-        description="wanda: by weight times input norm; sparsegpt: also compensates the error; magnitude: by"
-        " weight",
+        description="; ".join(f"{name}: {known.description}" for name, known in SPARSITY_METHODS.items()),
     )
     sparsity: float | None = Field(
         default=None,
@@ -57,7 +57,9 @@ class SparsifySettings(Settings):
         description="linear layers of attention, of the feed-forward part",
     )
     calibration_samples: int = Field(
-        default=128, ge=1, description="for wanda and sparsegpt; from calibration data, else train"
+        default=128,
+        ge=1,
+        description=f"for {' and '.join(_CALIBRATED)}; from calibration data, else train",
     )
     dtype: StoredDtype = "keep"
 
@@ -85,7 +87,7 @@ class SparsifySettings(Settings):
     @property
     def needs_calibration(self) -> bool:
         """Whether the method uses the inputs of layers."""
-        return self.method in ("wanda", "sparsegpt")
+        return self.method in _CALIBRATED
 
 
 class Sparsify(Stage[SparsifySettings]):
@@ -105,9 +107,8 @@ class Sparsify(Stage[SparsifySettings]):
 
     name: ClassVar[str] = "sparsify"
     may_need: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
-    source: ClassVar[str] = (
-        "wanda: Sun et al. 2024, arXiv:2306.11695; sparsegpt: Frantar & Alistarh 2023, arXiv:2301.00774;"
-        " magnitude: Han et al. 2015, arXiv:1506.02626"
+    source: ClassVar[str] = "; ".join(
+        f"{method.name}: {method.source}" for method in SPARSITY_METHODS.values() if method.source
     )
     version: ClassVar[int] = 2
     changes_quantized_weights: ClassVar[bool] = True
@@ -125,7 +126,7 @@ class Sparsify(Stage[SparsifySettings]):
 
     @classmethod
     def needs_with(cls, settings: SparsifySettings, available: Collection[str] = ()) -> frozenset[Need]:
-        """Return the data that the step needs: calibration or training data for wanda and sparsegpt."""
+        """Return the data that the step needs: calibration or training data for methods that use inputs."""
         if not settings.needs_calibration:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in available else {"train"})
@@ -154,7 +155,7 @@ class Sparsify(Stage[SparsifySettings]):
         if settings.needs_calibration:
             batches = calibration_batches(inputs, settings.calibration_samples)
             work += total([forward_work(size, batch, inputs.task) for batch in batches]) * 2
-            if settings.method == "sparsegpt":
+            if SPARSITY_METHODS[settings.method].needs == "moments":
                 matrices = [list(stack.matrices) for stack in size.stacks]
                 work, held = (
                     work + moment_work(size, batches, matrices),
@@ -221,11 +222,12 @@ def _sparsify_blocks(
     import torch
 
     from smelt.calibration.sequential import ignore_block, run_blocks
-    from smelt.compress.sparsify.methods import Sparsifier, linear_layers
+    from smelt.compress.sparsify.sparsifier import Sparsifier, linear_layers
     from smelt.models.families.registry import blocks_of
 
     draw = torch.Generator().manual_seed(ctx.seed)
-    sparsifier = Sparsifier(model, _make_method(settings), settings.sparsity_pattern, draw)
+    method = SPARSITY_METHODS[settings.method]
+    sparsifier = Sparsifier(model, method, settings.sparsity_pattern, draw)
     enter, leave = (streamed.load_block, streamed.save_block) if streamed else (ignore_block, ignore_block)
     if samples is None:
         for block in blocks_of(model):
@@ -236,10 +238,3 @@ def _sparsify_blocks(
         for step in run_blocks(model, samples, ctx, stage="sparsify", enter=enter, leave=leave):
             sparsifier.sparsify(linear_layers(model, step.block, settings.targets), step.observe)
     sparsifier.report(samples, ctx)
-
-
-def _make_method(settings: SparsifySettings) -> SparsityMethod:
-    from smelt.compress.sparsify.methods import MagnitudeSparsity, RandomSparsity, SparseGpt, Wanda
-
-    methods: tuple[type[SparsityMethod], ...] = (Wanda, SparseGpt, MagnitudeSparsity, RandomSparsity)
-    return next(method() for method in methods if method.name == settings.method)

@@ -19,7 +19,8 @@ from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
 from smelt.data.labels import multi_label_targets
 from smelt.data.prompt_rows import parse_conversation
 from smelt.data.splits import Example, Split
-from smelt.evaluate.metrics import RESPONSE_PERPLEXITY, base_metric, find_metric
+from smelt.evaluate.metrics.classes import ClassMetric
+from smelt.evaluate.metrics.registry import METRICS, find_metric
 from smelt.evaluate.report import view
 from smelt.evaluate.report.schema import ChangedExample, Confusion, ReportData, StepReport
 
@@ -30,7 +31,6 @@ _MAX_REFERENCES = 3
 # Classes of a confusion matrix; with more only the largest confusions are kept.
 MAX_MATRIX_LABELS = 15
 _MAX_CONFUSIONS = 15
-_ONE_LABEL_METRICS = ("accuracy", "f1")
 
 
 def compare_examples(
@@ -88,9 +88,7 @@ def _changed_examples(
         for kind, rows in chosen.items()
     }
     return {
-        "metric": "accuracy"
-        if base_metric(metric) == "f1"
-        else metric,  # of one example it is right or wrong
+        "metric": find_metric(metric).example_metric or metric,
         "n": len(own),
         "num_worse": len(worse),
         "num_better": len(better),
@@ -106,7 +104,7 @@ def _value_pairs(
 
     for metric in own:
         pair = [Statistics.model_validate(side[metric]) for side in (own, base) if metric in side]
-        if len(pair) < 2 or metric == RESPONSE_PERPLEXITY or any(len(each.rows) != n for each in pair):
+        if len(pair) < 2 or any(len(each.rows) != n for each in pair):
             continue
         first, second = map(example_values, pair)
         if first is not None and second is not None:
@@ -208,7 +206,7 @@ def _count_predictions(score: Mapping[str, Any], labels: int) -> Any:
     import numpy as np
 
     statistics = score["statistics"]
-    scored = (each["rows"] for name, each in statistics.items() if base_metric(name) in _ONE_LABEL_METRICS)
+    scored = (each["rows"] for name, each in statistics.items() if isinstance(find_metric(name), ClassMetric))
     rows = next(scored, None)
     if rows is None:
         return None
@@ -356,7 +354,7 @@ def counts_text(step: StepReport) -> str:
 def change_text(metric: str, example: ChangedExample) -> str:
     """Return the metric before and after, `BLEU 61.20 → 23.10`; of a single class `right → wrong`."""
     pair = example.baseline_value, example.value
-    if metric in ("accuracy", "exact_match", "subset_accuracy"):
+    if metric in METRICS and METRICS[metric].kind == "proportion":
         return " → ".join("right" if value else "wrong" for value in pair)
     return f"{view.metric_label(metric)} {' → '.join(view.number_text(value) for value in pair)}"
 

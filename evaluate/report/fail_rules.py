@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
-from smelt.evaluate.metrics import METRICS
+from smelt.evaluate.metrics.registry import METRICS
 from smelt.evaluate.report import view
 from smelt.evaluate.report.comparison import PAIR_REASONS
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from smelt.core.messages import Message, warning
-from smelt.evaluate.metrics import WINDOW_METRICS
+from smelt.evaluate.metrics.registry import METRICS, TOP1_METRIC, WINDOW_METRICS
 from smelt.evaluate.report import view
 from smelt.evaluate.report.schema import ReportData, ScoreDifference, ScoresOnTest, StepReport
 
@@ -18,9 +18,8 @@ from smelt.evaluate.report.schema import ReportData, ScoreDifference, ScoresOnTe
 _MAX_UNCERTAIN_DROP = 0.05
 # With fewer samples, a loss must be large to be significant.
 _MIN_EXAMPLES = 20
-# Metrics that are perfect for the baseline by definition, so that any change of outputs is worse; losses up
-# to `NEGLIGIBLE_POINTS` are accepted unless a gate decides.
-_BASELINE_PERFECT_METRICS = ("agreement", "top1", "relative_error")
+# Of metrics that are perfect for the baseline, so that any change of outputs is worse, losses up to this are
+# accepted unless a gate decides.
 NEGLIGIBLE_POINTS = 1.0
 # Of several worse steps, how large the p-value of another may be that may be worse as well.
 _MAX_DOUBTFUL_P_VALUE = 0.5
@@ -31,7 +30,11 @@ Scored = StepReport | ScoresOnTest
 def judged_metrics(report: ReportData) -> list[str]:
     """Return the metrics whose losses count; the main one is first."""
     names = view.metric_names(report)
-    return [name for name in names if name == names[0] or name not in _BASELINE_PERFECT_METRICS]
+    return [name for name in names if name == names[0] or not _compares_with_baseline(name)]
+
+
+def _compares_with_baseline(metric: str) -> bool:
+    return metric in METRICS and METRICS[metric].compares_with_baseline
 
 
 def signed_value(scored: Scored, metric: str) -> float:
@@ -67,10 +70,10 @@ def is_negligible_loss(step: Scored, metric: str) -> bool:
 
     `top1` counts too, if scored: close outputs may still have another maximum.
     """
-    if metric not in _BASELINE_PERFECT_METRICS:
+    if not _compares_with_baseline(metric):
         return False
     tested = step.against_baseline
-    judged = [metric, *(name for name in ("top1",) if name in tested)]
+    judged = [metric, *(name for name in (TOP1_METRIC,) if name in tested)]
     return all(abs(tested[name].difference) <= NEGLIGIBLE_POINTS for name in judged)
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 from smelt.core.messages import Message
 from smelt.data.splits import CUSTOM_TASK, DECODER_ONLY_TASKS, IMAGE_CLASSIFICATION
-from smelt.evaluate.metrics import METRICS, WINDOW_METRICS, base_metric, find_metric, is_custom_metric
+from smelt.evaluate.metrics.registry import (
+    METRICS,
+    WINDOW_METRICS,
+    base_metric,
+    find_metric,
+    is_custom_metric,
+)
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
     GateReport,

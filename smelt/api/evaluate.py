@@ -28,7 +28,7 @@ from smelt.data.splits import (
     SENTENCE_SIMILARITY,
     Split,
 )
-from smelt.evaluate.metrics import (
+from smelt.evaluate.metrics.registry import (
     AGREEMENT_METRIC,
     CORRELATION_METRICS,
     DEFAULT_METRICS,
@@ -37,6 +37,7 @@ from smelt.evaluate.metrics import (
     METRICS_BY_TASK,
     absent_metric_hint,
     is_custom_metric,
+    metric_settings_type,
     scores_agreement_alone,
     takes_custom_metrics,
 )
@@ -117,7 +118,9 @@ def evaluate_artifact(
                 code="missing-setting",
             )
     metrics = _classifier_metrics(artifact, metrics) if task in CLASSIFICATION_TASKS else metrics
-    if tokenize is not None and "bleu" not in (metrics or DEFAULT_METRICS[task]):
+    scored = metrics or DEFAULT_METRICS[task]
+    tokenized = [name for name in scored if "tokenize" in metric_settings_type(name).model_fields]
+    if tokenize is not None and not tokenized:
         raise InputError(
             "--tokenize is only for BLEU, which is not scored. Add --metric bleu.", code="settings-conflict"
         )
@@ -153,14 +156,12 @@ def evaluate_artifact(
         scorer = Scorer(
             Store(Path(scratch)),
             task,
-            _embedder_metrics(metrics, split, baseline)
-            if task == SENTENCE_SIMILARITY
-            else metrics or DEFAULT_METRICS[task],
+            _embedder_metrics(metrics, split, baseline) if task == SENTENCE_SIMILARITY else scored,
             _eval_generation(folder, artifact, num_beams, max_new_tokens, report),
             batch_size,
             threads,
             device=device,
-            metric_settings={} if tokenize is None else {"bleu": {"tokenize": tokenize}},
+            metric_settings={} if tokenize is None else {name: {"tokenize": tokenize} for name in tokenized},
             reference=None if baseline is None else _open_artifact(baseline),
         )
         score = scorer.score(artifact, split)
@@ -247,7 +248,7 @@ def _embedder_metrics(metrics: Sequence[str], split: Split, baseline: Path | Non
             raise InputError(f"--metric {metric}: needs {lacks[metric]}.", code="missing-data")
     if not can:
         raise InputError(
-            f"{split.origin}: no metric can be computed. Add {lacks['spearman']}, or"
+            f"{split.origin}: no metric can be computed. Add {lacks[CORRELATION_METRICS[0]]}, or"
             f" {lacks[AGREEMENT_METRIC]}.",
             code="missing-data",
         )

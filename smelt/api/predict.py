@@ -152,7 +152,7 @@ class Predictor:
 
     def _predict_vectors(self, runner: Any, examples: Sequence[Example]) -> list[list[float] | float]:
         """Return the cosine similarity of each pair, and the embedding of each single text."""
-        from smelt.evaluate.label_quality import paired_cosines
+        from smelt.evaluate.metrics.agreement import paired_cosines
         from smelt.runtimes.predict_texts import embed_texts
 
         paired = [i for i, e in enumerate(examples) if e.text_pair is not None]

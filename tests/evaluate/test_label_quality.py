@@ -20,8 +20,6 @@ from smelt.core.errors import InputError, RunError
 from smelt.data.splits import Example, Split
 from smelt.evaluate import label_quality, significance
 from smelt.evaluate.label_quality import (
-    LABEL_SET_METRICS,
-    REGRESSION_METRICS,
     class_counts,
     class_scores,
     confusion_matrix,
@@ -30,7 +28,8 @@ from smelt.evaluate.label_quality import (
     score_regression,
     score_vectors,
 )
-from smelt.evaluate.metrics import find_metric
+from smelt.evaluate.metrics.metric import LabelSetSamples
+from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM, find_metric, metrics_of
 from smelt.evaluate.quality import score_choices, score_labels, score_responses, score_windows
 from smelt.evaluate.significance import compare_steps, wilson_interval
 from smelt.runtimes.runner import predictions_from_logits
@@ -51,7 +50,8 @@ LOGITS = rng.normal(0, 2, (60, 5)) + 3 * GOLD
 POOR_LOGITS = -LOGITS
 CLASSES = {"id2label": {"0": "no", "1": "yes"}}
 CLASS_ROWS = Split("rows", (Example("a", label="no"), Example("b", label="yes")))
-SKLEARN_SET_METRICS = [m for m in LABEL_SET_METRICS if m != "cross_entropy"]
+REGRESSION_METRICS = METRICS_BY_PROBLEM["regression"]
+SKLEARN_SET_METRICS = [m for m in metrics_of(LabelSetSamples) if m != "cross_entropy"]
 
 
 def sets(indicators):
@@ -220,7 +220,7 @@ def test_a_report_has_scores_of_the_most_frequent_classes(monkeypatch):
             ["spearman"], np.array([[number, 1.0], [1, 1]], np.float32), ["a", "b"], [1.0]
         ),
         lambda number: score_choices(["acc"], [[number, 1.0]], [["a", "b"]], [0], ["x"]),
-        lambda number: score_responses([number], [3], [9], ["x"], 10),
+        lambda number: score_responses(["response_perplexity"], [number], [3], [9], ["x"], 10),
         lambda number: score_windows(["perplexity"], [number], [3], [9], "window:8", ["x"]),
     ],
 )

@@ -12,8 +12,9 @@ from sklearn.metrics import f1_score, log_loss, matthews_corrcoef, precision_sco
 from smelt.core.errors import InputError
 from smelt.evaluate import significance
 from smelt.evaluate.label_quality import score_label_sets, score_regression
-from smelt.evaluate.metrics import find_metric
-from smelt.evaluate.quality import TEXT_METRICS, UnicodeTokenizer, score_labels, score_texts, score_windows
+from smelt.evaluate.metrics.registry import METRICS, TEXT_METRICS, find_metric
+from smelt.evaluate.metrics.rouge import UnicodeTokenizer
+from smelt.evaluate.quality import score_labels, score_texts, score_windows
 from smelt.evaluate.significance import Statistics
 from tests.support.expected_errors import raises_code
 from tests.support.expected_intervals import student_interval
@@ -95,7 +96,7 @@ def test_corner_cases_equal_sacrebleu(predictions):
 def test_references_of_differing_number_are_all_used():
     predictions = ["the cat sat on the mat", "a dog ran home today"]
     references = [["a cat sat on a mat", "the cat sat on the mat"], ["a dog ran home now"]]
-    metrics = [name for name in TEXT_METRICS if name not in ("meteor", "bertscore")]  # which need files
+    metrics = [name for name in TEXT_METRICS if not METRICS[name].reads_file]
     scores = score_texts(metrics, predictions, references)
     columns = [["a cat sat on a mat", "a dog ran home now"], ["the cat sat on the mat", None]]
     assert scores["bleu"].value == pytest.approx(BLEU().corpus_score(predictions, columns).score, abs=1e-9)

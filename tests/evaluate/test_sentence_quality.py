@@ -5,8 +5,9 @@ import pytest
 from scipy import stats
 
 from smelt.core.errors import InputError
-from smelt.evaluate.label_quality import ReferenceVectors, paired_cosines, score_vectors
-from smelt.evaluate.metrics import EMBEDDING_METRICS
+from smelt.evaluate.label_quality import ReferenceVectors, score_vectors
+from smelt.evaluate.metrics.agreement import paired_cosines
+from smelt.evaluate.metrics.registry import EMBEDDING_METRICS
 from smelt.evaluate.significance import compare_steps
 from tests.support.expected_errors import raises_code
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from smelt.core.errors import InputError, RunError
-from smelt.evaluate.metrics import OUTPUT_METRICS
+from smelt.evaluate.metrics.metric import ComparedArrays
+from smelt.evaluate.metrics.registry import metrics_of
 from smelt.evaluate.tensor_quality import low_agreement_reason, require_finite_outputs, score_outputs
 from tests.support.expected_errors import raises_code
 
@@ -14,7 +15,7 @@ from tests.support.expected_errors import raises_code
 def scores(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
     """Score outputs whose axis 0 are rows."""
     rows = [[{k: v[i] for k, v in side.items()} for i in range(2)] for side in (got, expected)]
-    found = score_outputs(OUTPUT_METRICS, *rows, key="0" * 64, rows="r", class_axes={"a": -1})
+    found = score_outputs(metrics_of(ComparedArrays), *rows, key="0" * 64, rows="r", class_axes={"a": -1})
     return {name: score.value for name, score in found.items()}
 
 
@@ -75,7 +76,7 @@ def test_unknown_metrics_and_missing_rows_are_refused() -> None:
     with raises_code("unknown-metric", InputError) as caught:
         score_outputs(["agrement"], [{}], [{}], "k", "r", {})
     assert "'agreement'?" in str(caught.value)
-    with raises_code("count-mismatch", InputError):
+    with raises_code("empty-data", InputError):
         score_outputs(["agreement"], [], [], "k", "r", {})
 
 

@@ -20,7 +20,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import json_hash, resolve_path
 from smelt.core.messages import Message, info
 from smelt.data.splits import CUSTOM_TASK, Split
-from smelt.evaluate.metrics import is_custom_metric
+from smelt.evaluate.metrics.registry import is_custom_metric
 from smelt.models.costs import INTERPRETER_BYTES
 from smelt.pipeline.execute.cluster_tasks import (
     ClusterJob,

@@ -15,7 +15,7 @@ from smelt.core.errors import SmeltError
 from smelt.core.files import load_json
 from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.data.splits import Split
-from smelt.evaluate.metrics import WINDOW_METRICS
+from smelt.evaluate.metrics.registry import WINDOW_METRICS
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 
 if TYPE_CHECKING:

@@ -36,20 +36,19 @@ from smelt.data.splits import (
     input_texts,
 )
 from smelt.evaluate.label_quality import class_counts, gold_outputs, score_classifier
-from smelt.evaluate.metrics import (
+from smelt.evaluate.metrics.metric import ChoiceSamples, MetricSettingValues, ResponseSamples
+from smelt.evaluate.metrics.registry import (
     AGREEMENT_METRIC,
-    CHOICE_METRICS,
-    RESPONSE_PERPLEXITY,
     TEXT_METRICS,
-    MetricSettingValues,
     find_metric,
     is_custom_metric,
     is_lower_better,
+    metrics_of,
 )
 from smelt.generation.config import GenerationSettings
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.machine import artifact_device
-from smelt.runtimes.device import NO_PROVIDER, cuda_device_count, torch_device
+from smelt.runtimes.device import NO_PROVIDER, cuda_device_count
 from smelt.runtimes.registry import find_runtime
 
 if TYPE_CHECKING:
@@ -168,20 +167,16 @@ class Scorer:
 
     @cached_property
     def _metric_files(self) -> dict[str, str]:
-        """What metrics consist of: hashes of a user's module and of BERTScore's model, Punkt of METEOR."""
+        """The fingerprints of metrics that depend on files: a user's module, the model of BERTScore."""
         from smelt.evaluate.custom_metric import load_custom_metric
-        from smelt.evaluate.text_similarity import encoder_hash, sentence_tokenizer
 
-        own = {
-            name: load_custom_metric(name, self.base).source_hash
-            for name in self.metrics
-            if is_custom_metric(name)
-        }
-        if "bertscore" in self.metrics:
-            own["bertscore"] = encoder_hash(self.metric_settings["bertscore"], self.base)
-        if "meteor" in self.metrics:
-            own["meteor"] = sentence_tokenizer()[1]
-        return own
+        prints: dict[str, str | None] = {}
+        for name in self.metrics:
+            if is_custom_metric(name):
+                prints[name] = load_custom_metric(name, self.base).source_hash
+            else:
+                prints[name] = find_metric(name).fingerprint(self.metric_settings.get(name, {}), self.base)
+        return {name: value for name, value in prints.items() if value is not None}
 
     def _key(self, artifact: Artifact, split: Split) -> str:
         runtime = find_runtime(artifact.format, artifact.manifest.details.get("target"))
@@ -223,7 +218,7 @@ class Scorer:
                 self.metric_settings,
                 language,
                 self.base,
-                torch_device(self.device) if "bertscore" in metrics else "cpu",
+                self.device,
             )
         sources = [example.text for example in split.examples]
         scores |= self._own_scores(predictions, [list(each) for each in references], sources, split)
@@ -265,15 +260,15 @@ class Scorer:
         generated = any(name in written or is_custom_metric(name) for name in self.metrics)
         value = self._score_texts(runner, split, progress) if generated else None
         value = value or {"quality": {}, "statistics": {}, "predictions": []}
-        if RESPONSE_PERPLEXITY in self.metrics:
-            found = _split_scores({RESPONSE_PERPLEXITY: _response_perplexity(runner, split, self.batch_size)})
-            value["quality"] |= found["quality"]
-            value["statistics"] |= found["statistics"]
-        chosen = [name for name in self.metrics if name in CHOICE_METRICS]
-        if chosen and split.has_choices:
-            found = _split_scores(_choice_scores(chosen, runner, split, self.batch_size, progress))
-            value["quality"] |= found["quality"]
-            value["statistics"] |= found["statistics"]
+        scores: dict[str, MetricScore] = {}
+        of_responses = [name for name in self.metrics if name in metrics_of(ResponseSamples)]
+        if of_responses:
+            scores |= _response_scores(of_responses, runner, split, self.batch_size)
+        of_choices = [name for name in self.metrics if name in metrics_of(ChoiceSamples)]
+        if of_choices and split.has_choices:
+            scores |= _choice_scores(of_choices, runner, split, self.batch_size, progress)
+        for part, added in _split_scores(scores).items():
+            value[part] |= added
         for part in ("quality", "statistics"):  # in the recipe's order
             value[part] = {name: value[part][name] for name in self.metrics if name in value[part]}
         return value
@@ -336,7 +331,8 @@ class Scorer:
         return {AGREEMENT_METRIC: score_agreement(outputs, expected, classes, self.reference.key, inputs)}
 
     def _score_vectors(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.label_quality import ReferenceVectors, paired_cosines, score_vectors
+        from smelt.evaluate.label_quality import ReferenceVectors, score_vectors
+        from smelt.evaluate.metrics.agreement import paired_cosines
         from smelt.runtimes.predict_texts import embed_texts
 
         texts, _ = input_texts(split.examples, self.task)
@@ -434,8 +430,10 @@ _SCORE_METHODS: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, An
 }
 
 
-def _response_perplexity(runner: Any, split: Split, batch_size: int) -> MetricScore:
-    """Return the perplexity of the first reference of each example, given its prompt."""
+def _response_scores(
+    metrics: Sequence[str], runner: Any, split: Split, batch_size: int
+) -> dict[str, MetricScore]:
+    """Return the scores of the first reference of each example, given its prompt."""
     from smelt.evaluate.quality import score_responses
     from smelt.generation.prompt_batches import encode_responses, fit_response
     from smelt.generation.runners import last_tokens_nll
@@ -447,7 +445,7 @@ def _response_perplexity(runner: Any, split: Split, batch_size: int) -> MetricSc
     tokens = [row.num_last_targets for row in rows]
     losses = last_tokens_nll(runner, [row.ids for row in rows], tokens, batch_size)
     sizes = [len(reference.encode()) for _, reference in pairs]
-    return score_responses(losses, tokens, sizes, pairs, runner.config.get("vocab_size"))
+    return score_responses(metrics, losses, tokens, sizes, pairs, runner.config.get("vocab_size"))
 
 
 def _choice_scores(

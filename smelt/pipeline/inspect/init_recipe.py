@@ -30,7 +30,7 @@ from smelt.data.splits import (
     SplitName,
     Task,
 )
-from smelt.evaluate.metrics import METRICS_BY_PROBLEM
+from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from smelt.core.messages import error_message, warning
 from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY
-from smelt.evaluate.metrics import AGREEMENT_METRIC
+from smelt.evaluate.metrics.registry import AGREEMENT_METRIC
 from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
 from smelt.pipeline.plan.plan import PlannedGate
 from smelt.pipeline.plan.warnings import MIN_JUDGING_ROWS

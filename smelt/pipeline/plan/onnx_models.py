@@ -14,7 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, warning
 from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
-from smelt.evaluate.metrics import AGREEMENT_METRIC, DEFAULT_METRICS, TOP1_METRIC
+from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, DEFAULT_METRICS, TOP1_METRIC
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.text_rules import MODULES_FILE, POOLINGS
 from smelt.pipeline.inspect.model_folder import check_tokenizer_files, read_config, unknown_family_message

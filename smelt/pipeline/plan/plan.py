@@ -18,12 +18,11 @@ from smelt.core.errors import InputError, MissingDependencyError, combined_error
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Need, Settings, Stage, absolute_path
-from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.examples import UNLABELED, is_plain_text, read_split, read_unlabeled
 from smelt.data.labels import ProblemType, require_all_or_none
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
-from smelt.evaluate.metrics import is_lower_better, scores_agreement_alone
+from smelt.evaluate.metrics.registry import find_metric, is_lower_better, scores_agreement_alone
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.model_folder import fetch_model
 from smelt.pipeline.inspect.model_info import OnnxModel
@@ -351,22 +350,23 @@ def _step_lines(step: PlanStep, first: str, rest: str) -> Iterator[str]:
     )
 
 
-def _bleu_tokenizer_text(plan: Plan) -> str:
-    """Return BLEU's tokenizer for the test references, if these were read."""
-    recipe = plan.recipe
-    if recipe.task not in TEXT_TO_TEXT_TASKS or "test" not in plan.splits:
-        return "tokenizer by the references"
+def _metric_descriptions(plan: Plan) -> list[str]:
+    """Return the metrics, with how they are computed on the test references, if these were read."""
+    recipe, references = plan.recipe, None
     language = recipe.data.target_language
-    if language is None and plan.local_model:
-        language = read_text_rules(plan.local_model).target_language
-    texts = (text for example in plan.splits["test"].examples for text in example.references)
-    return bleu_tokenizer(texts, language=language)
+    if recipe.task in TEXT_TO_TEXT_TASKS and "test" in plan.splits:
+        references = [text for example in plan.splits["test"].examples for text in example.references]
+        if language is None and plan.local_model:
+            language = read_text_rules(plan.local_model).target_language
+    return [
+        find_metric(name).describe(recipe.metric_settings.get(name, {}), references, language)
+        for name in recipe.score.quality
+    ]
 
 
 def _score_lines(plan: Plan) -> list[str]:
     score = plan.recipe.score
-    tokenize = plan.recipe.tokenize or _bleu_tokenizer_text(plan)
-    names = [f"{m} ({tokenize})" if m == "bleu" else m for m in score.quality]
+    names = _metric_descriptions(plan)
     text = f"score       {', '.join(names) or 'metrics by the labels'}"
     if plan.recipe.task in TEXT_TO_TEXT_TASKS:
         text += f"; {score.generation.summary()}"

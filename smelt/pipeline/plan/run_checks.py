@@ -10,7 +10,7 @@ from smelt.core.files import resolve_path
 from smelt.core.messages import error_message
 from smelt.core.system import install_command, package_problem
 from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split
-from smelt.evaluate.metrics import AGREEMENT_METRIC
+from smelt.evaluate.metrics.registry import find_metric
 from smelt.pipeline.inspect.machine import cuda_missing_reason, training_device
 from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
 from smelt.pipeline.plan.plan import read_split_source
@@ -131,7 +131,8 @@ def check_stage_data(context: CheckContext) -> Iterator[Finding]:
 def check_stage_metrics(context: CheckContext) -> Iterator[Finding]:
     """Check that the metrics that settings of stages name are scored, if the scored metrics are known."""
     quality = context.recipe.score.quality
-    known = [metric for metric in quality if metric != AGREEMENT_METRIC]  # it needs the baseline's outputs
+    # outputs of the baseline are not known while a step trains
+    known = [metric for metric in quality if not find_metric(metric).compares_with_baseline]
     for step in context.steps if quality else ():
         for setting, metric in step.stage_class.required_metrics(step.settings):
             if metric not in known:

@@ -17,7 +17,7 @@ from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Settings
 from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS
-from smelt.evaluate.metrics import AGREEMENT_METRIC, METRICS_BY_TASK
+from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
 from smelt.export.settings import ProviderSettings
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, read_config

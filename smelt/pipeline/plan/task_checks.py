@@ -17,7 +17,7 @@ from smelt.core.files import load_json
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.prompt_rows import assistant_turns
 from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_GENERATION, Split
-from smelt.evaluate.metrics import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
+from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
 from smelt.models.families.family import Family
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import (

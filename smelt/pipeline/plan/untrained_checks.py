@@ -15,7 +15,7 @@ from smelt.core.files import read_json_object, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.data.labels import ProblemType, class_names
 from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, Split
-from smelt.evaluate.metrics import DEFAULTS_BY_PROBLEM
+from smelt.evaluate.metrics.registry import DEFAULTS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES_BY_TASK
 from smelt.pipeline.inspect.model_folder import (
     check_tokenizer_files,

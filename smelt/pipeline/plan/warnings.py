@@ -23,7 +23,7 @@ from smelt.data.splits import (
     Split,
     Task,
 )
-from smelt.evaluate.metrics import WINDOW_METRICS, scores_agreement_alone
+from smelt.evaluate.metrics.registry import WINDOW_METRICS, scores_agreement_alone
 from smelt.pipeline.plan.step_draft import StepDraft, lost_results, scheme_text, step_spec
 from smelt.quantization.schemes.registry import SCHEMES
 from smelt.training.processes import external_processes

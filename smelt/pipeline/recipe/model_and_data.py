@@ -29,10 +29,10 @@ from smelt.data.labels import (
     split_labels,
 )
 from smelt.data.splits import Columns, Example, Split, Windows
-from smelt.evaluate.metrics import (
+from smelt.evaluate.metrics.metric import MetricSettingValues
+from smelt.evaluate.metrics.registry import (
     CLASSIFIER_METRICS,
     METRICS_BY_PROBLEM,
-    MetricSettingValues,
     base_metric,
     is_custom_metric,
 )

@@ -21,12 +21,11 @@ from smelt.data.splits import (
     Windows,
 )
 from smelt.evaluate.latency import LatencySettings
-from smelt.evaluate.metrics import (
+from smelt.evaluate.metrics.metric import MetricSettingValues
+from smelt.evaluate.metrics.registry import (
     DEFAULT_METRICS,
     METRICS,
     METRICS_BY_TASK,
-    ClassSettings,
-    MetricSettingValues,
     absent_metric_hint,
     base_metric,
     is_custom_metric,
@@ -213,11 +212,6 @@ class ParsedRecipe(RecipeKeys):
     document: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def tokenize(self) -> str | None:
-        """BLEU's tokenizer; None to choose it by the references."""
-        return self.metric_settings.get("bleu", {}).get("tokenize")
-
-    @property
     def base(self) -> Path:
         """The folder that paths in the recipe are relative to."""
         return self.path.parent
@@ -351,9 +345,7 @@ def _extract_metric_settings(values: dict[str, Any], errors: RecipeErrors) -> di
         settings, _ = validate_settings(metric_settings_type(name), given, path, errors)
         if settings is not None:
             given_settings[-1] = settings.model_dump(exclude_defaults=True)
-    of_class = [
-        n for n in names if isinstance(n, str) and n in METRICS and METRICS[n].settings is ClassSettings
-    ]
+    of_class = [n for n in names if isinstance(n, str) and n in METRICS and METRICS[n].has_variants]
     names = [
         variant_name(name, given) if of_class.count(name) > 1 else name
         for name, given in zip(names, given_settings, strict=True)

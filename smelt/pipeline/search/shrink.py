@@ -21,7 +21,7 @@ from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
-from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, is_lower_better
+from smelt.evaluate.metrics.registry import METRICS, METRICS_BY_TASK, is_lower_better
 from smelt.models.families.registry import no_blocks_reason
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import StorePlace, check_store

@@ -29,7 +29,13 @@ from smelt.core.files import json_hash, write_atomically
 from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
 from smelt.evaluate.custom_metric import copy_custom_metrics
-from smelt.evaluate.metrics import METRICS, METRICS_BY_TASK, base_metric, is_custom_metric, is_lower_better
+from smelt.evaluate.metrics.registry import (
+    METRICS,
+    METRICS_BY_TASK,
+    base_metric,
+    is_custom_metric,
+    is_lower_better,
+)
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.recipe.recipe import (

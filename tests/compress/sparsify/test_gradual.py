@@ -8,7 +8,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
-from smelt.compress.sparsify.methods import GradualSparsifier, MaskedWeight
+from smelt.compress.sparsify.gradual import GradualSparsifier, MaskedWeight
 from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.errors import InputError

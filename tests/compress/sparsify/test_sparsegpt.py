@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from smelt.calibration.statistics import empty_statistics
-from smelt.compress.sparsify import methods
-from smelt.compress.sparsify.methods import SparseGpt, SparsityInput, Wanda
+from smelt.compress.sparsify.methods import sparsegpt, wanda
 from smelt.compress.sparsify.settings import SparsityPattern
+from smelt.compress.sparsify.sparsifier import SparsityInput
 
 pytestmark = pytest.mark.quick
 
@@ -15,7 +15,11 @@ pytestmark = pytest.mark.quick
 def made(method, weight, x, pattern, zeros=None):
     found = empty_statistics(x.shape[1], second=True)
     found.update(x)
-    return method(SparsityInput(weight, found, zeros), pattern, torch.Generator()).double().numpy()
+    return (
+        method.sparsify_layer(SparsityInput(weight, found, zeros), pattern, torch.Generator())
+        .double()
+        .numpy()
+    )
 
 
 def drawn(inputs=12, tokens=60, outputs=5):
@@ -62,9 +66,9 @@ def by_the_equations(weight, x, pattern, columns, zeros=None):
     "pattern", [SparsityPattern(0.5), SparsityPattern(0.5, 2, 4), SparsityPattern(1 / 3, 2, 3)]
 )
 def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
-    monkeypatch.setattr(methods, "_BLOCK_COLUMNS", 6)  # two blocks; of groups of 4 three
+    monkeypatch.setattr(sparsegpt, "_BLOCK_COLUMNS", 6)  # two blocks; of groups of 4 three
     weight, x = drawn()
-    new = made(SparseGpt(), weight, x, pattern)
+    new = made(sparsegpt, weight, x, pattern)
     wanted = by_the_equations(weight, x, pattern, columns=6)
     assert ((new == 0) == (wanted == 0)).all()
     np.testing.assert_allclose(new, wanted, rtol=1e-3, atol=1e-4)
@@ -72,11 +76,11 @@ def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
 
 @pytest.mark.parametrize("pattern", [SparsityPattern(0.6), SparsityPattern(0.5, 2, 4)])
 def test_compensation_of_existing_zeros_is_passed_to_later_columns(pattern, monkeypatch):
-    monkeypatch.setattr(methods, "_BLOCK_COLUMNS", 12)
+    monkeypatch.setattr(sparsegpt, "_BLOCK_COLUMNS", 12)
     weight, x = drawn(inputs=24, outputs=8)
     zeros = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.4
     weight[zeros] = 0
-    new = made(SparseGpt(), weight, x, pattern, zeros)
+    new = made(sparsegpt, weight, x, pattern, zeros)
     wanted = by_the_equations(weight, x, pattern, 12, zeros)
     assert ((new == 0) == (wanted == 0)).all()
     assert (new[zeros] == 0).all()
@@ -86,7 +90,7 @@ def test_compensation_of_existing_zeros_is_passed_to_later_columns(pattern, monk
 def test_an_input_that_is_always_zero_loses_its_weights():
     weight, x = drawn()
     x[:, 3] = 0
-    new = made(SparseGpt(), weight, x, SparsityPattern(0.5))
+    new = made(sparsegpt, weight, x, SparsityPattern(0.5))
     np.testing.assert_allclose(
         new, by_the_equations(weight, x, SparsityPattern(0.5), 128), rtol=1e-3, atol=1e-4
     )
@@ -100,18 +104,16 @@ def test_its_error_lies_between_the_exact_solution_and_no_update_at_all():
     def error(new):
         return float(((values @ (new - plain).T) ** 2).sum())
 
-    new = made(SparseGpt(), weight, x, SparsityPattern(0.5))
+    new = made(sparsegpt, weight, x, SparsityPattern(0.5))
     masked = np.where(new == 0, 0, plain)
     exact = np.zeros_like(plain)
     for row in range(len(plain)):
         stay = new[row] != 0
         exact[row, stay] = np.linalg.lstsq(values[:, stay], values @ plain[row], rcond=None)[0]
     assert error(exact) <= error(new) < error(masked)
-    assert error(new) < error(made(Wanda(), weight, x, SparsityPattern(0.5)))
+    assert error(new) < error(made(wanda, weight, x, SparsityPattern(0.5)))
 
 
 def test_nothing_to_zero_changes_nothing():
     weight, x = drawn()
-    np.testing.assert_array_equal(
-        made(SparseGpt(), weight, x, SparsityPattern(0.001)), weight.double().numpy()
-    )
+    np.testing.assert_array_equal(made(sparsegpt, weight, x, SparsityPattern(0.001)), weight.double().numpy())

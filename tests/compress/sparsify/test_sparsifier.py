@@ -6,14 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.sparsify.methods import (
-    MagnitudeSparsity,
-    RandomSparsity,
-    SparseGpt,
-    Sparsifier,
-    Wanda,
-)
+from smelt.compress.sparsify.methods.registry import SPARSITY_METHODS
 from smelt.compress.sparsify.settings import SparsityPattern
+from smelt.compress.sparsify.sparsifier import Sparsifier
 from smelt.models.edits import mark_masked
 
 
@@ -39,16 +34,16 @@ def test_a_second_moment_goes_when_its_layer_is_done():
 
 
 class _Method:
-    statistics = "moments"
+    needs = "moments"
 
     def __init__(self, method):
         self._method = method
 
-    def __call__(self, *given):
-        return self._method(*given)
+    def load(self):
+        return self._method
 
 
-@pytest.mark.parametrize("method", [MagnitudeSparsity(), RandomSparsity(), SparseGpt(), Wanda()])
+@pytest.mark.parametrize("method", SPARSITY_METHODS.values(), ids=SPARSITY_METHODS)
 def test_existing_zeros_count_in_a_sparser_pattern(method):
     """As many as the gradual schedule asks for; others may only be set to zero behind them."""
     layer, draw = nn.Linear(256, 16), torch.Generator().manual_seed(0)  # two blocks of SparseGPT's columns

@@ -1,11 +1,16 @@
 """The stage on models of every kind, and zeros that last."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
+from smelt.compress.sparsify.methods import registry
+from smelt.compress.sparsify.methods.registry import SPARSITY_METHODS
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
@@ -17,6 +22,7 @@ from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import every_family
 
+FAMILIES = ("llama", "t5", "gpt2", "bart")
 TRAIN = FinetuneSettings(
     max_steps=3, batch_size=4, num_evals=0, precision="fp32", learning_rate=1e-2, weight_decay=0.1
 )
@@ -39,7 +45,8 @@ def sparse(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [("llama", "wanda"), ("t5", "sparsegpt"), ("gpt2", "magnitude"), ("bart", "random")]
+    ("family", "method"),
+    [*zip(itertools.cycle(FAMILIES), SPARSITY_METHODS, strict=False)],
 )
 def test_half_of_each_product_is_zero_and_nothing_else(family, method, tmp_path):
     source = every_family.model_with_layers(family, 2)
@@ -145,3 +152,8 @@ def test_settings_and_needs():
         SparsifySettings(sparsity=0.5, pattern="2:4")
     with raises_setting_codes("wrong-pattern"):
         SparsifySettings(pattern="4:2")
+
+
+def test_each_file_of_a_method_has_a_line_in_the_registry():
+    folder = Path(registry.__file__).parent
+    assert {path.stem for path in folder.glob("*.py")} == {*SPARSITY_METHODS, "registry", "__init__"}

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from smelt.calibration.statistics import empty_statistics
-from smelt.compress.sparsify.methods import MagnitudeSparsity, RandomSparsity, SparsityInput, Wanda
+from smelt.compress.sparsify.methods import magnitude, random, wanda
 from smelt.compress.sparsify.settings import SparsityPattern
+from smelt.compress.sparsify.sparsifier import SparsityInput
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +26,7 @@ def given():
 @pytest.mark.parametrize("pattern", [SparsityPattern(0.5), SparsityPattern(0.5, 2, 4)])
 def test_wanda_compares_weight_times_norm_in_each_row(pattern, given):
     weight, x, found = given
-    made = Wanda()(SparsityInput(weight, found), pattern, torch.Generator()).numpy()
+    made = wanda.sparsify_layer(SparsityInput(weight, found), pattern, torch.Generator()).numpy()
     wanted = weight.numpy().copy()
     scores = np.abs(wanted) * np.sqrt((x.astype(np.float64) ** 2).sum(axis=0))
     step = pattern.group or 8
@@ -35,13 +36,13 @@ def test_wanda_compares_weight_times_norm_in_each_row(pattern, given):
                 wanted[i, at + j] = 0
     np.testing.assert_array_equal(made, wanted)
     assert not np.array_equal(
-        made, MagnitudeSparsity()(SparsityInput(weight), pattern, torch.Generator()).numpy()
+        made, magnitude.sparsify_layer(SparsityInput(weight), pattern, torch.Generator()).numpy()
     )
 
 
 def test_magnitude_takes_the_least_of_the_whole_layer(given):
     weight = given[0]
-    made = MagnitudeSparsity()(SparsityInput(weight), SparsityPattern(0.25), torch.Generator())
+    made = magnitude.sparsify_layer(SparsityInput(weight), SparsityPattern(0.25), torch.Generator())
     limit = np.sort(np.abs(weight.numpy()).ravel())[12]
     np.testing.assert_array_equal(made.numpy() == 0, np.abs(weight.numpy()) < limit)
 
@@ -49,7 +50,9 @@ def test_magnitude_takes_the_least_of_the_whole_layer(given):
 def test_chance_is_drawn_by_the_seed(given):
     weight = given[0]
     once, again, other = (
-        RandomSparsity()(SparsityInput(weight), SparsityPattern(0.5), torch.Generator().manual_seed(seed))
+        random.sparsify_layer(
+            SparsityInput(weight), SparsityPattern(0.5), torch.Generator().manual_seed(seed)
+        )
         for seed in (1, 1, 2)
     )
     assert torch.equal(once, again)

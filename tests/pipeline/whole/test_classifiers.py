@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from smelt.evaluate.metrics import DEFAULTS_BY_PROBLEM, METRICS_BY_PROBLEM
+from smelt.evaluate.metrics.registry import DEFAULTS_BY_PROBLEM, METRICS_BY_PROBLEM
 from tests.support import harness
 from tests.support.expected_errors import command_error, error_codes
 from tests.support.models import classifiers, tiny

@@ -7,7 +7,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from smelt.evaluate.quality import UnicodeTokenizer
+from smelt.evaluate.metrics.rouge import UnicodeTokenizer
 from smelt.export.generation_graph.graph_builder import GraphBuilder
 from smelt.export.package import text_graph
 from smelt.models.checkpoint import load_tokenizer

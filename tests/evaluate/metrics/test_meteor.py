@@ -1,70 +1,11 @@
-"""METEOR against nltk on a small WordNet, BERTScore against the numbers of bert-score."""
+"""METEOR against nltk on a small WordNet."""
 
 import pytest
 
-from smelt.core.errors import InputError, MissingDependencyError
-from smelt.evaluate import text_similarity
+from smelt.core.errors import MissingDependencyError
+from smelt.evaluate.metrics import meteor
 from smelt.evaluate.quality import score_texts
 from tests.support.expected_errors import raises_code
-
-TOKENS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "dog",
-    "ran",
-    "home",
-    ".",
-    ",",
-    "##s",
-]
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    folder = tmp_path_factory.mktemp("encoder")
-    (folder / "vocab.txt").write_text("\n".join(TOKENS))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(TOKENS), max_position_embeddings=32, **sizes)).save_pretrained(folder)
-    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=32).save_pretrained(folder)
-    return folder
-
-
-def test_bertscore_is_that_of_its_package(encoder):
-    """F1 by bert-score 0.3.13 with num_layers=2, and no idf weights, of the same model."""
-    settings = {"bertscore": {"model": encoder.name, "layer": 2}}
-    predictions = ["the cat sat.", "a dog ran", "", "the cat sat on a mat , the dogs ran home . " * 9]
-    references = [
-        ["the cat sat on a mat ."], ["a dog ran home", "the dogs ran"], ["a dog"], ["a dog ran home"],
-    ]  # fmt: skip
-    score = score_texts(["bertscore"], predictions, references, settings, base=encoder.parent)["bertscore"]
-    rows = [value for [value] in score.statistics.rows]
-    assert rows[:3] == pytest.approx([0.8850, 0.9735, 0.0], abs=1e-4)
-    assert score.value == pytest.approx(100 * sum(rows) / 4)
-    assert 0 < rows[3] < 1
-    [same] = text_similarity.bertscore_rows(["a dog"], [["a dog"]], settings["bertscore"], encoder.parent)
-    assert same == pytest.approx([1])
-
-
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [({"model": "nowhere", "layer": 1}, "missing-file"), ({"model": ".", "layer": 4}, "wrong-value")],
-)
-def test_an_encoder_that_does_not_fit_is_refused(encoder, settings, code):
-    with raises_code(code, InputError):
-        text_similarity.check_encoder(settings, encoder)
 
 
 class SmallWordNet:
@@ -86,7 +27,7 @@ class _Lemma:
 def test_meteor_follows_the_published_formula(monkeypatch):
     import nltk.translate.meteor_score as theirs
 
-    monkeypatch.setattr(text_similarity, "require_wordnet", lambda: None)
+    monkeypatch.setattr(meteor, "require_wordnet", lambda: None)
     monkeypatch.setattr(theirs.meteor_score, "__defaults__", _with_wordnet(theirs.meteor_score))
     score = score_texts(["meteor"], ["The kitten sat, here.", "no"], [["The cat sits, here.", "x"], ["yes"]])[
         "meteor"
@@ -101,7 +42,7 @@ def test_meteor_tokenizes_each_sentence_as_word_tokenize_does(monkeypatch):
     import nltk.tokenize
     import nltk.translate.meteor_score as theirs
 
-    monkeypatch.setattr(text_similarity, "require_wordnet", lambda: None)
+    monkeypatch.setattr(meteor, "require_wordnet", lambda: None)
     monkeypatch.setattr(theirs.meteor_score, "__defaults__", _with_wordnet(theirs.meteor_score))
     monkeypatch.setattr(nltk.data, "path", [])
     prediction, reference = "The cat sat on the mat. It slept.", "It slept on the mat. The cat sat."
@@ -125,7 +66,7 @@ def test_meteor_uses_the_punkt_parameters_that_are_installed(tmp_path, monkeypat
     for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
         (folder / name).write_text("")
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    tokenizer, parameters = text_similarity.sentence_tokenizer()
+    tokenizer, parameters = meteor.sentence_tokenizer()
     assert parameters == "english"
     assert tokenizer.tokenize("She saw Dr. Smith. He left.") == ["She saw Dr. Smith.", "He left."]
 

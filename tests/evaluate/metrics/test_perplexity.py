@@ -82,5 +82,5 @@ def test_scores_are_refused_when_metric_or_windows_are_missing():
     with raises_code("unknown-metric", InputError) as caught:
         score_windows(["perplexty"], LOSSES, TOKENS, SIZES, "", [])
     assert "'perplexity'?" in str(caught.value)
-    with raises_code("count-mismatch", InputError):
+    with raises_code("empty-data", InputError):
         score_windows(["perplexity"], [], [], [], "", [])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.evaluate.metrics import RESPONSE_PERPLEXITY
-from smelt.evaluate.quality import normalize_answer, score_responses, score_texts
+from smelt.evaluate.metrics.answers import normalize_answer
+from smelt.evaluate.quality import score_responses, score_texts
 from smelt.evaluate.significance import (
     Statistics,
     compare_steps,
@@ -21,6 +21,7 @@ from smelt.evaluate.significance import (
 from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
+RESPONSE_METRICS = ["response_perplexity"]
 PREDICTIONS = [
     "The cat sat.",
     "An  apple, a day",
@@ -101,12 +102,12 @@ def test_equal_weights_give_the_value_on_all(metric):
 
 def test_response_perplexity_is_the_mean_over_tokens():
     losses, tokens = [2.0, 3.0, 10.0, 1.0, 4.0, 2.5, 0.5], [2, 3, 5, 1, 4, 2, 1]
-    found = score_responses(losses, tokens, [9] * 7, "x", 320)
-    assert found.metric == RESPONSE_PERPLEXITY
+    [found] = score_responses(RESPONSE_METRICS, losses, tokens, [9] * 7, "x", 320).values()
+    assert found.metric == "response_perplexity"
     assert found.value == pytest.approx(math.exp(np.sum(losses) / np.sum(tokens)))
     assert found.ci95[0] < found.value < found.ci95[1]
     assert (found.higher_is_better, found.chance, found.n) == (False, 320.0, 7)
-    better = score_responses([x / 2 for x in losses], tokens, [9] * 7, "x", 320)
+    [better] = score_responses(RESPONSE_METRICS, [x / 2 for x in losses], tokens, [9] * 7, "x", 320).values()
     test = compare_steps(better.statistics, found.statistics)
     assert test["difference"] == pytest.approx(better.value - found.value)
     assert test["p_value"] < 0.05
@@ -114,4 +115,4 @@ def test_response_perplexity_is_the_mean_over_tokens():
 
 def test_response_perplexity_needs_examples():
     with raises_code("empty-data", InputError):
-        score_responses([], [], [], "x", None)
+        score_responses(RESPONSE_METRICS, [], [], [], "x", None)

@@ -1,6 +1,4 @@
-"""METEOR and BERTScore: similarity of texts whose words need not be equal.
-
-METEOR also matches stems and synonyms (English WordNet), BERTScore the contextual embeddings of tokens.
+"""BERTScore (Zhang et al. 2020): similarity of the contextual embeddings of tokens.
 
 Shapes: B = pairs of a batch, P and R = tokens of the longest prediction and reference, D = width.
 """
@@ -12,76 +10,56 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.errors import InputError, MissingDependencyError
+from pydantic import Field
+
+from smelt.core.errors import InputError
 from smelt.core.files import json_hash, load_json, resolve_path, sha256_of
+from smelt.core.stage import Settings
+from smelt.data.splits import TEXT_GENERATION, Split
+from smelt.evaluate.metrics.metric import (
+    BOOTSTRAP_SIGNATURE,
+    CORRELATION_LIMITS,
+    ExampleRows,
+    Rows,
+    TextMetric,
+    TextSamples,
+)
 
 if TYPE_CHECKING:
     import torch
 
-Rows = list[list[int | float]]
 _BATCH_SIZE = 32  # pairs
 _MAX_TOKENS = 512  # of a text, for a model without a position table
 
 
-def require_wordnet() -> None:
-    """Require the data that METEOR's synonyms come from.
+class BertScoreSettings(Settings):
+    """Settings of `bertscore`."""
 
-    Raises:
-        MissingDependencyError: `missing-wordnet`.
-    """
-    import nltk
-
-    for name in ("corpora/wordnet.zip", "corpora/wordnet"):
-        try:
-            nltk.data.find(name)
-        except LookupError:
-            continue
-        return
-    raise MissingDependencyError(
-        "meteor needs WordNet in nltk's data folder, which is not there. Install it with `python -m"
-        " nltk.downloader wordnet`, or set NLTK_DATA to the folder that has corpora/wordnet.",
-        code="missing-wordnet",
+    model: str = Field(min_length=1, description="folder of an encoder with weights in safetensors")
+    layer: int = Field(
+        ge=1, le=1000, description="hidden states after this block; bert-score uses 17 of roberta-large"
     )
 
 
-def sentence_tokenizer() -> tuple[Any, str]:
-    """Return nltk's Punkt, which splits a text into sentences, and the name of its parameters.
+class BertScore(TextMetric):
+    """Rows, K = 1: F1, -1..1."""
 
-    They are `english`, those of `word_tokenize`, if nltk's data folder has punkt_tab, else `untrained`, which
-    know no abbreviations.
-    """
-    from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
+    def example_rows(self, samples: TextSamples, settings: Mapping[str, Any]) -> ExampleRows:
+        """Return the F1 of each prediction, see `bertscore_rows`."""
+        base = samples.base
+        rows = bertscore_rows(samples.predictions, samples.references, settings, base, samples.device)
+        model = f"model:{Path(settings['model']).name}|weights:{encoder_hash(settings, base)[:12]}"
+        signature = f"{model}|layer:{settings['layer']}|idf:no|rescaled:no|refs:best|{BOOTSTRAP_SIGNATURE}"
+        return ExampleRows(rows, signature)
 
-    try:
-        return PunktTokenizer("english"), "english"
-    except LookupError:
-        return PunktSentenceTokenizer(), "untrained"
+    def check(self, settings: Mapping[str, Any], base: Path, splits: Mapping[str, Split]) -> None:
+        """Check the folder of the model, if the settings name one."""
+        if settings:
+            check_encoder(settings, base)
 
-
-def meteor_rows(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[Rows, str]:
-    """Return METEOR of each prediction, 0..1, the maximum over its references, and the part of its signature.
-
-    Computed by nltk with its defaults (alpha 0.9, beta 3, gamma 0.5; Banerjee and Lavie 2005) on words as
-    `word_tokenize` of nltk splits them: first into sentences, since the Treebank tokenizer separates a full
-    stop only at the end of what it gets.
-
-    Raises:
-        MissingDependencyError: as `require_wordnet`.
-    """
-    require_wordnet()
-    from nltk.tokenize import NLTKWordTokenizer
-    from nltk.translate.meteor_score import meteor_score
-
-    (sentences, parameters), tokenizer = sentence_tokenizer(), NLTKWordTokenizer()
-
-    def words(text: str) -> list[str]:
-        return [word for sentence in sentences.tokenize(text) for word in tokenizer.tokenize(sentence)]
-
-    rows: Rows = [
-        [float(meteor_score([words(text) for text in texts], words(prediction)))]
-        for prediction, texts in zip(predictions, references, strict=True)
-    ]
-    return rows, f"alpha:0.9|beta:3|gamma:0.5|tok:nltk|sentences:punkt {parameters}|refs:best"
+    def fingerprint(self, settings: Mapping[str, Any], base: Path) -> str:
+        """Return a hash of the weights and the tokenizer of the model."""
+        return encoder_hash(settings, base)
 
 
 def check_encoder(settings: Mapping[str, Any], base: Path) -> Path:
@@ -147,6 +125,8 @@ def bertscore_rows(
     import torch
     from transformers import AutoModel, AutoTokenizer
 
+    from smelt.runtimes.device import torch_device
+
     folder = check_encoder(settings, base)
     try:
         words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -155,7 +135,7 @@ def bertscore_rows(
         raise InputError(
             f"{folder}: cannot be loaded as an encoder: {error}", code="damaged-file", file=str(folder)
         ) from error
-    model = model.to(device).eval()
+    model = model.to(torch_device(device)).eval()
     encode = partial(_encode, model, words, settings["layer"])
     pairs = [
         (at, prediction, reference)
@@ -209,3 +189,17 @@ def _greedy_f1(prediction: EncodedTokens, reference: EncodedTokens) -> torch.Ten
     total = precision + recall
     f1 = 2 * precision * recall / total.where(total != 0, 1)
     return f1 * ((own.sum(1) > 0) & (other.sum(1) > 0))
+
+
+BERTSCORE = BertScore(
+    name="bertscore",
+    title="BERTScore",
+    unit="BERTScore",
+    description="F1 of matched token embeddings times 100, without idf weights and rescaling, best reference",
+    optional=("translation", "summarization", TEXT_GENERATION),
+    kind="mean",
+    limits=CORRELATION_LIMITS,
+    libraries=("transformers", "torch"),
+    settings=BertScoreSettings,
+    reads_file=True,
+)

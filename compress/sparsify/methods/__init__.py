@@ -1,0 +1,1 @@
+"""The sparsity methods: a file each; `registry.py` lists them."""

@@ -1,0 +1,166 @@
+"""Make layers sparse by a method, on the statistics of their inputs.
+
+Shapes: N = outputs, K = inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+
+from smelt.calibration.samples import CalibrationSamples
+from smelt.calibration.sequential import ObserveInputs
+from smelt.calibration.statistics import (
+    InputStatistics,
+    StatisticsCollector,
+    few_tokens_text,
+    input_width,
+)
+from smelt.compress.sparsify.methods.registry import SparsityMethod
+from smelt.compress.sparsify.settings import SparsityPattern
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.models.edits import is_masked, mark_masked
+from smelt.models.families.registry import Block
+from smelt.models.layers import component_layers
+
+
+@dataclass(frozen=True)
+class SparsityInput:
+    """What a method gets of a linear layer.
+
+    weight: float32 [N, K]. statistics: of its inputs; None if the method needs none. zeros: bool [N, K], the
+    weights that are zero already and stay zero, which count in the pattern; None for a dense layer.
+    """
+
+    weight: Tensor
+    statistics: InputStatistics | None = None
+    zeros: Tensor | None = None
+
+
+def linear_layer_names(block: Block, targets: Collection[str]) -> list[str]:
+    """Return the names of the linear layers in the selected parts of `block`, of any module type."""
+    names = [n for part in block.attentions for n in part.linear_layers] if "attention" in targets else []
+    feed = block.feed_forward if "ffn" in targets else None
+    return names + list(feed.linear_layers if feed is not None else ())
+
+
+def linear_layers(model: nn.Module, block: Block, targets: Collection[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers in the selected parts of `block` by name; of a composed one its parts."""
+    found: dict[str, nn.Linear] = {}
+    for name in linear_layer_names(block, targets):
+        parts = component_layers(model.get_submodule(name), name)
+        found |= {part: layer for part, layer in parts.items() if isinstance(layer, nn.Linear)}
+    return found
+
+
+class Sparsifier:
+    """Makes layers sparse and counts zeros.
+
+    Args:
+        model: the model with the layers.
+        method: chooses the zeros.
+        pattern: number and positions of zeros.
+        draw: generator of random numbers.
+    """
+
+    def __init__(
+        self, model: nn.Module, method: SparsityMethod, pattern: SparsityPattern, draw: Generator
+    ) -> None:
+        self._model, self._method, self._pattern, self._draw = model, method, pattern, draw
+        self._function = method.load()
+        self._seen: set[nn.Module] = set()
+        self._zeros: dict[str, float] = {}
+        self._counts = [0, 0]  # zeros, weights
+        self._odd: list[str] = []
+        self._unreached: list[str] = []
+        self._fed: list[tuple[int, int]] = []
+
+    @torch.no_grad()
+    def sparsify(self, layers: dict[str, nn.Linear], observe: ObserveInputs | None) -> None:
+        """Make `layers` sparse in place, except those done before; `observe` provides their inputs."""
+        new = {name: m for name, m in layers.items() if m not in self._seen}
+        self._seen.update(new.values())
+        self._odd += [name for name, m in new.items() if not self._pattern.fits(m.in_features)]
+        fit = {name: m for name, m in new.items() if self._pattern.fits(m.in_features)}
+        found = self._collect_statistics(fit, observe)
+        for name, layer in fit.items():
+            seen = found.pop(name, None)  # frees its second moment
+            if seen is not None and not seen.tokens:
+                self._unreached.append(name)
+                continue
+            if seen is not None:
+                self._fed.append((seen.tokens, layer.in_features))
+            weight = layer.weight.detach().float().cpu()
+            zeros = weight == 0 if is_masked(layer) else None  # it is already sparse
+            sparse = self._function(SparsityInput(weight, seen, zeros), self._pattern, self._draw)
+            layer.weight.copy_(sparse)
+            mark_masked(layer)
+            num_zeros = int((layer.weight == 0).sum())
+            self._counts = [self._counts[0] + num_zeros, self._counts[1] + weight.numel()]
+            self._zeros[name] = round(num_zeros / weight.numel(), 4)
+
+    def _collect_statistics(
+        self, layers: dict[str, nn.Linear], observe: ObserveInputs | None
+    ) -> dict[str, InputStatistics]:
+        if observe is None or not layers:
+            return {}
+        widths = {name: input_width(layer) for name, layer in layers.items()}
+        device = next(iter(layers.values())).weight.device.type
+        collector = StatisticsCollector(widths, second=self._method.needs == "moments", device=device)
+        observe({name: [layer] for name, layer in layers.items()}, collector.update)
+        for name, found in collector.statistics.items():
+            if not bool(found.squares.isfinite().all()):
+                raise InputError(
+                    f"sparsify: {name}: the layer's inputs are not finite. The training before this"
+                    " step has probably diverged; lower its learning_rate.",
+                    code="non-finite-activations",
+                )
+        return {name: found.to("cpu") for name, found in collector.statistics.items()}
+
+    def report(self, rows: CalibrationSamples | None, ctx: Context) -> None:
+        """Report results in the details and warnings of `ctx`.
+
+        Raises:
+            InputError: no layer could be made sparse.
+        """
+        if not self._zeros:
+            why = (
+                f"their input sizes are not multiples of {self._pattern.group}"
+                if self._odd
+                else "none is a linear layer"
+            )
+            raise InputError(
+                f"sparsify: no layer of the blocks can be made sparse: {why}. Remove the stage.",
+                code="no-layer-selected",
+            )
+        share = self._counts[0] / self._counts[1]
+        ctx.details["sparsity"] = round(share, 4)
+        ctx.details["zeros"] = self._counts[0]
+        ctx.details["sparsity_by_layer"] = self._zeros
+        ctx.warn(
+            "zeros-not-faster",
+            f"{share:.1%} of the weights of {len(self._zeros)} layers are zero. They are still stored"
+            " and multiplied, so the model is neither smaller nor faster.",
+        )
+        if self._odd:
+            ctx.warn(
+                "pattern-does-not-fit",
+                f"{len(self._odd)} layers are unchanged, because their input sizes are not multiples"
+                f" of {self._pattern.group}: {', '.join(self._odd[:3])}.",
+            )
+        if self._unreached:
+            ctx.warn(
+                "uncalibrated-layers",
+                f"No calibration sample reaches {', '.join(self._unreached)}; these layers are"
+                " unchanged. Add calibration samples that use them.",
+            )
+        if rows is not None and self._method.needs == "moments" and (few := few_tokens_text(self._fed, rows)):
+            ctx.warn(
+                "few-calibration-tokens",
+                f"{few}; results may overfit. Increase calibration_samples, or add data:"
+                f" {{calibration: FILE}}.",
+            )

@@ -1,0 +1,1 @@
+"""The metrics: a file each, or one for several that share their formula; `registry.py` lists them."""

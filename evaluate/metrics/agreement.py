@@ -1,0 +1,240 @@
+"""How far outputs changed from the baseline's, without references: agreement, top1, relative error.
+
+They do not measure whether a change is for the better or the worse: a step that corrects a mistake of the
+baseline agrees less with it. Of a graph's outputs, for each sample the output with the largest difference
+counts, so others cannot hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import singledispatch
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
+from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, TEXT_GENERATION
+from smelt.evaluate.metrics.metric import (
+    BOOTSTRAP_SIGNATURE,
+    CORRELATION_LIMITS,
+    ERROR_LIMITS,
+    ComparedArrays,
+    ComparedOutputs,
+    ComparedVectors,
+    ExampleRows,
+    Metric,
+    Outputs,
+    Rows,
+)
+
+Similarities = tuple[list[float], str, str | None]
+"""The similarity of each example, -1..1; how it is computed, for the signature; its unit, if not a cosine."""
+
+
+class Agreement(Metric[ComparedOutputs | ComparedVectors | ComparedArrays]):
+    """Rows, K = 1: similarity with the baseline's output, -1..1."""
+
+    samples = (ComparedOutputs, ComparedVectors, ComparedArrays)
+
+    def example_rows(
+        self, samples: ComparedOutputs | ComparedVectors | ComparedArrays, settings: Mapping[str, Any]
+    ) -> ExampleRows:
+        """Return the similarity of each output with the baseline's."""
+        values, how, unit = _similarities(samples)
+        rows: Rows = [[value] for value in values]
+        return ExampleRows(rows, f"{how}|reference:{samples.key[:12]}|{BOOTSTRAP_SIGNATURE}", unit=unit)
+
+    def value_limits(self, signature: str) -> tuple[float, float]:
+        """Return the limits: agreement of texts and classes is no cosine and is not below 0."""
+        return self.limits if "cosine" in signature else (0.0, 100.0)
+
+
+@singledispatch
+def _similarities(samples: Any) -> Similarities:
+    raise NotImplementedError(type(samples))
+
+
+@_similarities.register
+def _of_outputs(samples: ComparedOutputs) -> Similarities:
+    """Return chrF of texts, or whether classes are equal."""
+    pairs = list(zip(samples.outputs, samples.expected, strict=True))
+    if samples.classes:
+        return [float(a == b) for a, b in pairs], "equal predictions|x100", "%"
+    from sacrebleu.metrics.chrf import CHRF
+
+    scorer = CHRF()
+    scores = [scorer.sentence_score(str(a), [str(b)]).score / 100 for a, b in pairs]
+    # sacrebleu's score of two empty texts is 0
+    values = [1.0 if str(a) == str(b) else score for (a, b), score in zip(pairs, scores, strict=True)]
+    return values, f"mean sentence chrF|{scorer.get_signature()}|x100", "chrF"
+
+
+@_similarities.register
+def _of_vectors(samples: ComparedVectors) -> Similarities:
+    return paired_cosines(samples.vectors, samples.expected).tolist(), "mean cosine|x100", None
+
+
+@_similarities.register
+def _of_arrays(samples: ComparedArrays) -> Similarities:
+    pairs = zip(samples.outputs, samples.expected, strict=True)
+    how = "lowest cosine of a row's outputs, of one number its likeness|mean|x100"
+    return [_min_cosine(*pair) for pair in pairs], f"outputs:{','.join(samples.expected[0])}|{how}", None
+
+
+class Top1(Metric[ComparedArrays]):
+    """Rows, K = 2: 1 where the choices of a sample are the same, then 1."""
+
+    samples = (ComparedArrays,)
+
+    def example_rows(self, samples: ComparedArrays, settings: Mapping[str, Any]) -> ExampleRows | None:
+        """Return whether the choices of each sample are equal; None if no output has choices."""
+        first = samples.expected[0]
+        axes = {name: axis for name, axis in samples.class_axes.items() if name in first}
+        if not axes and all(value.dtype.kind == "f" for value in first.values()):
+            return None
+        pairs = zip(samples.outputs, samples.expected, strict=True)
+        rows: Rows = [[int(_is_top1_equal(*pair, axes)), 1] for pair in pairs]
+        how = f"argmax of {axes}|reference:{samples.key[:12]}|ci:wilson"
+        return ExampleRows(rows, f"outputs:{','.join(first)}|{how}")
+
+
+class RelativeError(Metric[ComparedArrays]):
+    """Rows, K = 1: the largest difference, as a share of the reference's largest value."""
+
+    samples = (ComparedArrays,)
+
+    def example_rows(self, samples: ComparedArrays, settings: Mapping[str, Any]) -> ExampleRows:
+        """Return the largest relative error of each sample."""
+        pairs = zip(samples.outputs, samples.expected, strict=True)
+        rows: Rows = [[_max_relative_error(*pair)] for pair in pairs]
+        how = f"largest difference/largest value|mean|x100|reference:{samples.key[:12]}"
+        return ExampleRows(rows, f"outputs:{','.join(samples.expected[0])}|{how}|{BOOTSTRAP_SIGNATURE}")
+
+
+def paired_cosines(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the cosine of each row of `one` with the same row of `other`: [n, D], [n, D] -> [n].
+
+    The cosine of a zero vector is set to 0.
+    """
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    products = (a * b).sum(axis=1)
+    cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+    return np.asarray(np.clip(cosines, -1, 1))
+
+
+def _min_cosine(got: Outputs, expected: Outputs) -> float:
+    """Return the lowest similarity of an output with the reference's, -1 to 1; 1 for equal outputs."""
+    return min((_array_cosine(got[name], other) for name, other in expected.items()), default=1.0)
+
+
+def _array_cosine(got: NDArray[Any], expected: NDArray[Any]) -> float:
+    if not _is_comparable(got, expected):
+        return 1.0 if _is_equal(got, expected) else 0.0
+    a, b = _finite_values(got, expected)
+    if np.array_equal(a, b):
+        return 1.0
+    if expected.size == 1:  # the cosine of a single number would always be 1
+        return 1 - _relative_distance(float(a[0]), float(b[0])) if expected.dtype.kind == "f" else 0.0
+    largest_a, largest_b = float(np.abs(a).max()), float(np.abs(b).max())
+    if not largest_a or not largest_b:
+        return 0.0
+    a, b = a / largest_a, b / largest_b  # so that no square overflows or underflows a float64
+    return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
+
+
+def _relative_distance(a: float, b: float) -> float:
+    """Return the difference of two different numbers as a share of the larger one, 0 to 2."""
+    largest = max(abs(a), abs(b))
+    return abs(a / largest - b / largest)
+
+
+def _max_relative_error(got: Outputs, expected: Outputs) -> float:
+    """Return the largest difference, as a share of the reference's largest value; 1 without agreement."""
+    return max((_array_relative_error(got[name], other) for name, other in expected.items()), default=0.0)
+
+
+def _array_relative_error(got: NDArray[Any], expected: NDArray[Any]) -> float:
+    if not _is_comparable(got, expected):
+        return 0.0 if _is_equal(got, expected) else 1.0
+    a, b = _finite_values(got, expected)
+    largest = float(np.abs(b).max(initial=0.0))
+    off = float(np.abs(a - b).max(initial=0.0))
+    return off / largest if largest > 0 else float(off > 0)
+
+
+def _is_top1_equal(got: Outputs, expected: Outputs, axes: Mapping[str, int]) -> bool:
+    """Return whether each output with scores of classes has the reference's argmax; others are equal."""
+    return all(
+        _has_same_argmax(got[name], other, axes[name]) if name in axes else _is_equal(got[name], other)
+        for name, other in expected.items()
+        if name in axes or other.dtype.kind != "f"
+    )
+
+
+def _has_same_argmax(got: NDArray[Any], expected: NDArray[Any], axis: int) -> bool:
+    if got.dtype.kind != "f" or not _is_comparable(got, expected):
+        return False
+    if expected.ndim < -axis:
+        return True  # a single number has no argmax
+    return bool(np.array_equal(got.argmax(axis), expected.argmax(axis)))
+
+
+def _is_comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+    """Return whether both are numbers of one shape, finite at the same positions, else equal."""
+    if got.shape != expected.shape or got.dtype.kind not in "fiub" or expected.dtype.kind not in "fiub":
+        return False
+    got_finite, expected_finite = np.isfinite(got), np.isfinite(expected)
+    return bool(
+        np.array_equal(got_finite, expected_finite)
+        and np.array_equal(got[~got_finite], expected[~expected_finite], equal_nan=True)
+    )
+
+
+def _finite_values(
+    got: NDArray[Any], expected: NDArray[Any]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    finite = np.isfinite(expected)
+    return got[finite].astype(np.float64).ravel(), expected[finite].astype(np.float64).ravel()
+
+
+def _is_equal(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+    return bool(np.array_equal(got, expected))
+
+
+AGREEMENT = Agreement(
+    name="agreement",
+    title="Agreement",
+    unit="cosine",
+    description="similarity to the baseline's outputs, no references needed: mean sentence chrF of texts,"
+    " percent of equal classes, 100 times the mean cosine of vectors (custom: with the original graph's"
+    " outputs, of one number 1 minus the relative difference)",
+    tasks=(SENTENCE_SIMILARITY, CUSTOM_TASK),
+    optional=("translation", "summarization", TEXT_GENERATION, SINGLE_LABEL, MULTI_LABEL),
+    kind="mean",
+    limits=CORRELATION_LIMITS,
+    compares_with_baseline=True,
+)
+TOP1 = Top1(
+    name="top1",
+    title="Top-1 agreement",
+    unit="%",
+    description="samples whose largest scores of classes have the original graph's positions, and whose"
+    " integers, booleans and texts are equal",
+    tasks=(CUSTOM_TASK,),
+    kind="proportion",
+    compares_with_baseline=True,
+)
+RELATIVE_ERROR = RelativeError(
+    name="relative_error",
+    title="Relative error",
+    unit="%",
+    description="mean of a sample's largest difference, of the original graph's largest value",
+    tasks=(CUSTOM_TASK,),
+    kind="mean",
+    limits=ERROR_LIMITS,
+    higher_is_better=False,
+    compares_with_baseline=True,
+)

@@ -1,0 +1,222 @@
+"""The metrics, and queries on all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field
+
+from smelt.core.stage import Settings
+from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
+from smelt.data.splits import (
+    ALL_TASKS,
+    CLASSIFICATION_TASKS,
+    SENTENCE_SIMILARITY,
+    TEXT_TO_TEXT_TASKS,
+)
+from smelt.evaluate.metrics.agreement import AGREEMENT, RELATIVE_ERROR, TOP1
+from smelt.evaluate.metrics.answers import EXACT_MATCH, TOKEN_F1
+from smelt.evaluate.metrics.bertscore import BERTSCORE
+from smelt.evaluate.metrics.bleu import BLEU
+from smelt.evaluate.metrics.choices import ACC, ACC_NORM
+from smelt.evaluate.metrics.chrf import CHRF
+from smelt.evaluate.metrics.classes import ACCURACY, F1_OF_CLASSES, MATTHEWS, PRECISION, RECALL
+from smelt.evaluate.metrics.cross_entropy import CROSS_ENTROPY
+from smelt.evaluate.metrics.label_sets import (
+    F1_MACRO,
+    F1_MICRO,
+    PRECISION_OF_LABELS,
+    RECALL_OF_LABELS,
+    SUBSET_ACCURACY,
+)
+from smelt.evaluate.metrics.meteor import METEOR
+from smelt.evaluate.metrics.metric import (
+    Metric,
+    MetricSettingValues,
+    NumberSamples,
+    Samples,
+    TextSamples,
+    WindowSamples,
+)
+from smelt.evaluate.metrics.perplexity import BITS_PER_BYTE, PERPLEXITY, RESPONSE_PERPLEXITY
+from smelt.evaluate.metrics.regression import MSE, PEARSON, SPEARMAN
+from smelt.evaluate.metrics.rouge import ROUGE
+from smelt.evaluate.metrics.ter import TER
+
+# The order is that of a task's default metrics.
+_ALL_METRICS: tuple[Metric[Any], ...] = (
+    BLEU,
+    CHRF,
+    TER,
+    *ROUGE,
+    METEOR,
+    BERTSCORE,
+    TOKEN_F1,
+    EXACT_MATCH,
+    ACCURACY,
+    F1_OF_CLASSES,
+    PRECISION,
+    RECALL,
+    MATTHEWS,
+    F1_MICRO,
+    F1_MACRO,
+    SUBSET_ACCURACY,
+    *PRECISION_OF_LABELS,
+    *RECALL_OF_LABELS,
+    CROSS_ENTROPY,
+    PEARSON,
+    SPEARMAN,
+    MSE,
+    AGREEMENT,
+    TOP1,
+    RELATIVE_ERROR,
+    PERPLEXITY,
+    ACC,
+    ACC_NORM,
+    RESPONSE_PERPLEXITY,
+    BITS_PER_BYTE,
+)
+METRICS: dict[str, Metric[Any]] = {metric.name: metric for metric in _ALL_METRICS}
+
+
+class CustomMetricSettings(Settings):
+    """Settings of a user's custom metric, `package.module:function`."""
+
+    greater_is_better: bool = Field(default=True, description="false: lower values are better")
+
+
+# A user's own function, `package.module:function`: its range is not known.
+_CUSTOM_METRIC: Metric[Any] = Metric(
+    name="module:function",
+    title="",
+    unit="",
+    description="a custom metric",
+    kind="mean",
+    limits=(-math.inf, math.inf),
+    scale=1.0,
+    digits=4,
+    settings=CustomMetricSettings,
+)
+
+
+def find_metric(name: str) -> Metric[Any]:
+    """Return the metric `name`, a name in `METRICS` or a user's own `module:function`.
+
+    Raises:
+        KeyError: no such metric.
+    """
+    base = base_metric(name)
+    if is_custom_metric(base):
+        return replace(_CUSTOM_METRIC, name=base, title=base)
+    if base not in METRICS:
+        raise KeyError(f"'{name}' is not a metric")
+    known = METRICS[base]
+    return (
+        known if base == name else replace(known, name=name, title=f"{known.title} {name.removeprefix(base)}")
+    )
+
+
+def variant_name(metric: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of a metric that is scored several times, `f1(positive)`; `f1` without settings."""
+    return f"{metric}({', '.join(map(str, settings.values()))})" if settings else metric
+
+
+def base_metric(name: str) -> str:
+    """Return the metric of `variant_name`, `f1` for `f1(positive)`; other names are returned as they are."""
+    base, bracket, _ = name.partition("(")
+    found = METRICS.get(base) if bracket and name.endswith(")") else None
+    return base if found is not None and found.has_variants else name
+
+
+def absent_metric_hint(name: str) -> str:
+    """Return why a known metric is not offered, after a space; empty for any other name."""
+    if "comet" not in name.lower():
+        return ""
+    return (
+        " COMET is not offered: its checkpoints are pickles, which run code when they are opened, and smelt"
+        " opens none. bertscore compares meanings, too."
+    )
+
+
+def is_custom_metric(name: str) -> bool:
+    """Return whether `name` is a user's custom metric, `package.module:function`."""
+    return ":" in name and base_metric(name) == name  # a class may be called `a:b`
+
+
+def takes_custom_metrics(task: str) -> bool:
+    """Return whether custom metrics can be scored in `task`: outputs are texts, classes or numbers."""
+    return task in TEXT_TO_TEXT_TASKS or task in CLASSIFICATION_TASKS
+
+
+def metric_settings_type(name: str) -> type[Settings]:
+    """Return the class of the settings of a metric; `Settings` for one that has none.
+
+    Raises:
+        KeyError: no such metric.
+    """
+    return find_metric(name).settings or Settings
+
+
+def is_lower_better(name: str, settings: MetricSettingValues) -> bool:
+    """Return whether lower values of the metric `name` are better; False for an unknown one."""
+    if is_custom_metric(name):
+        return not settings.get(name, {}).get("greater_is_better", True)
+    known = METRICS.get(base_metric(name))
+    return known is not None and not known.higher_is_better
+
+
+def fitting_metrics(*groups: str) -> tuple[str, ...]:
+    """Return the metrics of tasks or problem types: by default scored ones first, of these the main one."""
+    found: list[str] = []
+    for part in ("main", "tasks", "optional"):
+        found += [name for name, metric in METRICS.items() if {*groups} & {*getattr(metric, part)}]
+    return tuple(dict.fromkeys(found))
+
+
+def default_metrics(group: str) -> tuple[str, ...]:
+    """Return the metrics of a task or problem type that are scored if a recipe lists none."""
+    return tuple(name for name in fitting_metrics(group) if group not in METRICS[name].optional)
+
+
+_PROBLEMS = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
+METRICS_BY_PROBLEM: dict[ProblemType, tuple[str, ...]] = {name: fitting_metrics(name) for name in _PROBLEMS}
+"""The metrics that fit each problem type of a classifier; the first is the main one."""
+DEFAULTS_BY_PROBLEM: dict[ProblemType, tuple[str, ...]] = {name: default_metrics(name) for name in _PROBLEMS}
+CLASSIFIER_METRICS = tuple(
+    dict.fromkeys(metric for metrics in METRICS_BY_PROBLEM.values() for metric in metrics)
+)
+_OTHER_TASKS = tuple(task for task in ALL_TASKS if task not in CLASSIFICATION_TASKS)
+METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
+    **{task: fitting_metrics(task) for task in _OTHER_TASKS},
+    **dict.fromkeys(sorted(CLASSIFICATION_TASKS), CLASSIFIER_METRICS),
+}
+"""The metrics that fit each task."""
+# Of a recipe that names none. For a classifier they depend on the problem type, for sentence embedders on
+# whether the samples have scores; both are known after reading model and data
+# (smelt.pipeline.plan.untrained_checks, smelt.pipeline.plan.task_checks).
+DEFAULT_METRICS: dict[str, tuple[str, ...]] = {
+    **{task: default_metrics(task) for task in _OTHER_TASKS},
+    **dict.fromkeys((*CLASSIFICATION_TASKS, SENTENCE_SIMILARITY), ()),
+}
+
+
+def metrics_of(samples: type[Samples]) -> tuple[str, ...]:
+    """Return the metrics that score samples of this kind, in the order of `METRICS`."""
+    return tuple(name for name, metric in METRICS.items() if samples in metric.samples)
+
+
+TEXT_METRICS = metrics_of(TextSamples)
+# of running text, whose windows depend on the tokenizer
+WINDOW_METRICS = metrics_of(WindowSamples)
+AGREEMENT_METRIC, TOP1_METRIC = AGREEMENT.name, TOP1.name
+EMBEDDING_METRICS = METRICS_BY_TASK[SENTENCE_SIMILARITY]
+# of embedders, which need scored pairs
+CORRELATION_METRICS = tuple(name for name in EMBEDDING_METRICS if NumberSamples in METRICS[name].samples)
+
+
+def scores_agreement_alone(metrics: Sequence[str]) -> bool:
+    """Return whether only agreement with the baseline's outputs is scored, which needs no references."""
+    return tuple(metrics) == (AGREEMENT_METRIC,)

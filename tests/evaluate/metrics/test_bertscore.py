@@ -1,0 +1,67 @@
+"""BERTScore against the numbers of bert-score."""
+
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.evaluate.metrics import bertscore
+from smelt.evaluate.quality import score_texts
+from tests.support.expected_errors import raises_code
+
+TOKENS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "dog",
+    "ran",
+    "home",
+    ".",
+    ",",
+    "##s",
+]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("encoder")
+    (folder / "vocab.txt").write_text("\n".join(TOKENS))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(TOKENS), max_position_embeddings=32, **sizes)).save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=32).save_pretrained(folder)
+    return folder
+
+
+def test_bertscore_is_that_of_its_package(encoder):
+    """F1 by bert-score 0.3.13 with num_layers=2, and no idf weights, of the same model."""
+    settings = {"bertscore": {"model": encoder.name, "layer": 2}}
+    predictions = ["the cat sat.", "a dog ran", "", "the cat sat on a mat , the dogs ran home . " * 9]
+    references = [
+        ["the cat sat on a mat ."], ["a dog ran home", "the dogs ran"], ["a dog"], ["a dog ran home"],
+    ]  # fmt: skip
+    score = score_texts(["bertscore"], predictions, references, settings, base=encoder.parent)["bertscore"]
+    rows = [value for [value] in score.statistics.rows]
+    assert rows[:3] == pytest.approx([0.8850, 0.9735, 0.0], abs=1e-4)
+    assert score.value == pytest.approx(100 * sum(rows) / 4)
+    assert 0 < rows[3] < 1
+    [same] = bertscore.bertscore_rows(["a dog"], [["a dog"]], settings["bertscore"], encoder.parent)
+    assert same == pytest.approx([1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [({"model": "nowhere", "layer": 1}, "missing-file"), ({"model": ".", "layer": 4}, "wrong-value")],
+)
+def test_an_encoder_that_does_not_fit_is_refused(encoder, settings, code):
+    with raises_code(code, InputError):
+        bertscore.check_encoder(settings, encoder)

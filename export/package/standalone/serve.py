@@ -100,6 +100,9 @@ def main() -> int:
     except OSError as error:
         print(f"error: cannot listen on {options.host}, port {options.port}: {error}", file=sys.stderr)
         return 2
+    # uvicorn sends a response in two parts. Connections inherit the option; asyncio sets it only on sockets
+    # that name their protocol.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     service = InferenceService(options)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -114,8 +114,8 @@ def main() -> None:
         rate, middle, late, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
         ratios = [a[0] / b[0] for a, b in zip(rounds, found[callers, services[0]], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
-        values = f"{callers:7}  {rate:10.1f}  {ratio:>19}  {middle:6.1f}  {late:6.1f}  {cpu:12.1f}"
-        print(f"{values}  {service.name}")
+        columns = f"{callers:7}  {rate:10.1f}  {ratio:>19}  {middle:6.1f}  {late:6.1f}  {cpu:12.1f}"
+        print(f"{columns}  {service.name}")
     for service in services:
         service.process.terminate()
 

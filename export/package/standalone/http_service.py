@@ -93,7 +93,7 @@ class ServiceMetrics:
     """The metrics of Prometheus. Thread-safe."""
 
     def __init__(self) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "smelt_requests", "Answered requests, by path and status.", ("path", "status"), registry=registry
@@ -139,7 +139,7 @@ class InferenceService:
                 Route("/metrics", self.render_metrics),
                 Route("/predict", self.predict, methods=["POST"]),
             ],
-            exception_handlers={HTTPException: http_error, Exception: internal_error},
+            exception_handlers={HTTPException: error_response, Exception: error_response},
         )
 
     def load(self, model: PackagedModel) -> None:
@@ -298,11 +298,8 @@ class InferenceService:
             raise HTTPException(408, about, {"Connection": "close"}) from None
 
 
-def http_error(request: Request, error: HTTPException) -> Response:
-    """Return the response for an error with a status."""
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-
-
-def internal_error(request: Request, error: Exception) -> Response:
-    """Return the response for another error, which uvicorn logs."""
+def error_response(request: Request, error: Exception) -> Response:
+    """Return the response for an error; uvicorn logs those without a status."""
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
     return JSONResponse({"error": "internal error; see the service's log"}, 500)

@@ -1,11 +1,11 @@
-"""What serve.py of a package answers in a second, by its options and the callers at the same time.
+"""What serve.py of packages answers in a second, by its options and the callers at the same time.
 
-    python benchmarks/package_service.py PACKAGE TEST.jsonl.gz
+    python benchmarks/package_service.py TEST.jsonl.gz PACKAGE [PACKAGE ...]
 
-Each request is one text, over a connection that a caller keeps. One service for each set of options runs
-all the time, and they take turns, round by round, so that other work on the machine meets all of them.
-Printed are medians over the rounds; `ratio` is the requests a second over those of the first options with as
-many callers, in the same round, with the smallest and the largest of the rounds.
+Each request is one text, over a connection that a caller keeps. One service for each package and set of
+options runs all the time, and they take turns, round by round, so that other work on the machine meets all of
+them. Printed are medians over the rounds; `ratio` is the requests a second over those of the first package
+and options with as many callers, in the same round, with the smallest and the largest of the rounds.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ OPTIONS = (
 
 
 class RunningService:
-    """A service with some options. cpu: seconds of the processor that it has used."""
+    """A service with some options. name: both. cpu: seconds of the processor that it has used."""
 
     def __init__(self, package: Path, options: str) -> None:
+        self.name = f"{package.name} {options}"
         command = [sys.executable, "serve.py", "--port", "0", *options.split()]
         self.process = subprocess.Popen(command, cwd=package, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -86,8 +87,8 @@ def measure(service: RunningService, callers: int, texts: list[str]) -> tuple[fl
 def main() -> None:
     """Measure all settings and print a table of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("package", type=Path, help="a standalone package")
     parser.add_argument("test", type=Path)
+    parser.add_argument("packages", type=Path, nargs="+", help="standalone packages")
     parser.add_argument("--field", default="source", help="of the rows")
     parser.add_argument("--options", nargs="+", default=list(OPTIONS))
     parser.add_argument("--callers", nargs="+", type=int, default=[1, 4, 16, 64])
@@ -96,22 +97,26 @@ def main() -> None:
     arguments = parser.parse_args()
     with gzip.open(arguments.test, "rt", encoding="utf-8") as stream:
         texts = [json.loads(line)[arguments.field] for line in itertools.islice(stream, arguments.requests)]
-    services = {options: RunningService(arguments.package, options) for options in arguments.options}
-    settings = list(itertools.product(arguments.callers, arguments.options))
-    found: dict[tuple[int, str], list[tuple[float, ...]]] = {setting: [] for setting in settings}
+    services = [
+        RunningService(package, options)
+        for package, options in itertools.product(arguments.packages, arguments.options)
+    ]
+    settings = list(itertools.product(arguments.callers, services))
+    found: dict[tuple[int, RunningService], list[tuple[float, ...]]] = {setting: [] for setting in settings}
     for number in range(arguments.rounds + 1):  # the first one warms up
-        for callers, options in settings:
-            values = measure(services[options], callers, texts)
+        for callers, service in settings:
+            values = measure(service, callers, texts)
             if number:
-                found[callers, options].append(values)
+                found[callers, service].append(values)
     print(f"{os.cpu_count()} cores, {len(texts)} requests of one text, medians of {arguments.rounds} rounds")
-    print("callers  requests/s  ratio [least, most]  p50 ms  p95 ms  processor ms  options")
-    for (callers, options), rounds in found.items():
+    print("callers  requests/s  ratio [least, most]  p50 ms  p95 ms  processor ms  package, options")
+    for (callers, service), rounds in found.items():
         rate, middle, late, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
-        ratios = [a[0] / b[0] for a, b in zip(rounds, found[callers, arguments.options[0]], strict=True)]
+        ratios = [a[0] / b[0] for a, b in zip(rounds, found[callers, services[0]], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
-        print(f"{callers:7}  {rate:10.1f}  {ratio:>19}  {middle:6.1f}  {late:6.1f}  {cpu:12.1f}  {options}")
-    for service in services.values():
+        columns = f"{callers:7}  {rate:10.1f}  {ratio:>19}  {middle:6.1f}  {late:6.1f}  {cpu:12.1f}"
+        print(f"{columns}  {service.name}")
+    for service in services:
         service.process.terminate()
 
 

@@ -3,7 +3,7 @@
 infer.py is the file of a task with the imported parts inlined. The parts are modules of smelt, so they are
 formatted, typed and tested like all others; the result is one file that imports nothing of smelt. infer.json
 has the settings with which infer.py answers as the artifact was scored. Next to them are requirements.txt, an
-example request and a Dockerfile.
+example request and a Dockerfile; serve.py has its own, so that infer.py needs no HTTP server.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 INFER_FILE, SERVE_FILE, INFER_SETTINGS_FILE = "infer.py", "serve.py", "infer.json"
+REQUIREMENTS_FILE, SERVE_REQUIREMENTS_FILE = "requirements.txt", "requirements-serve.txt"
 _GENERATES = (*TEXT_TO_TEXT_TASKS, "language-modeling")
 # the file in standalone/ for a task, its class, and a program that uses the class
 TASK_SCRIPTS = {
@@ -61,7 +62,7 @@ TASK_SCRIPTS = {
 
 
 class StandaloneFormat:
-    """A package that needs only onnxruntime, numpy and a tokenizer library or Pillow."""
+    """A package that needs onnxruntime, numpy, a tokenizer library or Pillow, and to serve an HTTP server."""
 
     name: ClassVar[str] = "standalone"
     summary: ClassVar[str] = "graphs with infer.py and a service: onnxruntime, numpy"
@@ -102,7 +103,7 @@ class StandaloneFormat:
             )
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
-        """Write the artifact, infer.py with its settings, serve.py, requirements.txt and a Dockerfile."""
+        """Write the artifact, infer.py with its settings, serve.py, their requirements and a Dockerfile."""
         task = artifact.manifest.task
         settings, notes = infer_settings(artifact, origin.generation)
         reader = "pillow" if task == IMAGE_CLASSIFICATION else settings["tokenizer"]["reader"]
@@ -113,7 +114,8 @@ class StandaloneFormat:
         (folder / SERVE_FILE).write_text(assemble_script("serve", {}), encoding="utf-8")
         write_json(folder / INFER_SETTINGS_FILE, settings)
         more = ("jinja2", "markupsafe") if task == TEXT_GENERATION else ()
-        (folder / "requirements.txt").write_text(requirements_file(reader, *more), encoding="utf-8")
+        (folder / REQUIREMENTS_FILE).write_text(requirements_file(reader, *more), encoding="utf-8")
+        (folder / SERVE_REQUIREMENTS_FILE).write_text(serve_requirements_file(), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
         given = "photo.jpg" if task == IMAGE_CLASSIFICATION else '"TEXT"'
         return UsageNotes(
@@ -122,7 +124,7 @@ class StandaloneFormat:
             examples=(
                 ("bash", f"python {INFER_FILE} < lines.txt"),
                 ("python", f"from infer import {kind}\n\n{use}"),
-                ("bash", f"python {SERVE_FILE} --port {PORT}\n{curl_command(task)}"),
+                ("bash", f"{SERVE_INSTALL_COMMAND}\npython {SERVE_FILE} --port {PORT}\n{curl_command(task)}"),
                 ("bash", f"docker build -t NAME .\ndocker run --rm -p {PORT}:{PORT} NAME"),
             ),
             notes=(*notes, "The Dockerfile has not been tested: smelt is developed without Docker."),
@@ -198,7 +200,19 @@ def _import_lines(imports: Mapping[str, set[str]]) -> str:
     return "\n\n".join("\n".join(group) for group in ordered if group)
 
 
-INSTALL_COMMAND = "pip install --no-deps -r requirements.txt"
+INSTALL_COMMAND = f"pip install --no-deps -r {REQUIREMENTS_FILE}"
+SERVE_INSTALL_COMMAND = f"pip install --no-deps -r {SERVE_REQUIREMENTS_FILE}"
+# what serve.py imports, and what these packages import
+SERVE_PACKAGES = (
+    "starlette",
+    "uvicorn",
+    "prometheus-client",
+    "anyio",
+    "click",
+    "h11",
+    "idna",
+    "typing-extensions",
+)
 TRIM_COMMAND = (
     "cd \"$(python -c 'import site; print(site.getsitepackages()[0])')\""
     " && rm -rf numpy/tests numpy/*/tests onnxruntime/quantization onnxruntime/tools onnxruntime/transformers"
@@ -206,6 +220,13 @@ TRIM_COMMAND = (
     " onnxruntime/capi/libonnxruntime.so.*"
 )
 USER, PORT = 1000, 8000  # of the container
+# without the libraries of serve.py, whose import takes longer than the request
+HEALTH_CHECK = (
+    "import http.client, os, sys;"
+    " service = http.client.HTTPConnection('127.0.0.1', int(os.environ['PORT']), timeout=4);"
+    " service.request('GET', '/health');"
+    " sys.exit(service.getresponse().status != 200)"
+)
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # of one version they compute the same on a CPU
 
 
@@ -236,6 +257,12 @@ def requirements_file(reader: str, *more: str) -> str:
     return "\n".join([f"# {INSTALL_COMMAND}", *requirements(reader, *more)]) + "\n"
 
 
+def serve_requirements_file() -> str:
+    """Return requirements-serve.txt: requirements.txt and the HTTP server, at the versions that smelt has."""
+    lines = [f"{name}=={version(name)}" for name in SERVE_PACKAGES]
+    return "\n".join([f"# {SERVE_INSTALL_COMMAND}", f"-r {REQUIREMENTS_FILE}", *lines]) + "\n"
+
+
 def curl_command(task: str) -> str:
     """Return the shell command that sends a request to the service."""
     url = f"http://127.0.0.1:{PORT}/predict"
@@ -256,13 +283,13 @@ def dockerfile() -> str:
 FROM python:{python}-slim
 RUN useradd --create-home --uid {USER} model
 WORKDIR /model
-COPY requirements.txt .
-RUN {INSTALL_COMMAND} --no-cache-dir --no-compile && {TRIM_COMMAND} && python -c 'import onnxruntime'
+COPY requirements.txt requirements-serve.txt .
+RUN {SERVE_INSTALL_COMMAND} --no-cache-dir --no-compile && {TRIM_COMMAND} && python -c 'import onnxruntime'
 COPY . .
 USER {USER}
 ENV HOST=0.0.0.0 PORT={PORT} PYTHONDONTWRITEBYTECODE=1
 EXPOSE {PORT}
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "serve.py", "--health"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "-c", "{HEALTH_CHECK}"]
 CMD ["python", "serve.py"]
 """
 

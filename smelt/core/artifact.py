@@ -43,8 +43,11 @@ _NOTES_PATTERN = re.compile(r"(readme|licen[sc]e|notice|copying)(\.(txt|rst))?|.
 _PYCACHE = "__pycache__"  # created by Python when a package's infer.py is imported
 _PACKAGED_PATTERN, _README_CHARACTERS = re.compile(r"packaged by smelt as `([\w.-]{1,40})`"), 20_000
 _PACKAGE_FILES = frozenset(
-    {"infer.py", "serve.py", "infer.json", "requirements.txt", "Dockerfile", CHECKSUMS_FILE}
-)
+    {
+        "infer.py", "serve.py", "infer.json", "requirements.txt", "requirements-serve.txt", "Dockerfile",
+        CHECKSUMS_FILE,
+    }
+)  # fmt: skip
 
 
 class FileRecord(BaseModel):

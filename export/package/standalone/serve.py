@@ -6,21 +6,23 @@ Every option can also be set as an environment variable: --max-batch as MAX_BATC
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import signal
+import socket
 import sys
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-from smelt.export.package.standalone.http_requests import InferenceServer
-from smelt.export.package.standalone.packaged_model import Batcher, PackagedModel
+import uvicorn
+
+from smelt.export.package.standalone.http_service import HeaderTimeoutProtocol, InferenceService
+from smelt.export.package.standalone.packaged_model import PackagedModel
 
 MODEL_FOLDER = Path(__file__).parent
+KEEP_ALIVE_S = 30
 
 
 def available_cores() -> int:
@@ -72,83 +74,63 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("max-body", 16 * 2**20, int_option(1), "maximum bytes of a request")
     add("max-bodies", 256 * 2**20, int_option(1), "maximum bytes of all requests in flight; more get 503")
     add("timeout", 60, parse_seconds, "seconds until a waiting input gets 503")
-    add("grace", 8, parse_seconds, "seconds to finish requests in flight after SIGTERM")
-    about = "check whether the running service is ready; exit with 0 or 1"
-    parser.add_argument("--health", action="store_true", help=about)
+    add("grace", 8, int_option(0), "seconds to finish requests in flight after SIGTERM")
     found = parser.parse_args(words)
     found.task = config["task"]
     found.workers = found.workers or max(1, available_cores() // found.threads)
     return found
 
 
-def is_healthy(options: argparse.Namespace) -> bool:
-    """Return whether the service with these options reports that it is ready."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
-    connection = http.client.HTTPConnection(host, options.port, timeout=2)
+def load_model(service: InferenceService, server: uvicorn.Server) -> None:
+    """Load the model; stop the server if that fails."""
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
-
-
-def load_service_model(service: InferenceServer) -> None:
-    """Load the model; stop the service if that fails."""
-    options = service.options
-    try:
-        service.model = PackagedModel(MODEL_FOLDER, options.task, options.threads)
-        service.batcher = Batcher(
-            service.call,
-            options.max_batch,
-            options.max_wait,
-            options.max_waiting,
-            options.workers,
-            bool(options.separate_requests),
-        )
+        service.load(PackagedModel(MODEL_FOLDER, service.options.task, service.options.threads))
         print("ready", flush=True)
     except Exception:
         traceback.print_exc()
-        service.failed = True
-        service.shutdown()
-
-
-def stop_gracefully(service: InferenceServer) -> None:
-    """Wait for the requests in flight, at most `grace` seconds."""
-    service.stopping = True
-    service.server_close()
-    end = time.monotonic() + service.options.grace
-    with service.idle:
-        while service.busy and (left := end - time.monotonic()) > 0:
-            service.idle.wait(left)
+        service.failed = server.should_exit = True
 
 
 def main() -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     options = parse_options()
-    if options.health:
-        return 0 if is_healthy(options) else 1
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        service = InferenceServer(options)
+        listener = socket.create_server((options.host, options.port), family=family)
     except OSError as error:
         print(f"error: cannot listen on {options.host}, port {options.port}: {error}", file=sys.stderr)
         return 2
+    # uvicorn sends a response in two parts. Connections inherit the option; asyncio sets it only on sockets
+    # that name their protocol.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    service = InferenceService(options)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            service,
+            http=HeaderTimeoutProtocol,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=options.grace,
+        )
+    )
 
-    def ended(*_: Any) -> None:
-        service.stopping = True
-        threading.Thread(target=service.shutdown).start()  # shutdown waits for the loop, in which this runs
+    def stop(*_: Any) -> None:
+        server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ended)
+        signal.signal(number, stop)  # uvicorn raises the signal again when it has stopped
     host = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"listening on http://{host}:{service.server_port}", flush=True)
-    threading.Thread(
-        target=load_service_model, args=(service,), daemon=True
-    ).start()  # it prints the second line
-    service.serve_forever(0.1)
-    stop_gracefully(service)
-    return 1 if service.failed else 0
+    print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
+    # it prints the second line
+    threading.Thread(target=load_model, args=(service, server), daemon=True).start()
+    server.run([listener])
+    return int(service.failed)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_it_is_a_service_of_a_user_without_rights_that_listens_on_all_addresses(
     assert dockerfile.ports == [int(dockerfile.environment["PORT"])] == [8000]
     assert dockerfile.environment["HOST"] == "0.0.0.0"
     assert dockerfile.start == ["python", "serve.py"]
-    assert dockerfile.check[:2] == dockerfile.start
+    assert dockerfile.check[:2] == ["python", "-c"]
     assert int(dockerfile.user) > 0  # a number: Kubernetes has to see that it is not root
     assert any(f"--uid {dockerfile.user} " in command for command in dockerfile.commands)
     assert dockerfile.order.index("USER") > max(
@@ -64,7 +64,7 @@ def test_many_callers_at_once_get_what_smelt_says(translator):
     assert files(folder) == before  # it runs where nothing may be written
 
 
-def test_its_health_check_is_that_of_the_dockerfile(translator):
+def test_health_check_of_the_dockerfile_exits_with_the_state_of_the_service(translator):
     service, dockerfile, folder = translator
     for port, code in ((service.port, 0), (1, 1)):
         environment = {**dockerfile.environment, "PORT": str(port), "PATH": os.environ["PATH"]}

@@ -42,7 +42,9 @@ def make(home):
     done = run(home, sys.executable, "-m", "venv", home / "venv")
     assert done.returncode == 0, done.stderr
     files = [standalone_package(kind) / "requirements.txt" for kind in KINDS]
-    needed = {line for path in files for line in path.read_text().splitlines()}
+    files.append(standalone_package(KINDS[0]) / "requirements-serve.txt")
+    lines = {line for path in files for line in path.read_text().splitlines()}
+    needed = {line for line in lines if not line.startswith("-r ")}
     (home / "requirements.txt").write_text("\n".join(sorted(needed)) + "\n")
     command = [
         *INSTALL_COMMAND.split(),

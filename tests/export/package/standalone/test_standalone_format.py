@@ -7,10 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import requires, version
 
 import numpy as np
 import onnx
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import smelt
 from smelt.core.artifact import read_artifact
@@ -298,7 +301,10 @@ def test_the_package_is_an_artifact_that_smelt_takes(tmp_path):
 def test_who_edits_infer_py_breaks_nothing(tmp_path):
     folder = tmp_path / "p"
     shutil.copytree(standalone_package("classifier"), folder)
-    for name in ("infer.py", "serve.py", "requirements.txt", "Dockerfile", "README.md", "infer.json"):
+    for name in (
+        "infer.py", "serve.py", "requirements.txt", "requirements-serve.txt", "Dockerfile", "README.md",
+        "infer.json",
+    ):  # fmt: skip
         (folder / name).write_text((folder / name).read_text() + "\n")
     harness.smelt("predict", folder, "two dogs", code=0)
 
@@ -312,6 +318,25 @@ def test_what_is_beside_infer_py():
     assert (
         (standalone_package("t5") / "requirements.txt").read_text().splitlines()[3].startswith("tokenizers==")
     )
+
+
+def test_requirements_of_the_service_include_their_dependencies():
+    comment, included, *lines = (
+        (standalone_package("translator") / "requirements-serve.txt").read_text().splitlines()
+    )
+    assert (comment, included) == (
+        "# pip install --no-deps -r requirements-serve.txt",
+        "-r requirements.txt",
+    )
+    requirements = [Requirement(line) for line in lines]
+    assert all(str(one.specifier) == f"=={version(one.name)}" for one in requirements)
+    names = {canonicalize_name(one.name) for one in requirements}
+    assert names > {"starlette", "uvicorn", "prometheus-client"}
+    environment = {"extra": "", "python_version": "3.11"}  # no extras
+    for name in names:
+        for dependency in map(Requirement, requires(name) or []):
+            if dependency.marker is None or dependency.marker.evaluate(environment):
+                assert canonicalize_name(dependency.name) in names
 
 
 def test_texts_that_transformers_reads_are_refused(tmp_path):

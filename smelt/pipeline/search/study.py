@@ -211,8 +211,9 @@ class Search:
 
         At most `_MAX_POINTS`, spread over the first objective.
         """
-        able = [trial for trial in self.finished_trials() if trial.result.status == "feasible"]
-        return spread(sorted(pareto_optimal(able, self.signs()), key=self._first_objective), _MAX_POINTS)
+        best = {trial.number for trial in self.open_study().best_trials}
+        front = [trial for trial in self.finished_trials() if trial.number in best]
+        return spread(sorted(front, key=self._first_objective), _MAX_POINTS)
 
     def nearest(self) -> Trial | None:
         """Return the trial that violates the constraints least, relative to their limits, or None.
@@ -538,18 +539,6 @@ def _violations(leaf: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str,
             amount = gate["limit"] - value if gate["kind"] == "min" else value - gate["limit"]
             over[gate["metric"]] = max(amount, over.get(gate["metric"], amount))
     return over
-
-
-def pareto_optimal(trials: Sequence[Trial], signs: Mapping[str, int]) -> list[Trial]:
-    """Return the trials that no other one dominates. signs: 1 to minimize a value, -1 to maximize it."""
-    points = [tuple(sign * trial.result.values[name] for name, sign in signs.items()) for trial in trials]
-    return [
-        trial
-        for trial, point in zip(trials, points, strict=True)
-        if not any(
-            other != point and all(o <= p for o, p in zip(other, point, strict=True)) for other in points
-        )
-    ]
 
 
 def spread(trials: Sequence[Trial], most: int) -> list[Trial]:

@@ -16,18 +16,16 @@ from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.locks import current_owner
 from smelt.core.messages import message_codes
 from smelt.pipeline.search import storage as storage_module
-from smelt.pipeline.search.space import read_space
 from smelt.pipeline.search.storage import STUDY_FILE, StudyStorage, cut_half_line
 from smelt.pipeline.search.study import Search
 from tests.support.expected_errors import raises_code
 from tests.support.processes.postgres_server import postgres_server
-from tests.support.search_recipes import formula, search, small, write
+from tests.support.search_recipes import formula, search, size_space, study_url
 
 
 @pytest.fixture(scope="module")
 def space(tmp_path_factory):
-    text = small().replace("[latency, size]\n  maximize: quality", "size")
-    return read_space(write(tmp_path_factory.mktemp("space"), text))
+    return size_space(tmp_path_factory.mktemp("space"))
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +43,8 @@ def warned(monkeypatch):
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request, tmp_path):
-    if request.param == "postgresql":
-        with postgres_server() as server:
-            yield server.url
-    else:
-        yield f"sqlite:///{tmp_path}/study.db"
+    with study_url(request.param, tmp_path) as url:
+        yield url
 
 
 def points(job):

@@ -85,7 +85,7 @@ def size_space(
 
 @contextmanager
 def study_url(kind: str, folder: Path) -> Iterator[str | None]:
-    """The URL of a database that is sqlite or postgresql; None for a journal file."""
+    """The URL of a database that is sqlite or postgresql; None for that of a search's folder."""
     if kind == "postgresql":
         with postgres_server() as server:
             yield server.url

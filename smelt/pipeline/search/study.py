@@ -5,7 +5,7 @@ a trial costs only what no other trial has done. It is checked from cheap to exp
 growing parts of the validation samples, quality on all of them, latency. A trial that cannot meet the
 constraints ends at the first of these that shows it.
 
-A study lives in its storage (a journal file in the search's folder, or a database by URL), so it goes on
+A study lives in its storage (a database in the search's folder, or by URL), so it goes on
 after an interruption, and several workers share it: the same command, started again in the same folder, or
 anywhere with the same database. The trials of dead workers are done again.
 
@@ -61,7 +61,7 @@ class SearchOptions:
     """Options of a search from the command line.
 
     out: the search's folder (default: runs/NAME-search). store: as for a run. trials, max_minutes, sampler:
-    instead of the recipe's. storage: URL of a database (default: a journal file in `out`). limit: use at most
+    instead of the recipe's. storage: URL of a database (default: one in `out`). limit: use at most
     this many samples of every split. executor: the Ray cluster that runs several trials at once.
     """
 

@@ -513,15 +513,19 @@ def _plotted_study(report: Mapping[str, Any], names: Sequence[str]) -> Any:
         name: _range_of([values[name] for values in used.values() if name in values])
         for name in dict.fromkeys(name for values in used.values() for name in values)
     }
-    directions = ["maximize" if each["maximize"] else "minimize" for each in report["objectives"]]
+    direction = optuna.study.StudyDirection
+    directions = [
+        direction.MAXIMIZE if each["maximize"] else direction.MINIMIZE for each in report["objectives"]
+    ]
     study = optuna.create_study(directions=directions)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study.set_metric_names(list(names))
     for number in range(max(trials, default=-1) + 1):
         trial, parameters = trials.get(number, {"values": {}, "violations": {}}), used.get(number, {})
-        values = [_objective_value(trial, each["name"]) for each in report["objectives"]]
-        is_complete = None not in values
+        measured = [_objective_value(trial, each["name"]) for each in report["objectives"]]
+        values = [value for value in measured if value is not None]
+        is_complete = len(values) == len(measured)
         study.add_trial(
             optuna.trial.create_trial(
                 state=optuna.trial.TrialState.COMPLETE if is_complete else optuna.trial.TrialState.FAIL,

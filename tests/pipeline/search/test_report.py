@@ -133,9 +133,10 @@ def test_settings_of_absent_stages_have_no_importance(tmp_path, monkeypatch):
 def test_page_has_figures_of_the_measured_trials_without_links(space, tmp_path, monkeypatch, objectives):
     """A trial that failed has no values, and one without a stage has no value of its settings."""
 
+    numbers = iter(range(4))
+
     def measure(self, trial):
-        number = trial.number
-        if number == 1:
+        if (number := next(numbers)) == 1:
             raise RunError("The disk is full.", code="disk-full")
         values = {"size": 10e6 - 1e6 * number, "bleu": 20.0 + number % 2, "latency": 0.5}
         return TrialResult("infeasible" if number == 3 else "feasible", values, {"bleu": number - 2.5})
@@ -155,7 +156,7 @@ def test_page_has_figures_of_the_measured_trials_without_links(space, tmp_path, 
     assert shown == [f"figure{number}" for number in range(len(expected))]
     assert [title for title in expected if f'aria-label="{title}"' not in page] == []
     assert "quantize.scheme" in page.split("<svg")[-1]
-    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "://" not in page.replace("http://www.w3.org", "")
     assert "<svg" not in search_html(report | {"trials": report["trials"][:2]})  # one value
 
 
@@ -170,4 +171,4 @@ def test_search_that_time_ended_reports_what_it_has_not_tried(tmp_path, monkeypa
     assert report["ended"] == "time"
     assert report["left"] == {"trials": 10, "points": 4 if step else None}
     for page in (" ".join(summary_text(report, tmp_path)), (tmp_path / "out" / "search.md").read_text()):
-        assert _time_text(report) in page
+        assert _time_text(report) in page.replace("\\", "")  # Markdown escapes _

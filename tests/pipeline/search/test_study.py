@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
 import warnings
 from dataclasses import replace
@@ -94,37 +93,6 @@ def test_killed_searches_go_on_to_the_same_trials(space, tmp_path, monkeypatch):
     assert history(job) == history(undisturbed)
 
 
-@pytest.mark.parametrize("moment", ["while parameters are drawn", "before the trial is finished"])
-def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tmp_path, monkeypatch, moment):
-    undisturbed = search(space, tmp_path / "undisturbed")
-    undisturbed.run()
-    search(space, tmp_path / "killed", trials=5).run()
-    job = search(space, tmp_path / "killed")
-    with monkeypatch.context() as patch:
-        if moment == "while parameters are drawn":
-            sample, drawn = optuna.samplers.TPESampler.sample_independent, []
-
-            def die(self, study, trial, name, distribution):
-                drawn.append(name)
-                return sample(self, study, trial, name, distribution) if len(drawn) < 2 else sys.exit()
-
-            patch.setattr(optuna.samplers.TPESampler, "sample_independent", die)
-        else:
-            patch.setattr("optuna.study.Study.tell", lambda *given, **more: sys.exit())
-        with pytest.raises(SystemExit):
-            job.run()
-    job = search(space, tmp_path / "killed")
-    job.run()
-    assert history(job) == history(undisturbed)
-
-
-@pytest.fixture(params=["file", "postgresql"])
-def storage(request, tmp_path):
-    """The URL of a storage; None for the database in the search's folder."""
-    with study_url(request.param, tmp_path) as url:
-        yield url
-
-
 def forked(work):
     """Fork a process that calls `work` and ends, with 0 if it returns "trials"."""
     child = os.fork()
@@ -135,6 +103,36 @@ def forked(work):
         finally:
             os._exit(code)
     return child
+
+
+@pytest.mark.parametrize("moment", ["while parameters are drawn", "before the trial is finished"])
+def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tmp_path, monkeypatch, moment):
+    undisturbed = search(space, tmp_path / "undisturbed")
+    undisturbed.run()
+    search(space, tmp_path / "killed", trials=5).run()
+    with monkeypatch.context() as patch:
+        if moment == "while parameters are drawn":
+            sample, drawn = optuna.samplers.TPESampler.sample_independent, []
+
+            def die(self, study, trial, name, distribution):
+                drawn.append(name)
+                return sample(self, study, trial, name, distribution) if len(drawn) < 2 else os._exit(9)
+
+            patch.setattr(optuna.samplers.TPESampler, "sample_independent", die)
+        else:
+            patch.setattr("optuna.study.Study.tell", lambda *given, **more: os._exit(9))
+        _, status = os.waitpid(forked(search(space, tmp_path / "killed").run), 0)
+        assert os.waitstatus_to_exitcode(status) == 9
+    job = search(space, tmp_path / "killed")
+    job.run()
+    assert history(job) == history(undisturbed)
+
+
+@pytest.fixture(params=["file", "postgresql"])
+def storage(request, tmp_path):
+    """The URL of a storage; None for the database in the search's folder."""
+    with study_url(request.param, tmp_path) as url:
+        yield url
 
 
 def test_workers_share_a_study_do_no_trial_twice_and_one_that_dies_loses_its_trial(
@@ -254,6 +252,7 @@ def test_another_recipe_cannot_use_the_study(space, tmp_path):
                 attempt()
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
 def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(space, tmp_path, monkeypatch):
     job = search(space, tmp_path)
     job._prepare()

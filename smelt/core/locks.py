@@ -173,7 +173,8 @@ def _ignore_wait(holder: str) -> None:
 
 
 # not filelock's FileLock (4.2): it keeps its file, one for each key of the store, fails on file systems that
-# answer ENOLCK, ENOTSUP or EINVAL, and falls back to a lock that does not expire on another machine
+# answer ENOLCK, ENOTSUP or EINVAL, and falls back to a lock that does not expire on another machine. Not its
+# SoftFileLock with a lifetime: it is not renewed, so a training of hours would lose its lock to a second run
 @contextlib.contextmanager
 def file_lock(path: Path, on_wait: Callable[[str], None] = _ignore_wait) -> Iterator[None]:
     """Hold the lock file `path`; wait for its present owner.

@@ -2,10 +2,8 @@
 
 from contextlib import contextmanager
 from threading import Event, Thread
-from types import SimpleNamespace
 
-from smelt.core.locks import MachineTurns, current_owner
-from smelt.pipeline.execute import cluster_tasks
+from smelt.core.locks import MachineTurns
 from smelt.pipeline.execute.latency_scores import LatencyScores
 from tests.support.harness import smelt
 from tests.support.search_recipes import small, write
@@ -75,23 +73,3 @@ def test_a_trial_takes_turns_and_is_reported_line_by_line(tmp_path, monkeypatch)
     assert (taken[measured - 1], taken[measured + 1]) == ("measurement begins", "measurement ends")
     assert taken[: measured - 1] == ["step begins", "step ends"] * ((measured - 1) // 2)
     assert measured > 4
-
-
-def test_a_shard_on_the_machine_of_its_step_takes_no_turn(tmp_path, monkeypatch):
-    """The measurement that would hold it back waits for the step, which waits for the shard."""
-    turns = MachineTurns(tmp_path)
-    display = SimpleNamespace(print_line=print, close=lambda: None, lines=[])
-    task = SimpleNamespace(turns=turns, display=display, warnings=[])
-    job = SimpleNamespace(plan=SimpleNamespace(steps=[]), store_root=tmp_path, log=tmp_path / "log.txt")
-    monkeypatch.setattr(cluster_tasks, "_Task", lambda *given: task)
-    monkeypatch.setattr(cluster_tasks, "_node_name", lambda: "node")
-
-    def count_turns(task, outcome):
-        return len(list(tmp_path.glob("*/*.step.lock")))
-
-    here = current_owner().kernel
-    found = [
-        cluster_tasks._run_task(job, {}, "step", count_turns, part_of=place)[1]
-        for place in (None, "another machine", here)
-    ]
-    assert found == [1, 1, 0]

@@ -2,11 +2,15 @@
 
 import gzip
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import smelt.configs
+from smelt.pipeline.search.space import SearchSpace, read_space
 from smelt.pipeline.search.study import Search, SearchOptions
 from smelt.pipeline.search.trials import TrialResult
+from tests.support.processes.postgres_server import postgres_server
 from tests.support.shared_folders import make_once
 
 ROWS = 300
@@ -63,6 +67,30 @@ def small(**changes: str) -> str:
         assert old in text, old
         text = text.replace(old, new)
     return text
+
+
+def size_space(
+    folder: Path, keep: str = "[0.5, 0.9]", sampler: str = "", optional: bool = False, **changes: str
+) -> SearchSpace:
+    """One range and one choice; size is minimized while BLEU may fall by 1.
+
+    keep: range of prune's keep_ratio. optional: prune may be absent. changes: as of `small`.
+    """
+    goal = f"size\n  sampler: {sampler}" if sampler else "size"
+    changes |= {"[latency, size]\n  maximize: quality": goal, "[0.5, 0.9]": keep}
+    if optional:
+        changes["\n    optional: search"] = "\n    optional: search"
+    return read_space(write(folder, small(**changes)))
+
+
+@contextmanager
+def study_url(kind: str, folder: Path) -> Iterator[str | None]:
+    """The URL of a database that is sqlite or postgresql; None for that of a search's folder."""
+    if kind == "postgresql":
+        with postgres_server() as server:
+            yield server.url
+    else:
+        yield f"sqlite:///{folder}/study.db" if kind == "sqlite" else None
 
 
 def formula(params):

@@ -2,6 +2,7 @@
 
 The driver plans, imports the model and writes the report. Each step is a task that builds the step's
 artifact and scores it; it starts when the steps that it needs are done, so branches of the plan run at once.
+The task reserves what all of its processes (`launch`) need, on one node.
 Scores of other artifacts and the latency of all artifacts are tasks too. A task finds its inputs in the store
 and leaves its result there: if a node dies, Ray runs the task again elsewhere, and a driver that is started
 again finds what is finished.
@@ -9,14 +10,13 @@ again finds what is finished.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import InputError
+from smelt.core.errors import RunError
 from smelt.core.files import json_hash, resolve_path
 from smelt.core.messages import Message, info
 from smelt.data.splits import CUSTOM_TASK, Split
@@ -28,18 +28,11 @@ from smelt.pipeline.execute.cluster_tasks import (
     cluster_turns,
     latency_task,
     require_artifact,
-    run_on_reserved_nodes,
     run_step_task,
     score_task,
 )
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.ray_cluster import RayCluster, TaskNeeds
-from smelt.pipeline.execute.reserved_nodes import (
-    RETRIES,
-    crash_errors,
-    lost_error,
-    release_nodes,
-)
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.execute.training_processes import TrainingLaunch
@@ -50,6 +43,7 @@ if TYPE_CHECKING:
     from smelt.pipeline.execute.latency_scores import MeasuredLatency
 
 _POLL_S = 5.0
+_RETRIES = 3  # of a task whose node or process died
 
 
 class ClusterRun:
@@ -84,23 +78,24 @@ class ClusterRun:
         self._cluster, self._plan, self._display, self._warn = cluster, plan, display, warn
         self._store = step_runner.store
         recipe = plan.recipe
-        self._needs = cluster.task_needs(recipe.resources, recipe.threads, recipe.device)
+        self._count = recipe.launch.num_processes
+        self._needs, self._launch_needs = (
+            cluster.task_needs(recipe.resources, recipe.threads, recipe.device, count)
+            for count in (1, self._count)
+        )
         self._launch = cast(TrainingLaunch, step_runner.launch or TrainingLaunch(plan))
-        count = recipe.launch.num_processes
-        if count > cluster.slots(self._needs):
-            raise InputError(
-                f"launch: {count} processes that need {self._needs} each do not fit on the nodes, which have"
-                f" room for {cluster.slots(self._needs)}. Lower num_processes or resources, or add a node.",
-                code="no-node-fits",
-                setting="launch.num_processes",
-            )
+        launch = replace(
+            self._launch,
+            plan=replace(plan, splits={}),
+            threads=recipe.threads or max(1, int(self._launch_needs.cpus) // self._count),
+        )
         nothing = cast(Any, None)
         scorer = replace(scorer, store=nothing, reference=None, reference_cache={})
         job = ClusterJob(
             replace(plan, splits={}),
             replace(
                 step_runner, store=nothing, data={}, display=nothing, validation_scorer=scorer,
-                log_metrics=_no_metrics, launch=replace(self._launch, plan=replace(plan, splits={})),
+                log_metrics=_no_metrics, launch=launch,
             ),
             scorer,
             self._store.root,
@@ -120,7 +115,6 @@ class ClusterRun:
         self._scores: dict[str, Any] = {}
         self._outcomes: dict[str, TaskOutcome] = {}
         self._started: list[Any] = []
-        self._groups: list[str] = []
         self.turns = cluster_turns(self._store)
 
     def start(
@@ -147,11 +141,10 @@ class ClusterRun:
             known = self._reference in self._briefs and self._needs_reference
             reference = self._briefs[self._reference] if known else None
             is_reference = self._needs_reference and step.name == self._reference
-            divided = self._launch.applies_to(step) or self._launch.scores
-            brief, score = (self._submit_reserved if divided else self._submit)(
+            brief, score = self._submit(
                 run_step_task, step.name, step.name, rebuilt(step.name), split(step.name), limit, reference,
                 is_reference, names,
-                *(self._briefs[name] for name in names), num_returns=2, needs=self._step_needs(step, divided),
+                *(self._briefs[name] for name in names), num_returns=2, needs=self._step_needs(step),
             )  # fmt: skip
             self._briefs[step.name], self._scores[step.name] = brief, score
 
@@ -194,9 +187,9 @@ class ClusterRun:
             found = self._get_value(self._scores[name])
             if found is not None:
                 return cast(dict[str, Any], found)
-        submit = self._submit_reserved if self._launch.scores else self._submit
-        outcome = self._get(submit(score_task, f"{name} scores", name, artifact.key, split, limit, key))
-        return cast(dict[str, Any], outcome.result)
+        needs = self._launch_needs if self._launch.scores else self._needs
+        task = self._submit(score_task, f"{name} scores", name, artifact.key, split, limit, key, needs=needs)
+        return cast(dict[str, Any], self._get(task).result)
 
     def measure_latency(
         self,
@@ -223,25 +216,25 @@ class ClusterRun:
     def cancel(self) -> None:
         """Cancel all tasks that have not ended."""
         self._cluster.cancel_tasks(self._started)
-        release_nodes(self._groups)
 
-    def _step_needs(self, step: PlanStep, divided: bool) -> TaskNeeds:
-        """Return what the task of a step reserves, or each of its processes if they are several.
+    def _step_needs(self, step: PlanStep) -> TaskNeeds:
+        """Return what the task of a step reserves, with all of its processes.
 
         Its estimated memory, unless the recipe has a setting. Where nodes train on GPUs and this machine has
         none, the estimate is that of a CPU, and not used.
         """
+        is_launched = self._launch.applies_to(step) or self._launch.scores
+        needs = self._launch_needs if is_launched else self._needs
         estimate, resources = self._estimates.get(step.name), self._plan.recipe.resources
         if resources.memory_gb is not None or estimate is None or estimate.cost is None:
-            return self._needs
-        if step.trains and self._needs.gpus and not estimate.is_gpu:
-            return self._needs
-        trained = self._plan.recipe.launch.num_processes if self._launch.applies_to(step) else 1
-        memory = (estimate.cost.memory_bytes + INTERPRETER_BYTES) // trained
+            return needs
+        if step.trains and needs.gpus and not estimate.is_gpu:
+            return needs
+        memory = estimate.cost.memory_bytes + INTERPRETER_BYTES
         if estimate.score is not None:
-            memory = max(memory, estimate.score.memory_bytes + INTERPRETER_BYTES)
-        count = self._plan.recipe.launch.num_processes if divided else 1
-        return self._cluster.with_memory(self._needs, memory, count)
+            scoring = self._count if self._launch.scores else 1
+            memory = max(memory, scoring * (estimate.score.memory_bytes + INTERPRETER_BYTES))
+        return self._cluster.with_memory(needs, memory)
 
     def _submit(
         self,
@@ -252,37 +245,12 @@ class ClusterRun:
         **options: Any,
     ) -> Any:
         needs = needs or self._needs
-        chosen = {**needs.options(), "max_retries": RETRIES, "name": f"smelt {name}", **options}
-        return self._note(self._cluster.start(work, (self._job, self._data, *arguments), chosen), needs)
-
-    def _note(self, started: Any, needs: TaskNeeds) -> Any:
-        """Note the references of a started task, and return them."""
+        chosen = {**needs.options(), "max_retries": _RETRIES, "name": f"smelt {name}", **options}
+        started = self._cluster.start(work, (self._job, self._data, *arguments), chosen)
         references = started if isinstance(started, list) else [started]
         self._started.append(references[0])
         self._reserved |= dict.fromkeys(references, needs)
         return started
-
-    def _submit_reserved(
-        self,
-        work: Callable[..., Any],
-        name: str,
-        *arguments: Any,
-        needs: TaskNeeds | None = None,
-        **options: Any,
-    ) -> Any:
-        """Start a task, on this machine, that runs `work` with the nodes that its processes need."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        group = f"smelt-{uuid.uuid4().hex}"
-        self._groups += [f"{group}-{attempt}" for attempt in range(RETRIES + 1)]
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        started = self._cluster.start(
-            run_on_reserved_nodes,
-            ([self._job, self._data], work, needs or self._needs, group, *arguments),
-            {"num_cpus": 0, "scheduling_strategy": here, "name": f"smelt {name} on several nodes", **options},
-        )
-        return self._note(started, needs or self._needs)
 
     def _get(self, reference: Any) -> TaskOutcome:
         """Return the outcome of a task, once it has ended; log what it did.
@@ -313,8 +281,16 @@ class ClusterRun:
             return ray.get(reference)
         except exceptions.TaskCancelledError as error:
             raise KeyboardInterrupt from error
-        except crash_errors() as error:
-            raise lost_error(error) from error
+        except (
+            exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.OutOfMemoryError,
+            exceptions.ObjectLostError, exceptions.TaskUnschedulableError,
+        ) as error:  # fmt: skip
+            text = " ".join(str(error).split())[:300]
+            raise RunError(
+                f"the process or the node of this task died {_RETRIES + 1} times: {text} If it was out of"
+                " memory, set resources: {memory_gb: ...} in the recipe.",
+                code="task-lost",
+            ) from error
 
     def _find(self, key: str) -> Artifact:
         """Return an artifact that a task has left in the store.

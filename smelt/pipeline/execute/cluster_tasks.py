@@ -16,25 +16,15 @@ from typing import Any, cast
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError, SmeltError
-from smelt.core.locks import MachineTurns, current_owner
+from smelt.core.locks import MachineTurns
 from smelt.core.messages import Message
-from smelt.core.process_group import ShardEnd, in_shard
 from smelt.core.store import Store
 from smelt.core.system import package_versions
-from smelt.data.split_division import limit_split
 from smelt.data.splits import Split
 from smelt.evaluate.environment import cpu_model
 from smelt.pipeline.execute.display import Display, explain_step_error, unexpected_traceback
 from smelt.pipeline.execute.latency_scores import LatencyScores
-from smelt.pipeline.execute.ray_cluster import TaskNeeds, open_node_store
-from smelt.pipeline.execute.reserved_nodes import (
-    LOST,
-    RETRIES,
-    ReservedNodes,
-    crash_errors,
-    lost_error,
-    reserve_nodes,
-)
+from smelt.pipeline.execute.ray_cluster import open_node_store
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.step_runner import KEY_LIBRARIES, StepRunner
 from smelt.pipeline.execute.training_processes import TrainingLaunch
@@ -118,12 +108,11 @@ class _TaskDisplay(Display):
 
 @dataclass
 class _Task:
-    """A running task on a node: its store, data and display. nodes: of a step in several processes."""
+    """A running task on a node: its store, data and display."""
 
     job: ClusterJob
     data: Mapping[str, Split]
     name: str
-    nodes: ReservedNodes | None = None
 
     def __post_init__(self) -> None:
         if self.job.folder.is_dir():
@@ -134,7 +123,6 @@ class _Task:
         self.store = open_node_store(self.job.store_root, self.job.store_url, self.warnings.append)
         self.turns = cluster_turns(self.store)
         self.scorer = replace(self.job.scorer, store=self.store, reference_cache={})
-        launch = cast(TrainingLaunch, self.job.step_runner.launch)
         self.step_runner = replace(
             self.job.step_runner,
             store=self.store,
@@ -142,31 +130,21 @@ class _Task:
             display=self.display,
             validation_scorer=self.scorer,
             versions=package_versions(KEY_LIBRARIES),
-            launch=replace(launch, start=None if self.nodes is None else self.nodes.start_ranks),
         )
 
     def score(
         self, artifact: Artifact, split: str, limit: int | None, reference: str | None
     ) -> dict[str, Any]:
-        """Score an artifact, with `launch.scoring` on all nodes. reference: key of the compared one."""
+        """Score an artifact. reference: key of the artifact that it is compared with."""
         self.display.start_work(f"{self.name}, scoring")
-        compute = partial(self.compute_score, artifact, split, limit, reference)
-        with self.store.lock(f"{artifact.key}-score", self._report_wait):
-            if self.nodes is None or not self.job.plan.recipe.launch.scoring:
-                return compute()
-            shard = (self.name, artifact.key, split, limit, reference, current_owner().kernel)
-            return cast(dict[str, Any], self.nodes.score(compute, _score_shard, *shard))
-
-    def compute_score(
-        self, artifact: Artifact, split: str, limit: int | None, reference: str | None
-    ) -> dict[str, Any]:
-        """Compute the score of an artifact, or the share of a shard; see `score`."""
         scorer = self.scorer
         if reference == artifact.key:
             scorer = replace(scorer, reference=artifact)
         elif reference is not None:
             scorer = replace(scorer, reference=require_artifact(self.store, reference))
-        return scorer.score(artifact, limit_split(self.data[split], limit), self.display.progress)
+        launch = cast(TrainingLaunch, self.job.step_runner.launch)
+        with self.store.lock(f"{artifact.key}-score", self._report_wait):
+            return launch.score(scorer, artifact, self.data, split, limit, self.display)
 
     def _report_wait(self, holder: str) -> None:
         self.display.print_line(f"waits for {holder}, which is measuring")
@@ -178,8 +156,6 @@ def _run_task(
     name: str,
     work: Callable[[_Task, TaskOutcome], Any],
     measures: bool = False,
-    nodes: ReservedNodes | None = None,
-    part_of: str | None = None,
 ) -> tuple[TaskOutcome, Any]:
     """Run the work of a task; return its outcome, in which errors are explained, and the work's result.
 
@@ -189,9 +165,6 @@ def _run_task(
         name: of the step.
         work: gets the task and the outcome to complete.
         measures: whether the work measures latency, so that other tasks of this machine must wait.
-        nodes: of a step in several processes.
-        part_of: the machine (`current_owner().kernel`) whose task waits for this one. There it takes no turn:
-            a measurement may keep it from starting, and waits for that task.
     """
     from smelt.core.errors import rust_panics_as_errors
     from smelt.training.training_state import denormals_as_zero
@@ -203,10 +176,9 @@ def _run_task(
             stack.enter_context(rust_panics_as_errors())
             if any(step.needs & {"train", "unlabeled", "calibration"} for step in job.plan.steps):
                 stack.enter_context(denormals_as_zero())
-            task = _Task(job, data, name, nodes)
+            task = _Task(job, data, name)
             report = partial(task.display.print_line, brief=True)
-            if part_of is None or part_of != current_owner().kernel:
-                stack.enter_context(task.turns.measurement(report) if measures else task.turns.step(report))
+            stack.enter_context(task.turns.measurement(report) if measures else task.turns.step(report))
             started = time.monotonic()
             result = work(task, outcome)
     except Exception as error:
@@ -237,7 +209,6 @@ def run_step_task(
     is_reference: bool,
     names: list[str],
     *ancestors: TaskOutcome,
-    nodes: ReservedNodes | None = None,
 ) -> tuple[TaskOutcome, dict[str, Any] | None]:
     """Build and score a step; nothing if a step that it needs has failed."""
 
@@ -256,38 +227,7 @@ def run_step_task(
 
     if any(each.key is None for each in ancestors):
         return TaskOutcome(error=RunError("a step that it needs has failed", code="step-unreached")), None
-    return _run_task(job, data, name, work, nodes=nodes)
-
-
-def run_on_reserved_nodes(
-    references: list[Any], work: Callable[..., Any], needs: TaskNeeds, group: str, *arguments: Any
-) -> Any:
-    """Return the result of `work` in a task that has reserved nodes; with others if one dies.
-
-    Args:
-        references: of the run's job and data, the first arguments of `work`.
-        work: called with them, `arguments` and the nodes.
-        needs: of each process.
-        group: name of what is reserved.
-        arguments: of `work`.
-    """
-    import ray
-
-    job: ClusterJob = ray.get(references[0])
-    found: Any = None
-    for attempt in range(RETRIES + 1):
-        count = job.plan.recipe.launch.num_processes
-        with reserve_nodes(f"{group}-{attempt}", count, needs, references) as nodes:
-            task = ray.remote(work).options(**nodes.options(0), max_retries=0)
-            try:
-                found = ray.get(task.remote(*references, *arguments, nodes=nodes))
-            except crash_errors() as error:
-                failed = TaskOutcome(error=lost_error(error))
-                found = failed if work is score_task else (failed, None)
-        outcome: TaskOutcome = found[0] if isinstance(found, tuple) else found
-        if outcome.error is None or outcome.error.code != LOST:
-            break
-    return found
+    return _run_task(job, data, name, work)
 
 
 def score_task(
@@ -298,43 +238,13 @@ def score_task(
     split: str,
     limit: int | None,
     reference: str | None,
-    nodes: ReservedNodes | None = None,
 ) -> TaskOutcome:
     """Score an artifact of the store."""
 
     def work(task: _Task, outcome: TaskOutcome) -> None:
         outcome.result = task.score(require_artifact(task.store, key), split, limit, reference)
 
-    return _run_task(job, data, name, work, nodes=nodes)[0]
-
-
-def _score_shard(
-    job: ClusterJob,
-    data: Mapping[str, Split],
-    name: str,
-    key: str,
-    split: str,
-    limit: int | None,
-    reference: str | None,
-    machine: str,
-    *shard: Any,
-) -> tuple[list[Any] | None, SmeltError | None]:
-    """Return the parts of a shard of a score (arguments of `in_shard`), or its error.
-
-    machine: of the task that waits for the shard.
-    """
-
-    def work(task: _Task, outcome: TaskOutcome) -> list[Any] | None:
-        artifact = require_artifact(task.store, key)
-        try:
-            with in_shard(*shard):
-                task.compute_score(artifact, split, limit, reference)
-        except ShardEnd as end:
-            return end.parts
-        return None
-
-    outcome, parts = _run_task(job, data, name, work, part_of=machine)
-    return parts, outcome.error
+    return _run_task(job, data, name, work)[0]
 
 
 def latency_task(

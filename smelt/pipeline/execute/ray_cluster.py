@@ -22,7 +22,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, MissingDependencyError, combined_error
 from smelt.core.files import json_hash, sha256_of
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message, error_message, with_count
 from smelt.core.remote_store import open_remote_store
 from smelt.core.store import Store
 from smelt.core.system import install_command, package_problem, package_versions
@@ -151,33 +151,36 @@ class RayCluster:
         for each in running:
             ray.cancel(each, force=True)
 
-    def task_needs(self, settings: ResourceSettings, threads: int | None, device: str) -> TaskNeeds:
-        """Return what a task needs by the recipe.
+    def task_needs(
+        self, settings: ResourceSettings, threads: int | None, device: str, processes: int = 1
+    ) -> TaskNeeds:
+        """Return what a task with so many processes needs by the recipe, on one node.
 
-        Defaults: as many CPUs as `threads`, else all of the smallest node; a GPU if the cluster has one and
-        `device` is not cpu.
+        Defaults for each process: as many CPUs as `threads`, else the task has all of the smallest node; a
+        GPU if the cluster has one and `device` is not cpu.
 
         Raises:
             InputError: no node has that much (`no-node-fits`).
         """
-        found = [node["Resources"] for node in self.nodes()]
-        smallest = min((r["CPU"] for r in found if r.get("CPU")), default=1)
-        has_gpu = device != "cpu" and any(r.get("GPU") for r in found)
+        resources = [node["Resources"] for node in self.nodes()]
+        smallest = min((each["CPU"] for each in resources if each.get("CPU")), default=1)
+        has_gpu = device != "cpu" and any(each.get("GPU") for each in resources)
+        cpus, memory_gb = settings.cpus or threads, settings.memory_gb
         needs = TaskNeeds(
-            settings.cpus or threads or smallest,
-            float(has_gpu) if settings.gpus is None else settings.gpus,
-            None if settings.memory_gb is None else int(settings.memory_gb * 1e9),
+            smallest if cpus is None else processes * cpus,
+            processes * (float(has_gpu) if settings.gpus is None else settings.gpus),
+            None if memory_gb is None else int(processes * memory_gb * 1e9),
         )
         if not self.slots(needs):
             listed = "; ".join(
                 f"{r.get('CPU', 0):g} CPUs, {r.get('GPU', 0):g} GPUs, {r.get('memory', 0) / 1e9:.0f} GB"
-                for r in found
+                for r in resources
             )
             raise InputError(
-                f"no node has what a step needs ({needs}). Nodes: {listed}. Change resources or threads in"
-                " the recipe, or add a node.",
+                f"no node has what a step in {with_count(processes, 'process')} needs ({needs}). Nodes:"
+                f" {listed}. Change resources, threads or launch.num_processes in the recipe, or add a node.",
                 code="no-node-fits",
-                setting="resources",
+                setting="resources" if processes == 1 else "launch.num_processes",
             )
         return needs
 
@@ -191,14 +194,12 @@ class RayCluster:
         found = [node["Resources"] for node in self.nodes()]
         return int(max((each.get("memory", 0) for each in found if needs.count_on(each)), default=0))
 
-    def with_memory(self, needs: TaskNeeds, memory_bytes: int, count: int) -> TaskNeeds:
-        """Return the needs of `count` tasks that reserve this memory, at most that of the largest node.
+    def with_memory(self, needs: TaskNeeds, memory_bytes: int) -> TaskNeeds:
+        """Return the needs with this memory, at most that of the largest node.
 
-        An estimate does not keep work from starting: if the nodes have no room for all of the tasks, nothing
-        is reserved.
+        An estimate does not keep work from starting.
         """
-        found = replace(needs, memory_bytes=min(memory_bytes, self._room(needs)) or None)
-        return found if self.slots(found) >= count else needs
+        return replace(needs, memory_bytes=min(memory_bytes, self._room(needs)) or None)
 
     def slots(self, needs: TaskNeeds) -> int:
         """Return how many tasks the living nodes can run at once."""

@@ -58,7 +58,7 @@ from smelt.pipeline.plan.untrained_checks import UNTRAINED_NOT_SCORED
 from smelt.pipeline.plan.warnings import data_warnings, few_windows_warnings
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 from smelt.pipeline.recipe.stages import MODEL_STEP
-from smelt.training.processes import external_processes, require_gpus
+from smelt.training.processes import external_processes, require_gpus, require_single_process
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
@@ -115,6 +115,8 @@ def run_plan(plan: Plan, options: RunOptions) -> Result:
     plan.require_runnable()
     if options.executor is None:
         require_gpus(plan.recipe.launch, plan.recipe.device)
+    else:
+        require_single_process("smelt run --executor")
     unknown = options.rebuild - {"*", MODEL_STEP} - {s.name for s in plan.steps}
     if unknown:
         known = ", ".join(s.name for s in plan.steps)
@@ -395,13 +397,8 @@ class _PlanRunner:
         split_name, limit = "test" if on_test else self.plan.judged_on, self.options.score_limit
         if self.cluster_run is not None:
             return self.cluster_run.score(name, artifact, split_name, limit, self.scorer.reference)
-        split = limit_split(self.data[split_name], limit)
         with self.store.lock(f"{artifact.key}-score", self._report_waiting(name)):
-            if self.launch.scores and self.scorer.cached_score(artifact, split) is None:
-                self.launch.score(
-                    artifact, split_name, limit, self.scorer.reference, self.store, self.display
-                )
-            return self.scorer.score(artifact, split, self.display.progress)
+            return self.launch.score(self.scorer, artifact, self.data, split_name, limit, self.display)
 
     def _score_on_test(self) -> None:
         """Score the steps that were chosen on validation, and the baseline, on test."""

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -36,6 +35,7 @@ from smelt.core.stage import Context
 from smelt.core.store import Store
 from smelt.core.system import child_environment, python_command
 from smelt.core.workspaces import temporary_workspace
+from smelt.data.split_division import limit_split
 from smelt.pipeline.execute import training_worker
 from smelt.pipeline.execute.training_worker import (
     ERROR_FILE,
@@ -53,7 +53,9 @@ from smelt.training.processes import (
 )
 
 if TYPE_CHECKING:
+    from smelt.data.splits import Split
     from smelt.pipeline.execute.display import Display
+    from smelt.pipeline.execute.scoring import Scorer
     from smelt.pipeline.plan.plan import Plan, PlanStep
 
 _MODULE = "smelt.pipeline.execute.training_processes"
@@ -68,13 +70,13 @@ class TrainingLaunch:
     """How the training stages of a run are started in several processes.
 
     plan: of the run. limit: of the run's samples. fold: number and count, of a run of a cross-validation.
-    start: starts the processes of a job, as `_start_launcher`; None: here, or with torchrun's or srun's.
+    threads: of each process that this machine starts; None: those of the recipe, else a share of its cores.
     """
 
     plan: Plan
     limit: int | None = None
     fold: tuple[int, int] | None = None
-    start: Callable[[Path, int, int | None], AbstractContextManager[Callable[[], bool]]] | None = None
+    threads: int | None = None
 
     @property
     def several(self) -> bool:
@@ -118,26 +120,37 @@ class TrainingLaunch:
 
     def score(
         self,
+        scorer: Scorer,
         artifact: Artifact,
-        split: str,
-        score_limit: int | None,
-        reference: Artifact | None,
-        store: Store,
+        data: Mapping[str, Split],
+        split_name: str,
+        limit: int | None,
         display: Display,
-    ) -> None:
-        """Score `artifact` in several processes; its score is in the store afterwards.
+    ) -> dict[str, Any]:
+        """Return the score of an artifact, computed in several processes with `launch.scoring`.
+
+        Args:
+            scorer: of the run, with the reference that the artifact is compared with.
+            artifact: what is scored.
+            data: the splits of the run.
+            split_name: name of the split.
+            limit: score at most this many samples.
+            display: shows the progress.
 
         Raises:
             SmeltError: as `train`.
         """
-        job = {
-            "artifact": str(artifact.path),
-            "split": split,
-            "score_limit": score_limit,
-            "reference": None if reference is None else str(reference.path),
-        }
-        with store.workspace() as space:
-            self._run(job, space, store, display, display.log_line)
+        split = limit_split(data[split_name], limit)
+        if self.scores and scorer.cached_score(artifact, split) is None:
+            job = {
+                "artifact": str(artifact.path),
+                "split": split_name,
+                "score_limit": limit,
+                "reference": None if scorer.reference is None else str(scorer.reference.path),
+            }
+            with scorer.store.workspace() as space:
+                self._run(job, space, scorer.store, display, display.log_line)
+        return scorer.score(artifact, split, display.progress)
 
     def _run(
         self,
@@ -163,8 +176,9 @@ class TrainingLaunch:
         }
         write_json(space / JOB_FILE, whole | dict(job))
         external = external_processes()
-        start = self.start or (_start_external if external > 1 else _start_launcher)
-        with start(space, external or recipe.launch.num_processes, recipe.threads) as poll:
+        start = _start_external if external > 1 else _start_launcher
+        threads = self.threads or recipe.threads
+        with start(space, external or recipe.launch.num_processes, threads) as poll:
             _follow(space, poll, events)
         if not (space / RESULT_FILE).is_file():
             for name, tail in _log_tails(space).items():
@@ -350,10 +364,10 @@ def _start_external(space: Path, count: int, threads: int | None) -> Iterator[Ca
     """Start process 0 of a job here, and have the other ranks start theirs; yield as `_start_launcher`."""
     store = _key_value_store()
     number = store.add(_COUNT_KEY, 1) - 1
-    job = read_json_object(space / JOB_FILE) | {"port": free_port()}
+    job = read_json_object(space / JOB_FILE) | {"port": _free_port()}
     write_json(space / JOB_FILE, job)
     store.set(_JOB_KEY.format(number), json.dumps(job))
-    with rank_process(space, external_rank(), _environment_of_rank(job, threads)) as process:
+    with _rank_process(space, external_rank(), _environment_of_rank(job, threads)) as process:
         keys = {rank: _FAILED_KEY.format(number, rank) for rank in range(1, count)}
 
         def failed() -> list[int]:
@@ -363,14 +377,14 @@ def _start_external(space: Path, count: int, threads: int | None) -> Iterator[Ca
             yield lambda: process.poll() is not None or bool(failed())
             if process.poll() or failed():
                 time.sleep(_SETTLE_SECONDS)
-                write_failures(
+                _write_failures(
                     space, process.poll(), {rank: json.loads(store.get(keys[rank])) for rank in failed()}
                 )
         finally:
             store.set(_END_KEY.format(number), "ended")
 
 
-def write_failures(space: Path, own_exit: int | None, failures: Mapping[int, Mapping[str, Any]]) -> None:
+def _write_failures(space: Path, own_exit: int | None, failures: Mapping[int, Mapping[str, Any]]) -> None:
     """Write the failures of the processes of a job as their launcher would."""
     codes = {str(rank): found["exit"] for rank, found in failures.items()}
     write_json(space / _DIED, codes | ({"0": own_exit} if own_exit else {}))
@@ -383,7 +397,9 @@ def write_failures(space: Path, own_exit: int | None, failures: Mapping[int, Map
 
 
 @contextlib.contextmanager
-def rank_process(space: Path, rank: int, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _rank_process(
+    space: Path, rank: int, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start process `rank` of the job in `space`; it is stopped at the end of the context."""
     folder = space / "logs" / str(rank)
     folder.mkdir(parents=True)
@@ -401,7 +417,7 @@ def rank_process(space: Path, rank: int, environment: Mapping[str, str]) -> Iter
             _stop(process)
 
 
-def run_rank(
+def _run_rank(
     space: Path,
     job: Mapping[str, Any],
     rank: int,
@@ -414,7 +430,7 @@ def run_rank(
         How it failed: its error, `exit` code and `output`; None if it did not, or the job has ended.
     """
     write_json(space / JOB_FILE, job)
-    with rank_process(space, rank, environment) as process:
+    with _rank_process(space, rank, environment) as process:
         while process.poll() is None and not has_ended():
             time.sleep(POLL_SECONDS)
         code = process.returncode
@@ -425,7 +441,7 @@ def run_rank(
     return error | {"exit": code, "output": "\n".join(_log_tails(space).values())}
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """Return a port of this machine on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -462,7 +478,7 @@ def _serve_job(store: Any, number: int) -> None:
     """Start this rank's process of a job, and report if it fails."""
     job = json.loads(store.get(_JOB_KEY.format(number)))
     with temporary_workspace() as folder:
-        failure = run_rank(
+        failure = _run_rank(
             folder,
             job,
             external_rank(),

@@ -7,10 +7,12 @@ trials, the more. The report therefore shows the scores of the winners on test, 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -22,23 +24,21 @@ from smelt.core.locks import file_lock
 from smelt.core.messages import escape_controls, messages_to_json
 from smelt.core.termination import interrupted_exit_code
 from smelt.evaluate.report import view
-from smelt.evaluate.report.drawing import PageFigure, css_colors, new_figure, page_svg, shorten, style_axes
+from smelt.evaluate.report.drawing import PageFigure, css_colors, page_svg
 from smelt.evaluate.report.markdown import Markdown, markdown_table
 from smelt.evaluate.report.schema import ScoreDifference
-from smelt.pipeline.search.analysis import hypervolumes, importances
 from smelt.pipeline.search.space import SearchSpace
 from smelt.pipeline.search.study import Search
 from smelt.pipeline.search.trials import Trial, objective_text, parameter_text
 
 SEARCH_SCHEMA = 1
 _REPORT_FILES = ("search.json", "search.md", "search.html")
-_STATUS_COLORS = {"feasible": "accent", "infeasible": "bad", "stopped": "soft", "failed": "line"}
-_TITLES = {"latency": "time of a call, share of the baseline's", "size": "MB", "memory": "peak memory, MB"}
+_UNITS = {"latency": "relative", "size": "MB", "memory": "MB"}
 _RUN_TEXT = (
     "In the folder of the search: `smelt run recipes/TRIAL.yaml --store STORE` runs a trial's recipe,"
     " its artifact is in `points/TRIAL/artifacts`."
 )
-_WIDE, _HEIGHT = 640, 300
+_WIDTH, _HEIGHT = 680, 380  # of a figure, points
 
 
 def finish_search(search: Search, ended: str) -> dict[str, Any]:
@@ -95,7 +95,6 @@ def _write_report(search: Search, ended: str) -> dict[str, Any]:
             "saved_seconds": sum(cost.saved_seconds for cost in costs),
         },
         "importances": importances(search),
-        "hypervolumes": hypervolumes(trials, search) if len(space.objectives) == 2 else [],
         "front": [],
         "nearest": None,
         "warnings": messages_to_json(search.warnings()),
@@ -123,6 +122,49 @@ def _write_report(search: Search, ended: str) -> dict[str, Any]:
     ):
         write_atomically(search.folder / name, text)
     return report
+
+
+def importances(search: Search) -> dict[str, dict[str, float]]:
+    """Return the importance of each parameter for each objective; the shares of an objective sum to 1.
+
+    It is by how much the best tenth of the trials differs from all of them in a parameter, whose values count
+    only in trials that have its stage. Sources: Watanabe et al. 2023, PED-ANOVA, arXiv:2304.10255; for
+    optional stages Conditional PED-ANOVA, arXiv:2601.20800.
+    """
+    import optuna
+
+    study, found = _study_of_used_values(search), {}
+    for index, (objective, sign) in enumerate(search.signs().items()):
+
+        def value(trial: Any, index: int = index, sign: int = sign) -> float:
+            return float(sign * trial.values[index])
+
+        with suppress(ValueError, RuntimeError), warnings.catch_warnings():  # too few, or all equal
+            # that low targets count as good: they are, by their sign
+            warnings.simplefilter("ignore", UserWarning)
+            found[objective] = {
+                name: float(share)
+                for name, share in optuna.importance.get_param_importances(study, target=value).items()
+            }
+    return found
+
+
+def _study_of_used_values(search: Search) -> Any:
+    """Return the completed trials in a study in memory, without the settings of absent stages."""
+    import optuna
+
+    study = optuna.create_study(directions=["minimize"] * len(search.space.objectives))
+    for trial in search.open_study().get_trials(deepcopy=False):
+        if trial.state == optuna.trial.TrialState.COMPLETE:
+            used = search.space.used_values(trial.params)
+            study.add_trial(
+                optuna.trial.create_trial(
+                    params=used,
+                    distributions={name: trial.distributions[name] for name in used},
+                    values=trial.values,
+                )
+            )
+    return study
 
 
 def _trial_entry(trial: Trial, space: SearchSpace) -> dict[str, Any]:
@@ -374,17 +416,6 @@ def search_html(report: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found = {trial["status"] for trial in report["trials"]}
-    keys = [(status, color) for status, color in _STATUS_COLORS.items() if status in found]
-    figures = [
-        (title, page_svg(figure), legend)
-        for title, figure, legend in (
-            ("Trials and front", _front_figure(report), keys),
-            ("History", _history_figure(report), []),
-            ("Parameters of the trials", _parallel_figure(report), keys),
-        )
-        if figure is not None
-    ]
     tables = [("Front", _front_table(report))] if report["front"] else []
     tables.append(("Parameters", _parameter_table(report)))
     tables.append(("Trials", _trials_table(report)))
@@ -392,7 +423,7 @@ def search_html(report: Mapping[str, Any]) -> str:
         title=Path(report["recipe"]).name,
         sentences=_sentences(report),
         tables=[(name, head, rows) for name, (head, rows) in tables],
-        figures=figures,
+        figures=_figures(report),
         how_to_run=_RUN_TEXT if any(point["recipe"] for point in report["front"]) else "",
         colors=css_colors,
     )
@@ -424,144 +455,94 @@ def _objective_value(trial: Mapping[str, Any], name: str) -> float | None:
 
 
 def _axis_title(name: str) -> str:
-    return f"{name} ({_TITLES[name]})" if name in _TITLES else view.metric_label(name)
+    return f"{name} ({_UNITS[name]})" if name in _UNITS else view.metric_label(name)
 
 
-def _front_figure(report: Mapping[str, Any]) -> PageFigure | None:
-    """Return the trials by the first two objectives, or by the first and the first metric."""
-    names = [each["name"] for each in report["objectives"]][:2]
-    if len(names) == 1:
-        metrics = {name: None for trial in report["trials"] for name in trial["quality"]}
-        names += [name for name in metrics if name != names[0]][:1]
-    if len(names) < 2:
-        return None
+def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return title and SVG element of Optuna's figures of the trials; none with fewer than two values.
 
-    def value(trial: Mapping[str, Any], name: str) -> float | None:
-        found = _objective_value(trial, name)
-        return found if found is not None else trial["quality"].get(name)
-
-    points = [(trial, value(trial, names[0]), value(trial, names[1])) for trial in report["trials"]]
-    points = [(trial, x, y) for trial, x, y in points if x is not None and y is not None]
-    if not points:
-        return None
-    front = {point["name"] for point in report["front"]}
-
-    def draw(colors: Mapping[str, str]) -> Any:
-        figure, axes = _axes(colors)
-        for at, (trial, x, y) in enumerate(points):
-            color = colors[_STATUS_COLORS[trial["status"]]]
-            size = 11 if trial["name"] in front else 7
-            axes.plot(x, y, "o", markersize=size, color=color, gid=f"trial-{at}", zorder=3)
-        line = sorted((x, y) for trial, x, y in points if trial["name"] in front)
-        if len(line) > 1:
-            axes.plot(*zip(*line, strict=True), color=colors["accent"], linestyle=(0, (5, 4)), zorder=2)
-        _label(axes, _axis_title(names[0]), _axis_title(names[1]), colors)
-        return figure
-
-    titles = {
-        f"trial-{at}": f"{trial['name']}: {_values_text(trial, names)}; {_parameters_text(trial)}"
-        for at, (trial, *_) in enumerate(points)
-    }
-    return PageFigure(draw, "front", _WIDE, _HEIGHT, f"{names[1]} against {names[0]} of the trials", titles)
-
-
-def _history_figure(report: Mapping[str, Any]) -> PageFigure | None:
-    """Return the best value so far by trial, or for two objectives the area that the front dominates."""
-    objective, numbers = report["objectives"][0], [trial["number"] for trial in report["trials"]]
-    if report["hypervolumes"]:
-        values = list(zip(numbers, report["hypervolumes"], strict=True))
-        title = "hypervolume, share of the final one"
-    elif len(report["objectives"]) == 1:
-        values, best, sign = [], math.inf, -1 if objective["maximize"] else 1
-        for at, trial in zip(numbers, report["trials"], strict=True):
-            found = _objective_value(trial, objective["name"])
-            if trial["status"] == "feasible" and found is not None:
-                best = min(best, sign * found)
-            if math.isfinite(best):
-                values.append((at, sign * best))
-        title = f"best {_axis_title(objective['name'])}"
-    else:
-        return None
-    if len(values) < 2:
-        return None
-
-    def draw(colors: Mapping[str, str]) -> Any:
-        figure, axes = _axes(colors)
-        axes.step(*zip(*values, strict=True), where="post", color=colors["accent"], linewidth=2)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        _label(axes, "trial", title, colors)
-        return figure
-
-    return PageFigure(draw, "history", _WIDE, _HEIGHT, f"{title} by trial", {})
-
-
-def _parallel_figure(report: Mapping[str, Any]) -> PageFigure | None:
-    """Return parallel coordinates: a line for each trial through its parameters and the first objective.
-
-    A line has a gap where the trial does not have the stage of a parameter.
+    They are drawn with matplotlib: those of plotly need its 4 MB script in the page, or a connection.
     """
-    first = report["objectives"][0]["name"]
-    rows = [trial for trial in report["trials"] if first in trial["values"]]
-    if len(rows) < 2:
-        return None
-    columns = [
-        (name, [trial["parameters"][name] if name in trial["used"] else None for trial in rows])
-        for name in report["parameters"]
+    from optuna.visualization import matplotlib as plots
+
+    names = [_axis_title(each["name"]) for each in report["objectives"]]
+    study = _plotted_study(report, names)
+    complete = [trial for trial in study.trials if trial.values is not None]
+    feasible = [trial.values for trial in complete if all(over <= 0 for over in trial.constraints.values())]
+    figures: dict[str, Callable[[], Any]] = {}
+    if len(names) in (2, 3):
+        figures["Trials and front"] = partial(plots.plot_pareto_front, study)
+    if len(names) == 1:
+        figures["History"] = partial(plots.plot_optimization_history, study, target_name=names[0])
+    elif feasible:
+        worst = [
+            (min if each["maximize"] else max)(column)
+            for each, column in zip(report["objectives"], zip(*feasible, strict=True), strict=True)
+        ]
+        figures["History"] = partial(plots.plot_hypervolume_history, study, worst)
+    figures["Parameters of the trials"] = partial(plots.plot_parallel_coordinate, study, target_name=names[0])
+    return [
+        (title, page_svg(PageFigure(partial(_draw, plot), f"figure{number}", _WIDTH, _HEIGHT, title, {})))
+        for number, (title, plot) in enumerate(figures.items() if len(complete) > 1 else ())
     ]
-    columns.append((first, [_objective_value(trial, first) for trial in rows]))
-    places = [_places(values) for _, values in columns]
-
-    def draw(colors: Mapping[str, str]) -> Any:
-        figure, axes = _axes(colors)
-        for at, trial in enumerate(rows):
-            axes.plot(
-                range(len(columns)), [column[at] for column, _ in places],
-                color=colors[_STATUS_COLORS[trial["status"]]], linewidth=1.4, alpha=0.7, gid=f"line-{at}",
-            )  # fmt: skip
-        for at, (_, ends) in enumerate(places):
-            for height, text in ends:
-                axes.annotate(
-                    shorten(text, 14), (at, height), (0, 9 if height > 0.5 else -16), fontsize=10,
-                    textcoords="offset points", ha="center", color=colors["soft"],
-                )  # fmt: skip
-        axes.set_ylim(-0.16, 1.16)
-        axes.set_yticks([])
-        axes.set_xticks(range(len(columns)), [shorten(name, 16) for name, _ in columns])
-        return figure
-
-    titles = {f"line-{at}": f"{trial['name']}: {_parameters_text(trial)}" for at, trial in enumerate(rows)}
-    return PageFigure(
-        draw, "parallel", _WIDE, _HEIGHT, "parameters and first objective of the trials", titles
-    )
 
 
-def _places(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Return the height from 0 to 1 of each value of a column, NaN for None, and the labels of its ends."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return [math.nan] * len(values), []
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
-    kinds = sorted(set(known)) if numbers else sorted(set(known), key=str)
-    if numbers:
-        low, span = kinds[0], (kinds[-1] - kinds[0]) or 1
-        heights = [math.nan if value is None else (value - low) / span for value in values]
-    else:
-        last = max(1, len(kinds) - 1)
-        heights = [math.nan if value is None else kinds.index(value) / last for value in values]
-    ends = [(0.0, parameter_text(kinds[0]))]
-    if len(kinds) > 1:
-        ends.append((1.0, parameter_text(kinds[-1])))
-    return heights, ends
+def _draw(plot: Callable[[], Any], colors: Mapping[str, str]) -> Any:
+    """Return the matplotlib Figure of a plot of Optuna, which has colors of its own."""
+    from matplotlib import pyplot
+
+    figure = plot().figure
+    pyplot.close(figure)
+    figure.axes[0].set_title("")  # the page has it
+    figure.set_size_inches(_WIDTH / 72, _HEIGHT / 72)
+    figure.set_layout_engine("tight")
+    return figure
 
 
-def _axes(colors: Mapping[str, str]) -> tuple[Any, Any]:
-    figure = new_figure(_WIDE, _HEIGHT, colors)
-    axes = figure.add_axes((0.11, 0.18, 0.86, 0.76), facecolor=colors["card"])
-    style_axes(axes, colors)
-    axes.ticklabel_format(useOffset=False, scilimits=(-4, 7))
-    return figure, axes
+def _plotted_study(report: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return a study in memory with the values of the report; names: of the objectives.
+
+    Trials without all values have failed in it, and so have numbers without a trial. The range of a parameter
+    is that of its values.
+    """
+    import optuna
+
+    trials = {trial["number"]: trial for trial in report["trials"]}
+    used = {n: {name: trial["parameters"][name] for name in trial["used"]} for n, trial in trials.items()}
+    distributions = {
+        name: _range_of([values[name] for values in used.values() if name in values])
+        for name in dict.fromkeys(name for values in used.values() for name in values)
+    }
+    direction = optuna.study.StudyDirection
+    directions = [
+        direction.MAXIMIZE if each["maximize"] else direction.MINIMIZE for each in report["objectives"]
+    ]
+    study = optuna.create_study(directions=directions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study.set_metric_names(list(names))
+    for number in range(max(trials, default=-1) + 1):
+        trial, parameters = trials.get(number, {"values": {}, "violations": {}}), used.get(number, {})
+        measured = [_objective_value(trial, each["name"]) for each in report["objectives"]]
+        values = [value for value in measured if value is not None]
+        is_complete = len(values) == len(measured)
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=optuna.trial.TrialState.COMPLETE if is_complete else optuna.trial.TrialState.FAIL,
+                values=values if is_complete else None,
+                params=parameters,
+                distributions={name: distributions[name] for name in parameters},
+                constraints=dict(trial["violations"]),
+            )
+        )
+    return study
 
 
-def _label(axes: Any, x: str, y: str, colors: Mapping[str, str]) -> None:
-    axes.set_xlabel(escape_controls(x), color=colors["soft"])
-    axes.set_ylabel(escape_controls(y), color=colors["soft"])
+def _range_of(values: Sequence[Any]) -> Any:
+    """Return the range of the values of a parameter as a distribution of Optuna."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if any(isinstance(value, bool | str) or value is None for value in values):
+        return CategoricalDistribution(list(dict.fromkeys(values)))
+    kind = IntDistribution if all(isinstance(value, int) for value in values) else FloatDistribution
+    return kind(min(values), max(values))

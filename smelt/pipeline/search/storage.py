@@ -1,18 +1,14 @@
-"""Where a study is stored: a journal file in the search's folder, or a database that workers share by URL.
+"""Where a study is stored: a database of SQLite in the search's folder, or one that workers share by URL.
 
-Workers of a journal share its folder, so a lock file there shows which trials have a worker. Workers of a
-database may have folders of their own: a trial has its worker as an attribute, and the worker records
-Optuna's heartbeat. A dead worker on this machine is detected at once, one on another machine after `GRACE_S`
-without a heartbeat.
+A running trial has its worker as an attribute, and the worker records Optuna's heartbeat. A dead worker on
+this machine is detected at once, one on another machine after `GRACE_S` without a heartbeat.
 
-A server that cannot be reached for a while is waited for. What a storage returns is checked: a journal or a
-database that something else has changed is an error that names it.
+A server that cannot be reached for a while is waited for. What a database returns is checked: one that
+something else has changed is an error that names it.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import threading
 import time
@@ -25,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from smelt.core.errors import InputError, MissingDependencyError, RunError, SmeltError
 from smelt.core.files import json_hash
-from smelt.core.locks import LockOwner, current_owner, file_lock, is_file_lock_held, read_owner
+from smelt.core.locks import LockOwner, current_owner, file_lock
 from smelt.core.messages import Message, hide_password, warning
 from smelt.pipeline.search.parameters import Parameter
 from smelt.pipeline.search.sampling import grid_points
@@ -33,7 +29,7 @@ from smelt.pipeline.search.sampling import grid_points
 if TYPE_CHECKING:
     import optuna
 
-STUDY_FILE = "study.log"
+STUDY_FILE = "study.db"
 HEARTBEAT_S, GRACE_S = 60, 600
 """Seconds between two heartbeats, and without one until a worker of another machine counts as dead."""
 MAX_OUTAGE_S = 300.0
@@ -49,17 +45,19 @@ class StudyStorage:
     """The storage of a study.
 
     Args:
-        url: of a database; None for a journal file in `folder`.
+        url: of a database; None for one in `folder`.
         folder: the search's folder.
         study_name: name of the study; a folder holds one study, a database many.
-        warn: called with a warning about lost trials, a repaired journal, or a server that does not answer.
+        warn: called with a warning about lost trials, or a server that does not answer.
     """
 
     def __init__(
         self, url: str | None, folder: Path, study_name: str, warn: Callable[[Message], None]
     ) -> None:
-        self.url, self.folder, self.study_name, self.warn = url, folder, study_name, warn
-        self.label = str(folder / STUDY_FILE) if url is None else hide_password(url)
+        self.folder, self.study_name, self.warn = folder, study_name, warn
+        self.is_shared = url is not None  # by studies of other searches
+        self.url = f"sqlite:///{folder / STUDY_FILE}" if url is None else url
+        self.label = hide_password(self.url) if self.is_shared else str(folder / STUDY_FILE)
         self._database: Any = None  # once it is open
 
     def check(self, identity: str, validate: Callable[[optuna.Study], None]) -> None:
@@ -75,7 +73,7 @@ class StudyStorage:
         self._require_file()
         path = self._file()
         if path is not None and not path.exists():
-            if self.url is not None and not path.parent.is_dir():
+            if self.is_shared and not path.parent.is_dir():
                 raise InputError(
                     f"{self.url}: no folder {path.parent}. Create it, or choose another storage.",
                     code="storage-unreachable",
@@ -173,15 +171,9 @@ class StudyStorage:
         """
         import optuna
         from optuna.exceptions import ExperimentalWarning
-        from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._require_file()
-        if self.url is None:
-            path = self.folder / STUDY_FILE
-            # Optuna calls only acquire and release; its own locks block for 30 s after their owner was killed
-            lock: Any = _JournalLock(path, self.warn)
-            return optuna.storages.JournalStorage(JournalFileBackend(str(path), lock))
         if self._database is not None:
             return self._database
         arguments: dict[str, Any] = {"pool_pre_ping": True}  # a server may have restarted since the last use
@@ -190,7 +182,7 @@ class StudyStorage:
         with self._connecting(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)  # the heartbeat
             self._database = optuna.storages.RDBStorage(
-                self.url,
+                self.url.replace("{", "{{").replace("}", "}}"),  # a template of Optuna
                 engine_kwargs=arguments,
                 heartbeat_interval=HEARTBEAT_S,
                 grace_period=GRACE_S,
@@ -221,27 +213,30 @@ class StudyStorage:
 
     def _unreachable(self, error: Exception) -> InputError:
         return InputError(
-            f"{self.label}: the storage cannot be opened: {_driver_text(error, self.url or '')}. Expected"
+            f"{self.label}: the storage cannot be opened: {_driver_text(error, self.url)}. Expected"
             " a URL such as sqlite:///study.db or postgresql+psycopg://user@host/database.",
             code="storage-unreachable",
         )
 
     def _require_file(self) -> None:
-        """Require that a study outlives its process.
+        """Require that a study is in a file.
 
         Raises:
-            InputError: the database is in memory.
+            InputError: the database is in memory, or the folder's name ends the URL.
         """
-        if self.url is not None and re.fullmatch(r"sqlite(\+\w+)?:(//)?(/?(:memory:)?)(\?.*)?", self.url):
+        if not self.is_shared and "?" in self.url:
+            raise InputError(
+                f"{self.folder}: the folder of a search cannot have ? in its path. Choose another --out.",
+                code="unusable-folder",
+            )
+        if re.fullmatch(r"sqlite(\+\w+)?:(//)?(/?(:memory:)?)(\?.*)?", self.url):
             raise InputError(
                 f"{self.url}: a database in memory ends with its process. Name a file: sqlite:///study.db.",
                 code="storage-unreachable",
             )
 
     def _file(self) -> Path | None:
-        """Return the file of a journal or a database of SQLite; None for other databases."""
-        if self.url is None:
-            return self.folder / STUDY_FILE
+        """Return the file of a database of SQLite; None for other databases."""
         match = re.fullmatch(r"sqlite(?:\+\w+)?:///([^?]+)(?:\?.*)?", self.url)
         return Path(match[1]) if match and match[1] != ":memory:" else None
 
@@ -254,7 +249,7 @@ class StudyStorage:
         import optuna
 
         names = optuna.get_all_study_names(storage)
-        if self.url is None and names and self.study_name not in names:
+        if not self.is_shared and names and self.study_name not in names:
             raise self._other_study(names[0])
         return self.study_name in names
 
@@ -268,15 +263,12 @@ class StudyStorage:
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
         """Hold a lock of all workers of the study: in the folder, next to SQLite's file, or in PostgreSQL."""
-        if self.url is not None and self.url.startswith("postgresql"):
+        if self.url.startswith("postgresql"):
             with self._advisory_lock(name):
                 yield
             return
-        path = self._file()
-        if self.url is None or path is None:
-            path = self.folder / f"{name}.lock"
-        else:
-            path = path.with_name(f"{path.name}.{name}.lock")
+        file = self._file() or self.folder / STUDY_FILE
+        path = file.with_name(f"{file.name}.{name}.lock")
         with ExitStack() as stack:
             if path.parent.is_dir():  # else opening the storage raises
                 try:
@@ -300,7 +292,7 @@ class StudyStorage:
 
         key = int(json_hash([self.study_name, name])[:15], 16)
         with self._connecting():
-            connection = create_engine(str(self.url), poolclass=NullPool).connect()
+            connection = create_engine(self.url, poolclass=NullPool).connect()
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({key})")
         try:
             yield
@@ -311,7 +303,7 @@ class StudyStorage:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Turn what a changed journal or database leads to in Optuna into an error that names it.
+        """Turn what a changed database leads to in Optuna into an error that names it.
 
         Raises:
             InputError: any exception but an outage, a full disk and the like.
@@ -328,17 +320,13 @@ class StudyStorage:
             cause = _database_error(error)
             if cause is not None and getattr(cause.orig, "sqlite_errorcode", _SQLITE_ERROR) != _SQLITE_ERROR:
                 raise self._unreachable(cause) from error
+            text = _driver_text(_database_error(error) or error, self.url)
             raise InputError(
-                f"{self.label}: the study is damaged: {self._damage_text(error)}. Restore the file or"
+                f"{self.label}: the study is damaged: {type(error).__name__}: {text}. Restore the"
                 " database from a copy, or search again in another folder (--out) or storage; finished steps"
                 " are in the store.",
                 code="damaged-study",
             ) from error
-
-    def _damage_text(self, error: Exception) -> str:
-        if self.url is None and (line := _invalid_line(self.folder / STUDY_FILE)):
-            return f"line {line} is no JSON object"
-        return f"{type(error).__name__}: {_driver_text(_database_error(error) or error, self.url or '')}"
 
     def retry(self, work: Callable[[], _Value], patience_s: float | None = None) -> _Value:
         """Return the result of `work`, which can be repeated; wait for a server that cannot be reached.
@@ -361,7 +349,7 @@ class StudyStorage:
                 with self._reading():
                     return work()
             except (StorageInternalError, SQLAlchemyError) as error:  # an outage, else it were an InputError
-                reason = _driver_text(_database_error(error) or error, self.url or "")
+                reason = _driver_text(_database_error(error) or error, self.url)
                 if time.monotonic() >= ends:
                     raise RunError(
                         f"{self.label}: the storage has not answered for {patience_s:.0f} s: {reason}. The"
@@ -382,15 +370,9 @@ class StudyStorage:
 
     def claim(self, study: optuna.Study, trial: optuna.Trial, stack: ExitStack) -> None:
         """Show that this process runs the trial, until `stack` is closed. The caller holds `lock`."""
-        if self.url is None:
-            stack.enter_context(file_lock(self._running_lock(trial.number)))
-            return
         stack.enter_context(self._heartbeat(trial.number))
         # last: a trial without it is one whose worker died before
         trial.set_user_attr(_OWNER, asdict(current_owner()))
-
-    def _running_lock(self, number: int) -> Path:
-        return self.folder / "running" / f"{number}.lock"
 
     @contextmanager
     def _heartbeat(self, number: int) -> Iterator[None]:
@@ -420,13 +402,6 @@ class StudyStorage:
 
         "": the trial was only being asked for, and nothing is lost. The caller holds the lock of `ask`.
         """
-        if self.url is None:
-            # the owners are read first: the check removes the locks of dead workers
-            owners = {
-                trial.number: str(read_owner(self._running_lock(trial.number)) or "a process")
-                for trial in trials
-            }
-            return {n: text for n, text in owners.items() if not is_file_lock_held(self._running_lock(n))}
         workers = {trial.number: trial_owner(trial) for trial in trials}
         return {
             number: str(owner or "")
@@ -435,7 +410,7 @@ class StudyStorage:
         }
 
     def fail_stale_trials(self, study: optuna.Study) -> None:
-        """End the running trials of a database without a heartbeat for `GRACE_S`."""
+        """End the running trials without a heartbeat for `GRACE_S`."""
         import optuna
 
         with warnings.catch_warnings():
@@ -465,7 +440,7 @@ def _lost_warning(number: int, owner: str) -> Message:
 
 
 def trial_owner(trial: optuna.trial.FrozenTrial) -> LockOwner | None:
-    """Return the process that runs or ran a trial of a database; None if it died before it was recorded."""
+    """Return the process that runs or ran a trial; None if it died before it was recorded."""
     owner = trial.user_attrs.get(_OWNER)
     return None if owner is None else LockOwner(**owner)
 
@@ -473,62 +448,6 @@ def trial_owner(trial: optuna.trial.FrozenTrial) -> LockOwner | None:
 def point_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     """Return the parameters of a trial, of a queued one those that it will have."""
     return dict(trial.params or trial.system_attrs.get("fixed_params", {}))
-
-
-class _JournalLock:
-    """The lock of the writers of a journal, which also removes half a line of a full disk or a power failure.
-
-    Optuna's readers skip half a line at the end, but its writers append to it: the file cannot be read then.
-    """
-
-    def __init__(self, path: Path, warn: Callable[[Message], None]) -> None:
-        self._path, self._warn, self._held = path, warn, ExitStack()
-
-    def acquire(self) -> bool:
-        with ExitStack() as stack:
-            stack.enter_context(file_lock(self._path.with_name("journal.lock")))
-            if size := cut_half_line(self._path):
-                self._warn(
-                    warning(
-                        "study-repaired",
-                        f"{self._path}: half a line at the end ({size} bytes) was removed. What was recorded"
-                        " last is lost; that trial is run again.",
-                    )
-                )
-            self._held = stack.pop_all()
-        return True
-
-    def release(self) -> None:
-        self._held.close()
-
-
-def cut_half_line(path: Path) -> int:
-    """Remove what comes after the last newline of a file; return its size in bytes."""
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return 0
-        file.seek(size - 1)
-        if file.read(1) == b"\n":
-            return 0
-        file.seek(0)
-        end = file.read().rfind(b"\n") + 1
-        file.truncate(end)
-        file.flush()
-        os.fsync(file.fileno())
-    return size - end
-
-
-def _invalid_line(path: Path) -> int | None:
-    """Return the number of the first line that is no JSON object; None if all are."""
-    with suppress(OSError), path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                if not isinstance(json.loads(line), dict):
-                    return number
-            except (ValueError, RecursionError):
-                return number
-    return None
 
 
 def _database_error(error: Exception) -> Any:

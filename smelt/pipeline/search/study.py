@@ -5,7 +5,7 @@ a trial costs only what no other trial has done. It is checked from cheap to exp
 growing parts of the validation samples, quality on all of them, latency. A trial that cannot meet the
 constraints ends at the first of these that shows it.
 
-A study lives in its storage (a journal file in the search's folder, or a database by URL), so it goes on
+A study lives in its storage (a database in the search's folder, or by URL), so it goes on
 after an interruption, and several workers share it: the same command, started again in the same folder, or
 anywhere with the same database. The trials of dead workers are done again.
 
@@ -61,7 +61,7 @@ class SearchOptions:
     """Options of a search from the command line.
 
     out: the search's folder (default: runs/NAME-search). store: as for a run. trials, max_minutes, sampler:
-    instead of the recipe's. storage: URL of a database (default: a journal file in `out`). limit: use at most
+    instead of the recipe's. storage: URL of a database (default: one in `out`). limit: use at most
     this many samples of every split. executor: the Ray cluster that runs several trials at once.
     """
 
@@ -211,8 +211,9 @@ class Search:
 
         At most `_MAX_POINTS`, spread over the first objective.
         """
-        able = [trial for trial in self.finished_trials() if trial.result.status == "feasible"]
-        return spread(sorted(pareto_optimal(able, self.signs()), key=self._first_objective), _MAX_POINTS)
+        best = {trial.number for trial in self.open_study().best_trials}
+        front = [trial for trial in self.finished_trials() if trial.number in best]
+        return spread(sorted(front, key=self._first_objective), _MAX_POINTS)
 
     def nearest(self) -> Trial | None:
         """Return the trial that violates the constraints least, relative to their limits, or None.
@@ -538,18 +539,6 @@ def _violations(leaf: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str,
             amount = gate["limit"] - value if gate["kind"] == "min" else value - gate["limit"]
             over[gate["metric"]] = max(amount, over.get(gate["metric"], amount))
     return over
-
-
-def pareto_optimal(trials: Sequence[Trial], signs: Mapping[str, int]) -> list[Trial]:
-    """Return the trials that no other one dominates. signs: 1 to minimize a value, -1 to maximize it."""
-    points = [tuple(sign * trial.result.values[name] for name, sign in signs.items()) for trial in trials]
-    return [
-        trial
-        for trial, point in zip(trials, points, strict=True)
-        if not any(
-            other != point and all(o <= p for o, p in zip(other, point, strict=True)) for other in points
-        )
-    ]
 
 
 def spread(trials: Sequence[Trial], most: int) -> list[Trial]:

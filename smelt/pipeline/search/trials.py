@@ -268,6 +268,8 @@ class TrialQueue:
                     result.values[each.name] for each in self.space.objectives
                 ]:
                     raise ValueError(f"{name} has other values than its result")
+                if trial.state == TrialState.COMPLETE and trial.constraints != result.violations:
+                    raise ValueError(f"{name} has other constraints than its result")
             elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
                 raise ValueError(f"{name} is finished and has no result")
 

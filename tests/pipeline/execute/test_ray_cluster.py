@@ -15,12 +15,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from unittest.mock import Mock, patch
 
 import psutil
 import pytest
 
-from smelt.core import process_group
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.messages import message_codes
@@ -31,7 +31,6 @@ from smelt.pipeline.execute import cluster_run, ray_cluster, training_worker
 from smelt.pipeline.execute.cluster_run import ClusterRun
 from smelt.pipeline.execute.display import Display
 from smelt.pipeline.execute.ray_cluster import NodeRequest, TaskNeeds, open_cluster
-from smelt.pipeline.execute.reserved_nodes import release_nodes, reserve_nodes
 from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.execute.training_processes import TrainingLaunch
@@ -284,12 +283,13 @@ def rank_process(nodes, number):
     return None
 
 
-def test_a_training_on_two_nodes_resumes_on_others_when_one_dies(home, nodes, tmp_path):
-    """The losses are those of one process, and the scores, whose batches are shards, too."""
+def test_training_in_two_processes_resumes_on_another_node_when_its_node_dies(home, nodes, tmp_path):
+    """One task reserves the CPUs of both. The losses and the scores are those of one process."""
     (home / "divided.yaml").write_text(DIVIDED)
     recipe, store = "divided.yaml", tmp_path / "store"
     alone = run(home, tmp_path / "alone", tmp_path / "alone-store", recipe=recipe)
     more = ("--executor", nodes.address, "--num-processes", "2", "--set", "launch.scoring=true")
+    nodes.add(num_cpus=2)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, home, tmp_path / "two", store, *more, recipe=recipe)
         until = time.monotonic() + 300
@@ -300,7 +300,7 @@ def test_a_training_on_two_nodes_resumes_on_others_when_one_dies(home, nodes, tm
             assert time.monotonic() < until
             time.sleep(0.01)
         nodes.kill_node_of(second)
-        nodes.add(num_cpus=1)
+        nodes.add(num_cpus=2)
         report = running.result()
     assert statuses(report) == {"model": "done", "finetune": "done"}
     one, two = (each["steps"][-1]["details"]["training"] for each in (alone, report))
@@ -311,53 +311,8 @@ def test_a_training_on_two_nodes_resumes_on_others_when_one_dies(home, nodes, tm
     assert [step["quality"] for step in report["steps"]] == [step["quality"] for step in alone["steps"]]
 
 
-def _shard(job, folder, name, *shard):
-    """Compute a shard of `_lengths`; the first one that runs on another node never ends."""
-    with suppress(FileExistsError):
-        (folder / "process").touch(exist_ok=False)
-        (folder / "process").write_text(str(os.getpid()))
-        time.sleep(600)
-    try:
-        with process_group.in_shard(*shard):
-            _lengths(job)
-    except process_group.ShardEnd as end:
-        return end.parts, None
-    return None, None
-
-
-def _lengths(texts):
-    first = process_group.merge_shares({n: len(text) for n, text in process_group.own_batches(texts)})
-    longest = max(process_group.gather_parts(max(first)))
-    shares = {n: longest - len(text) for n, text in process_group.own_batches(texts)}
-    return first, process_group.merge_shares(shares)
-
-
-def test_a_shard_whose_node_dies_is_computed_again(nodes, tmp_path):
-    import ray
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    open_cluster(nodes.address)
-    texts = ["a", "bbb", "cc", "dddd", "e"]
-    references = [ray.put(texts), ray.put(tmp_path)]
-    with (
-        reserve_nodes("smelt-test", 2, TaskNeeds(1, 0, None), references) as reserved,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        running = pool.submit(reserved.score, lambda: _lengths(texts), _shard, "lengths")
-        until = time.monotonic() + 120
-        while not (tmp_path / "process").exists() or not (tmp_path / "process").read_text():
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        nodes.kill_node_of(int((tmp_path / "process").read_text()))
-        nodes.add(num_cpus=1)
-        assert running.result() == ([1, 3, 2, 4, 1], [3, 1, 2, 0, 3])
-        release_nodes(["smelt-test", "unknown"])  # as after a cancelled task
-        assert ray.util.placement_group_table(reserved.group)["state"] == "REMOVED"
-
-
-def test_more_processes_than_fit_are_refused(home, nodes, tmp_path):
-    plan, store = load_plan(home / "recipe.yaml", ["launch.num_processes=5"]), Store(tmp_path / "store")
+def test_more_processes_than_fit_on_one_node_are_refused(home, nodes, tmp_path):
+    plan, store = load_plan(home / "recipe.yaml", ["launch.num_processes=3"]), Store(tmp_path / "store")
     scorer = Scorer(store, plan.recipe.task, ("chrf",), plan.recipe.score.generation, 8, 1)
     runner = StepRunner(store, plan.recipe.task, {}, 0, 1, scorer, Display(quiet=True))
     with raises_code("no-node-fits", InputError):
@@ -458,25 +413,21 @@ def test_estimated_memory_is_reserved_where_it_fits(monkeypatch):
     monkeypatch.setattr(ray_cluster.RayCluster, "nodes", lambda self: [{"Resources": each} for each in found])
     cluster, needs = object.__new__(ray_cluster.RayCluster), TaskNeeds(1, 0, None)
     reserved = {
-        of: cluster.with_memory(needs, int(of[0] * 1e9), of[1]).memory_bytes
-        for of in ((6, 1), (30, 1), (6, 4), (6, 5))
+        gigabytes: cluster.with_memory(needs, int(gigabytes * 1e9)).memory_bytes for gigabytes in (6, 30)
     }
-    assert reserved == {(6, 1): 6e9, (30, 1): 20e9, (6, 4): 6e9, (6, 5): None}
+    assert reserved == {6: 6e9, 30: 20e9}
     assert cluster.node_bytes == 20e9
 
 
-def test_a_step_reserves_its_estimate_unless_the_recipe_says(home, monkeypatch):
+def test_step_reserves_its_estimate_without_a_memory_setting(home):
     bare = object.__new__(ClusterRun)
-    bare._needs, bare._cluster = TaskNeeds(1, 0, None), Mock()
-    bare._cluster.with_memory = lambda needs, memory, count: (memory, count)
-    for settings, expected in (((), True), (("resources.memory_gb=1",), False)):
+    bare._needs, bare._launch_needs, bare._cluster = TaskNeeds(1, 0, None), TaskNeeds(2, 0, None), Mock()
+    bare._cluster.with_memory = lambda needs, memory: replace(needs, memory_bytes=memory)
+    for settings in ((), ("resources.memory_gb=1",)):
         bare._plan = plan = load_plan(home / "recipe.yaml", ["launch.num_processes=2", *settings])
         bare._launch, bare._estimates = TrainingLaunch(plan), estimate_steps(plan, plan.splits)
-        found = {step.name: bare._step_needs(step, bare._launch.applies_to(step)) for step in plan.steps}
-        if not expected:
-            assert set(found.values()) == {bare._needs}
-            continue
-        held = {name: estimate.cost.memory_bytes for name, estimate in bare._estimates.items()}
-        assert found["finetune"][0] >= (held["finetune"] + 560_000_000) // 2
-        assert (found["finetune"][1], found["quantize"][1]) == (2, 1)
-        assert found["quantize"][0] >= held["quantize"] + 560_000_000
+        reserved = {step.name: bare._step_needs(step) for step in plan.steps}
+        assert [reserved[name].cpus for name in ("finetune", "quantize")] == [2, 1]
+        for name, needs in reserved.items():
+            estimate = bare._estimates[name].cost.memory_bytes + 560_000_000
+            assert needs.memory_bytes is None if settings else needs.memory_bytes >= estimate

@@ -183,6 +183,10 @@ def test_other_ranks_are_known_by_the_environment_and_python_runs_are_refused(ho
     assert external_machines() == 4
     with raises_code("started-by-launcher"):
         smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with raises_code("started-by-launcher"):
+        smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True, executor="ray")
+    monkeypatch.setenv("SLURM_PROCID", "3")
     for search in (Search.check, shrink):
         with raises_code("started-by-launcher"):
             search(*[None] * len(inspect.signature(search).parameters))
@@ -235,7 +239,7 @@ def test_failures_of_other_machines_name_the_cause_and_keep_the_output(tmp_path)
     }
     failures = {1: {"code": None, "exit": -9, "output": "killed"},
                 2: lost | {"time": 1.0, "exit": 1, "output": "closed"}}  # fmt: skip
-    training_processes.write_failures(tmp_path, 1, failures)
+    training_processes._write_failures(tmp_path, 1, failures)
     error = training_processes._first_error(tmp_path, "finetune")
     assert error.code == "training-process-died"
     assert training_processes._log_tails(tmp_path) == {"1": "killed", "2": "closed"}

@@ -1,28 +1,31 @@
-"""The report of a search: scores of the winners on test, importances, hypervolume."""
+"""The report of a search: scores of the winners on test, importances, figures."""
 
 import json
 from dataclasses import replace
 from threading import Event, Thread
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from smelt.core.errors import RunError
 from smelt.pipeline.search import trials as trials_module
-from smelt.pipeline.search.analysis import hypervolumes, importances
-from smelt.pipeline.search.report import _places, _time_text, exit_code, finish_search, summary_text
-from smelt.pipeline.search.space import Objective, read_space
+from smelt.pipeline.search.report import (
+    _time_text,
+    exit_code,
+    finish_search,
+    importances,
+    search_html,
+    summary_text,
+)
+from smelt.pipeline.search.space import Objective
 from smelt.pipeline.search.study import Search
-from smelt.pipeline.search.trials import Trial, TrialResult
-from tests.support.search_recipes import formula, search, small, write
+from smelt.pipeline.search.trials import TrialResult
+from tests.support.search_recipes import formula, search, size_space
 
 
 @pytest.fixture(scope="module")
 def space(tmp_path_factory):
-    """One range and one choice; size is minimized while BLEU may fall by 1."""
-    text = small().replace("[latency, size]\n  maximize: quality", "size")
-    return read_space(write(tmp_path_factory.mktemp("space"), text))
+    return size_space(tmp_path_factory.mktemp("space"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +46,6 @@ def test_an_interruption_while_the_front_is_scored_ends_the_scoring(space, tmp_p
     assert [point["test"] for point in report["front"]] == [None, None]
     page = (tmp_path / "search.md").read_text()
     assert [trial["name"] for trial in report["trials"] if trial["name"] not in page] == []
-
-
-def test_a_setting_of_an_absent_stage_has_no_place_among_the_coordinates():
-    heights, ends = _places([0.6, None, 0.9])
-    assert (heights[0], heights[2], ends) == (0, 1, [(0, "0.6"), (1, "0.9")])
-    assert np.isnan([heights[1], *_places([None])[0]]).all()
-    assert _places(["int4", None])[1] == [(0, "int4")]
 
 
 def test_a_winner_that_cannot_be_scored_on_test_does_not_keep_the_others_from_it(
@@ -119,8 +115,7 @@ def test_winners_are_scored_by_one_worker_at_a_time(space, tmp_path, monkeypatch
 
 def test_settings_of_absent_stages_have_no_importance(tmp_path, monkeypatch):
     """The best trials are without the stage: the values that its setting has in them mean nothing."""
-    text = small(**{"\n    optional: search": "\n    optional: search"})
-    text = text.replace("[latency, size]\n  maximize: quality", "size\n  sampler: random")
+    space = size_space(tmp_path, sampler="random", optional=True)
 
     def size(params):  # without the stage, a low value of its setting goes with a small size by chance
         return 10 * params["prune"] + params["prune.keep_ratio"] * (not params["prune"])
@@ -129,25 +124,45 @@ def test_settings_of_absent_stages_have_no_importance(tmp_path, monkeypatch):
         Search, "_measure", lambda self, trial: TrialResult("feasible", {"size": size(trial.params)}, {})
     )
     monkeypatch.setattr(trials_module.TrialQueue, "known_trial", lambda self, study, trial: None)
-    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=40)
+    job = search(space, tmp_path / "out", trials=40)
     job.run()
     assert importances(job)["size"]["prune.keep_ratio"] == pytest.approx(0, abs=1e-9)
 
 
-def test_without_an_area_there_is_no_hypervolume(space, tmp_path):
-    both = replace(space, objectives=(Objective("size", False), Objective("bleu", True)))
-    results = [TrialResult("feasible", {"size": size, "bleu": 99.0}) for size in (2.0, 1.0)]
-    trials = [Trial(at, {}, result) for at, result in enumerate(results)]
-    assert hypervolumes(trials, search(both, tmp_path)) == []
-    trials.append(Trial(2, {}, TrialResult("feasible", {"size": 3.0, "bleu": 99.5})))
-    trials.append(Trial(3, {}, TrialResult("feasible", {"size": 2.0, "bleu": 100.0})))
-    assert hypervolumes(trials, search(both, tmp_path)) == [0, 0, 0, 1]
+@pytest.mark.parametrize("objectives", [("size",), ("size", "bleu"), ("latency", "size", "bleu")])
+def test_page_has_figures_of_the_measured_trials_without_links(space, tmp_path, monkeypatch, objectives):
+    """A trial that failed has no values, and one without a stage has no value of its settings."""
+
+    numbers = iter(range(4))
+
+    def measure(self, trial):
+        if (number := next(numbers)) == 1:
+            raise RunError("The disk is full.", code="disk-full")
+        values = {"size": 10e6 - 1e6 * number, "bleu": 20.0 + number % 2, "latency": 0.5}
+        return TrialResult("infeasible" if number == 3 else "feasible", values, {"bleu": number - 2.5})
+
+    monkeypatch.setattr(Search, "_measure", measure)
+    goals = tuple(Objective(name, name == "bleu") for name in objectives)
+    optional = replace(size_space(tmp_path, optional=True), objectives=goals)
+    job = search(optional, tmp_path / "out", trials=4)
+    job.run()
+    monkeypatch.setattr(Search, "front", lambda self: [])
+    report = finish_search(job, "trials")
+    statuses = [trial["status"] for trial in report["trials"]]
+    assert statuses == ["feasible", "failed", "feasible", "infeasible"]
+    page = (job.folder / "search.html").read_text()
+    expected = ["Trials and front"] * (len(objectives) > 1) + ["History", "Parameters of the trials"]
+    shown = [part.partition('"')[0] for part in page.split('<svg class="')[1:]]
+    assert shown == [f"figure{number}" for number in range(len(expected))]
+    assert [title for title in expected if f'aria-label="{title}"' not in page] == []
+    assert "quantize.scheme" in page.split("<svg")[-1]
+    assert "://" not in page.replace("http://www.w3.org", "")
+    assert "<svg" not in search_html(report | {"trials": report["trials"][:2]})  # one value
 
 
 @pytest.mark.parametrize("step", [", step: 0.2", ""])
 def test_search_that_time_ended_reports_what_it_has_not_tried(tmp_path, monkeypatch, step):
-    text = small().replace("[0.5, 0.9]", f"{{low: 0.5, high: 0.9{step}}}")
-    space = read_space(write(tmp_path, text.replace("[latency, size]\n  maximize: quality", "size")))
+    space = size_space(tmp_path, f"{{low: 0.5, high: 0.9{step}}}")
     monkeypatch.setattr(Search, "front", lambda self: [])
     first = search(space, tmp_path / "out", trials=2)
     assert finish_search(first, first.run())["ended"] == "trials"
@@ -156,4 +171,4 @@ def test_search_that_time_ended_reports_what_it_has_not_tried(tmp_path, monkeypa
     assert report["ended"] == "time"
     assert report["left"] == {"trials": 10, "points": 4 if step else None}
     for page in (" ".join(summary_text(report, tmp_path)), (tmp_path / "out" / "search.md").read_text()):
-        assert _time_text(report) in page
+        assert _time_text(report) in page.replace("\\", "")  # Markdown escapes _

@@ -1,7 +1,6 @@
 """The storage of a study: workers with folders of their own, servers that restart, damaged files."""
 
 import contextlib
-import json
 import os
 import random
 import sqlite3
@@ -16,18 +15,16 @@ from smelt.core.errors import InputError, RunError, SmeltError
 from smelt.core.locks import current_owner
 from smelt.core.messages import message_codes
 from smelt.pipeline.search import storage as storage_module
-from smelt.pipeline.search.space import read_space
-from smelt.pipeline.search.storage import STUDY_FILE, StudyStorage, cut_half_line
+from smelt.pipeline.search.storage import STUDY_FILE, StudyStorage
 from smelt.pipeline.search.study import Search
 from tests.support.expected_errors import raises_code
 from tests.support.processes.postgres_server import postgres_server
-from tests.support.search_recipes import formula, search, small, write
+from tests.support.search_recipes import formula, search, size_space, study_url
 
 
 @pytest.fixture(scope="module")
 def space(tmp_path_factory):
-    text = small().replace("[latency, size]\n  maximize: quality", "size")
-    return read_space(write(tmp_path_factory.mktemp("space"), text))
+    return size_space(tmp_path_factory.mktemp("space"))
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +42,8 @@ def warned(monkeypatch):
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request, tmp_path):
-    if request.param == "postgresql":
-        with postgres_server() as server:
-            yield server.url
-    else:
-        yield f"sqlite:///{tmp_path}/study.db"
+    with study_url(request.param, tmp_path) as url:
+        yield url
 
 
 def points(job):
@@ -198,52 +192,6 @@ def test_outage_while_a_trial_is_asked_for_loses_no_point(space, tmp_path, monke
     assert [trial.state.name for trial in job.open_study().trials] == ["FAIL", "COMPLETE"]
 
 
-def test_half_a_line_at_the_end_of_a_journal_is_cut_before_the_next_one(space, tmp_path, warned):
-    search(space, tmp_path, trials=3).run()
-    log = tmp_path / STUDY_FILE
-    lines = log.read_bytes().splitlines(keepends=True)
-    index = max(n for n, line in enumerate(lines) if b'"result"' in line)
-    log.write_bytes(b"".join(lines[:index]) + lines[index][:100])  # of a power failure
-    job = search(space, tmp_path, trials=4)
-    job.check()
-    assert job.run() == "trials"
-    assert warned == ["study-repaired", "worker-died"]
-    assert len(set(points(job))) == 4
-
-    study = job.open_study()
-    with log.open("ab") as other:  # of another worker's full disk, while this one runs
-        other.write(b'{"op_code": 8, "wor')
-    study.set_user_attr("key", "value")
-    assert job.open_study().user_attrs["key"] == "value"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("content", "expected"), [(b"", b""), (b"half", b""), (b"a\n", b"a\n"), (b"a\nb\nhal", b"a\nb\n")]
-)
-def test_half_line_is_cut_only_after_the_last_line_end(tmp_path, content, expected):
-    path = tmp_path / "journal"
-    path.write_bytes(content)
-    assert cut_half_line(path) == len(content) - len(expected)
-    assert path.read_bytes() == expected
-
-
-_JUNK = (None, "x", -1, 10**30, [], {}, 0.7)
-
-
-def _changed(value, draw):
-    """Return a JSON value with one of its parts replaced or removed."""
-    if isinstance(value, dict | list) and value and draw.random() < 0.8:
-        parts = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-        key = draw.choice([*parts])
-        if draw.random() < 0.2:
-            del parts[key]
-        else:
-            parts[key] = _changed(parts[key], draw)
-        return parts if isinstance(value, dict) else [*parts.values()]
-    return draw.choice(_JUNK)
-
-
 def _goes_on_or_is_an_error(space, folder, **options):
     """Continue a search; return the code of its error, None without one."""
     job, code = search(space, folder, trials=5, **options), None
@@ -255,23 +203,6 @@ def _goes_on_or_is_an_error(space, folder, **options):
         code = error.code
     assert code in (None, "damaged-study", "other-study", "storage-unreachable")
     return code
-
-
-def test_changed_journal_is_an_error_or_does_no_harm(space, tmp_path):
-    search(space, tmp_path, trials=3).run()
-    log, draw, codes = tmp_path / STUDY_FILE, random.Random(0), set()
-    content = log.read_bytes()
-    lines = content.splitlines(keepends=True)
-    for _ in range(40):
-        changed = [*lines]
-        index = draw.randrange(len(lines))
-        changed[index] = json.dumps(_changed(json.loads(lines[index]), draw)).encode() + b"\n"
-        log.write_bytes(b"".join(changed))
-        codes.add(_goes_on_or_is_an_error(space, tmp_path))
-    for index in range(0, len(content), len(content) // 10):  # a bit of a byte
-        log.write_bytes(content[:index] + bytes([content[index] ^ 4]) + content[index + 1 :])
-        codes.add(_goes_on_or_is_an_error(space, tmp_path))
-    assert codes >= {None, "damaged-study"}
 
 
 def test_changed_database_is_an_error_or_does_no_harm(space, tmp_path):
@@ -299,36 +230,33 @@ def test_changed_database_is_an_error_or_does_no_harm(space, tmp_path):
     assert codes >= {"damaged-study", "storage-unreachable"}
 
 
-@pytest.mark.parametrize("part", ["result", "param_value_internal"])
-def test_result_that_was_changed_is_refused_by_its_hash(space, tmp_path, part):
+@pytest.mark.parametrize("part", ["result", "parameter", "constraint"])
+def test_trial_that_was_changed_is_refused_by_its_hash(space, tmp_path, part):
     """A changed value would otherwise be reported as measured."""
-    search(space, tmp_path, trials=2).run()
-    log = tmp_path / STUDY_FILE
-    text = log.read_text()
-    if part == "result":
-        record = json.loads(next(line for line in text.splitlines() if '"result"' in line))
-        measured = record["user_attr"]["result"]["measured"]
-        old, new = f'"size":{measured["values"]["size"]}', '"size":1.5'
-    else:
-        line = next(line for line in text.splitlines() if '"prune.keep_ratio"' in line)
-        value = json.loads(line)["param_value_internal"]
-        old, new = f'"param_value_internal":{value}', '"param_value_internal":0.625'
-    assert old in text
-    log.write_text(text.replace(old, new, 1))
+    job = search(space, tmp_path, trials=2)
+    job.run()
+    size = job.finished_trials()[0].result.values["size"]
+    change = {
+        "result": "UPDATE trial_user_attributes SET value_json"
+        f""" = replace(value_json, '"size": {size}', '"size": 1.5') WHERE key = 'result'""",
+        "parameter": "UPDATE trial_params SET param_value = 0.625 WHERE param_name = 'prune.keep_ratio'",
+        "constraint": "UPDATE trial_system_attributes SET value_json = '-1.0' WHERE key LIKE 'constraint%'",
+    }[part]
+    with sqlite3.connect(tmp_path / STUDY_FILE) as database:
+        assert database.execute(change).rowcount > 0
+    database.close()
     for attempt in (Search.check, Search.run):
         with raises_code("damaged-study", InputError):
             attempt(search(space, tmp_path, trials=2))
 
 
-def test_line_that_is_no_json_is_named(space, tmp_path):
-    search(space, tmp_path, trials=1).run()
-    log = tmp_path / STUDY_FILE
-    lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join([*lines[:2], b"\0\0\0\n", *lines[3:]]))
-    with pytest.raises(InputError) as raised:
-        search(space, tmp_path).check()
-    assert raised.value.code == "damaged-study"
-    assert "line 3" in str(raised.value)
+def test_braces_in_the_path_of_a_search_are_kept_and_a_question_mark_is_refused(space, tmp_path):
+    """Optuna fills templates in URLs, and a question mark ends the path of a URL."""
+    folder = tmp_path / "{SCHEMA_VERSION} 100%{}"
+    search(space, folder, trials=1).run()
+    assert (folder / STUDY_FILE).is_file()
+    with raises_code("unusable-folder", InputError):
+        search(space, tmp_path / "why?", trials=1).run()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

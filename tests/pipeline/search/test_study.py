@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
 import warnings
 from dataclasses import replace
@@ -17,21 +16,18 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import message_codes
 from smelt.pipeline.recipe.recipe import GateSettings
 from smelt.pipeline.search import trials as trials_module
-from smelt.pipeline.search.analysis import importances
-from smelt.pipeline.search.space import read_space
+from smelt.pipeline.search.report import importances
+from smelt.pipeline.search.space import Objective, read_space
 from smelt.pipeline.search.storage import StudyStorage
-from smelt.pipeline.search.study import Search, pareto_optimal, spread
+from smelt.pipeline.search.study import Search, spread
 from smelt.pipeline.search.trials import Trial, TrialResult
 from tests.support.expected_errors import raises_code
-from tests.support.processes.postgres_server import postgres_server
-from tests.support.search_recipes import formula, search, small, write
+from tests.support.search_recipes import formula, search, size_space, small, study_url, write
 
 
 @pytest.fixture(scope="module")
 def space(tmp_path_factory):
-    """One range and one choice; size is minimized while BLEU may fall by 1."""
-    text = small().replace("[latency, size]\n  maximize: quality", "size")
-    return read_space(write(tmp_path_factory.mktemp("space"), text))
+    return size_space(tmp_path_factory.mktemp("space"))
 
 
 @pytest.fixture(autouse=True)
@@ -97,40 +93,6 @@ def test_killed_searches_go_on_to_the_same_trials(space, tmp_path, monkeypatch):
     assert history(job) == history(undisturbed)
 
 
-@pytest.mark.parametrize("moment", ["while parameters are drawn", "before the trial is finished"])
-def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tmp_path, monkeypatch, moment):
-    undisturbed = search(space, tmp_path / "undisturbed")
-    undisturbed.run()
-    search(space, tmp_path / "killed", trials=5).run()
-    job = search(space, tmp_path / "killed")
-    with monkeypatch.context() as patch:
-        if moment == "while parameters are drawn":
-            sample, drawn = optuna.samplers.TPESampler.sample_independent, []
-
-            def die(self, study, trial, name, distribution):
-                drawn.append(name)
-                return sample(self, study, trial, name, distribution) if len(drawn) < 2 else sys.exit()
-
-            patch.setattr(optuna.samplers.TPESampler, "sample_independent", die)
-        else:
-            patch.setattr("optuna.study.Study.tell", lambda *given, **more: sys.exit())
-        with pytest.raises(SystemExit):
-            job.run()
-    job = search(space, tmp_path / "killed")
-    job.run()
-    assert history(job) == history(undisturbed)
-
-
-@pytest.fixture(params=["file", "sqlite", "postgresql"])
-def storage(request, tmp_path):
-    """The URL of a storage; None for the file in the search's folder."""
-    if request.param == "postgresql":
-        with postgres_server() as server:
-            yield server.url
-    else:
-        yield f"sqlite:///{tmp_path}/study.db" if request.param == "sqlite" else None
-
-
 def forked(work):
     """Fork a process that calls `work` and ends, with 0 if it returns "trials"."""
     child = os.fork()
@@ -141,6 +103,36 @@ def forked(work):
         finally:
             os._exit(code)
     return child
+
+
+@pytest.mark.parametrize("moment", ["while parameters are drawn", "before the trial is finished"])
+def test_a_search_killed_between_two_writes_goes_on_to_the_same_trials(space, tmp_path, monkeypatch, moment):
+    undisturbed = search(space, tmp_path / "undisturbed")
+    undisturbed.run()
+    search(space, tmp_path / "killed", trials=5).run()
+    with monkeypatch.context() as patch:
+        if moment == "while parameters are drawn":
+            sample, drawn = optuna.samplers.TPESampler.sample_independent, []
+
+            def die(self, study, trial, name, distribution):
+                drawn.append(name)
+                return sample(self, study, trial, name, distribution) if len(drawn) < 2 else os._exit(9)
+
+            patch.setattr(optuna.samplers.TPESampler, "sample_independent", die)
+        else:
+            patch.setattr("optuna.study.Study.tell", lambda *given, **more: os._exit(9))
+        _, status = os.waitpid(forked(search(space, tmp_path / "killed").run), 0)
+        assert os.waitstatus_to_exitcode(status) == 9
+    job = search(space, tmp_path / "killed")
+    job.run()
+    assert history(job) == history(undisturbed)
+
+
+@pytest.fixture(params=["file", "postgresql"])
+def storage(request, tmp_path):
+    """The URL of a storage; None for the database in the search's folder."""
+    with study_url(request.param, tmp_path) as url:
+        yield url
 
 
 def test_workers_share_a_study_do_no_trial_twice_and_one_that_dies_loses_its_trial(
@@ -184,12 +176,7 @@ def test_an_interrupted_trial_is_done_first_by_the_next_search(space, tmp_path, 
 
 
 def test_a_grid_has_every_point_once(tmp_path):
-    text = (
-        small()
-        .replace("[0.5, 0.9]", "{low: 0.5, high: 0.9, step: 0.2}")
-        .replace("[latency, size]\n  maximize: quality", "size\n  sampler: grid")
-    )
-    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=100)
+    job = search(stepped(tmp_path), tmp_path / "out", trials=100)
     assert job.run() == "exhausted"
     points = {
         (round(t.parameters["prune.keep_ratio"], 6), t.parameters["quantize.scheme"])
@@ -197,17 +184,12 @@ def test_a_grid_has_every_point_once(tmp_path):
     }
     assert points == {(keep, scheme) for keep in (0.5, 0.7, 0.9) for scheme in ("int8-dynamic", "int4")}
     with raises_code("grid-without-step"):
-        open_grid = small().replace("[latency, size]\n  maximize: quality", "size\n  sampler: grid")
-        search(read_space(write(tmp_path, open_grid)), tmp_path / "other").run()
+        search(size_space(tmp_path, sampler="grid"), tmp_path / "other").run()
 
 
 def test_a_stage_that_is_not_used_makes_its_settings_irrelevant(tmp_path):
-    text = (
-        small(**{"\n    optional: search": "\n    optional: search"})
-        .replace("[latency, size]\n  maximize: quality", "size\n  sampler: random")
-        .replace("[0.5, 0.9]", "{low: 0.5, high: 0.9, step: 0.4}")
-    )
-    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=100)
+    space = size_space(tmp_path, "{low: 0.5, high: 0.9, step: 0.4}", "random", optional=True)
+    job = search(space, tmp_path / "out", trials=100)
     assert job.run() == "exhausted"
     assert len(job.finished_trials()) == 2 * (2 + 1)
 
@@ -215,8 +197,7 @@ def test_a_stage_that_is_not_used_makes_its_settings_irrelevant(tmp_path):
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
 def test_a_sampler_that_repeats_itself_does_not_end_before_the_space(space, tmp_path, monkeypatch, sampler):
     """It always draws the same point; the others of the space are found all the same, and its end."""
-    text = small().replace("[latency, size]\n  maximize: quality", "size")
-    steps = read_space(write(tmp_path, text.replace("[0.5, 0.9]", "{low: 0.5, high: 0.9, step: 0.1}")))
+    steps = size_space(tmp_path, "{low: 0.5, high: 0.9, step: 0.1}")
     same = {"prune.keep_ratio": 0.7, "quantize.scheme": "int4"}
 
     class Same(optuna.samplers.BaseSampler):
@@ -245,8 +226,7 @@ def test_a_sampler_that_repeats_itself_does_not_end_before_the_space(space, tmp_
 
 
 def test_a_trial_is_shown_in_mb_without_settings_of_absent_stages(tmp_path):
-    text = small().replace("[0.5, 0.9]}}", "[0.5, 0.9]}}\n    optional: search")
-    job = search(read_space(write(tmp_path, text)), tmp_path / "out")
+    job = search(size_space(tmp_path, optional=True), tmp_path / "out")
     point = {"prune": False, "prune.keep_ratio": 0.7, "quantize.scheme": "int4"}
     result = TrialResult("feasible", {"latency": 0.25, "size": 3_518_000.0, "bleu": 98.91})
     shown = job.trial_text(Trial(3, point, result))
@@ -264,8 +244,7 @@ def test_a_study_of_few_samples_is_not_continued_on_all(space, tmp_path):
 
 def test_another_recipe_cannot_use_the_study(space, tmp_path):
     search(space, tmp_path / "out", trials=1).run()
-    text = small().replace("[latency, size]\n  maximize: quality", "size").replace("0.9", "0.8")
-    other = read_space(write(tmp_path, text))
+    other = size_space(tmp_path, "[0.5, 0.8]")
     renamed = replace(space, path=tmp_path / "renamed.yaml")
     for wrong in (other, renamed):
         for attempt in (search(wrong, tmp_path / "out").run, search(wrong, tmp_path / "out").check):
@@ -273,13 +252,20 @@ def test_another_recipe_cannot_use_the_study(space, tmp_path):
                 attempt()
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
 def test_a_trial_that_another_worker_finishes_meanwhile_is_not_queued_again(space, tmp_path, monkeypatch):
     job = search(space, tmp_path)
     job._prepare()
     study = job.open_study()
     trial = study.ask(job.queue.distributions)
-    finish = lambda path: bool(job.queue.tell(study, trial, formula(trial.params)))  # noqa: E731
-    monkeypatch.setattr("smelt.pipeline.search.storage.is_file_lock_held", finish)
+    dead_workers = StudyStorage.dead_workers
+
+    def finish_then_look(self, trials):
+        dead = dead_workers(self, trials)
+        job.queue.tell(study, trial, formula(trial.params))
+        return dead
+
+    monkeypatch.setattr(StudyStorage, "dead_workers", finish_then_look)
     job.queue.reclaim(study)
     assert [each.state.name for each in study.trials] == ["COMPLETE"]
 
@@ -292,10 +278,7 @@ def test_another_limit_cannot_use_the_study(space, tmp_path):
 
 def stepped(folder):
     """A grid of six points."""
-    text = small().replace("[0.5, 0.9]", "{low: 0.5, high: 0.9, step: 0.2}")
-    return read_space(
-        write(folder, text.replace("[latency, size]\n  maximize: quality", "size\n  sampler: grid"))
-    )
+    return size_space(folder, "{low: 0.5, high: 0.9, step: 0.2}", "grid")
 
 
 @pytest.mark.parametrize(("method", "calls"), [("set_user_attr", 0), *(("enqueue_trial", n) for n in (2, 6))])
@@ -455,27 +438,35 @@ def test_parts_are_quarters_of_the_validation_samples(space, tmp_path):
 
 def test_a_trial_that_is_too_large_is_not_scored(tmp_path, monkeypatch):
     monkeypatch.undo()
-    text = (
-        small()
-        .replace("{bleu: {max_drop: 1.0}}", "{size_bytes: {max: 5}}")
-        .replace("[latency, size]\n  maximize: quality", "size")
-    )
-    asked = []
+    space, asked = size_space(tmp_path, **{"{bleu: {max_drop: 1.0}}": "{size_bytes: {max: 5}}"}), []
     monkeypatch.setattr(
         Search, "_run", lambda self, plan, options: asked.append(options.scored) or report_of(0, 0)
     )
-    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=1)
+    job = search(space, tmp_path / "out", trials=1)
     job.run()
     assert asked == [False]
     assert job.finished_trials()[0].result.violations == {"size_bytes": 5.0}
 
 
-def test_the_front_is_what_nothing_dominates():
-    values = [(1, 5), (2, 3), (3, 4), (4, 1), (2, 3)]
-    trials = [Trial(n, {}, TrialResult("feasible", {"a": a, "b": b})) for n, (a, b) in enumerate(values)]
-    assert [t.number for t in pareto_optimal(trials, {"a": 1, "b": 1})] == [0, 1, 3, 4]
-    assert [t.number for t in pareto_optimal(trials, {"a": -1, "b": 1})] == [3]
-    assert [t.number for t in spread(trials, 3)] == [0, 2, 4]
+@pytest.mark.parametrize(("maximize", "expected"), [((False, False), [0, 1, 4, 3]), ((True, False), [3])])
+def test_front_has_the_feasible_trials_that_none_dominates(space, tmp_path, monkeypatch, maximize, expected):
+    values = [(1, 5), (2, 3), (3, 4), (4, 1), (2, 3), (0, 0), (9, 0)]
+
+    def measure(self, trial):
+        found = dict(zip(("size", "memory"), map(float, values[trial.number]), strict=True))
+        return TrialResult(
+            "infeasible" if trial.number > 4 else "feasible", found, {"bleu": trial.number - 4.0}
+        )
+
+    monkeypatch.setattr(Search, "_measure", measure)
+    goals = tuple(Objective(name, up) for name, up in zip(("size", "memory"), maximize, strict=True))
+    job = search(replace(space, objectives=goals), tmp_path, trials=len(values))
+    job.run()
+    assert [trial.number for trial in job.front()] == expected
+
+
+def test_more_trials_than_the_front_may_have_are_spread_evenly():
+    assert spread(range(5), 3) == [0, 2, 4]
 
 
 def test_times_are_read_with_their_unit():
@@ -486,9 +477,8 @@ def test_times_are_read_with_their_unit():
 
 
 def test_a_point_that_another_worker_is_running_is_not_run_again(tmp_path, monkeypatch):
-    text = small().replace("[0.5, 0.9]", "{choices: [0.5, 0.9]}")
-    text = text.replace("[latency, size]\n  maximize: quality", "size\n  sampler: random")
-    job = search(read_space(write(tmp_path, text)), tmp_path / "out", trials=100)
+    space = size_space(tmp_path, "{choices: [0.5, 0.9]}", "random")
+    job = search(space, tmp_path / "out", trials=100)
     asked = []
 
     def measure(self, trial):

@@ -192,10 +192,10 @@ def run_stage(source: Path, stage: str, out: Path, threads: int, lines: int = SC
 
     from smelt.core.artifact import Artifact, Manifest
     from smelt.core.stage import Context
-    from smelt.data.examples import read_split
     from smelt.data.splits import Columns
     from smelt.models import weight_files
     from smelt.pipeline.recipe.stages import load_stage
+    from smelt.tasks.read_split import read_split
 
     vars(weight_files)["LARGE_BYTES"] = 0
     torch.set_num_threads(threads)

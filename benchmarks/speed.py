@@ -82,9 +82,9 @@ def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
 
 
 def _time_real_model(model: Path, data: Path, batch_size: int) -> list[bool]:
-    from smelt.data.examples import read_split
     from smelt.data.splits import Columns
     from smelt.runtimes.registry import open_folder, open_runner
+    from smelt.tasks.read_split import read_split
 
     split = read_split(str(data / "test.jsonl.gz"), "translation", Columns(), data)
     texts = [example.text for example in split.examples]

@@ -22,7 +22,8 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Stage
-from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION, Split, Task, missing_labels_errors
+from smelt.data.splits import Split, missing_labels_errors
+from smelt.data.tasks import Task, task_names, task_traits
 from smelt.models.costs import CostInputs, SampleLengths, StepCost
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.models.model_size import ModelSize
@@ -136,11 +137,11 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
 def training_task_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:
     """Return the errors: width masks where outputs are hidden states, packing of other than responses."""
     found = []
-    if settings.packing and task != TEXT_GENERATION:
-        text = f"only samples of {TEXT_GENERATION} are packed, not of {task}; remove packing."
+    if settings.packing and task_traits(task).samples != "prompts":
+        text = f"only samples of {task_names(samples='prompts')} are packed, not of {task}; remove packing."
         found.append(error_message("does-not-fit-task", text, setting="packing"))
     narrows = settings.learned_masks is not None and "width" in settings.learned_masks.targets
-    if narrows and task == SENTENCE_SIMILARITY:
+    if narrows and task_traits(task).output == "embedding":
         found.append(error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="learned_masks.targets"))
     return found
 

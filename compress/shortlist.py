@@ -26,7 +26,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article, with_count
 from smelt.core.stage import Context, Need, Progress, Settings, Stage, no_progress
-from smelt.data.splits import ENCODER_DECODER_TASKS, Task
+from smelt.data.tasks import Task, tasks_with
 
 if TYPE_CHECKING:
     from smelt.generation.config import Shortlist
@@ -176,7 +176,7 @@ class ShortlistStage(Stage[ShortlistSettings]):
     version: ClassVar[int] = 1
     changes_weights: ClassVar[bool] = False
     settings_type: ClassVar[type[ShortlistSettings]] = ShortlistSettings
-    tasks: ClassVar[frozenset[Task]] = ENCODER_DECODER_TASKS
+    tasks: ClassVar[frozenset[Task]] = frozenset(tasks_with(architecture="encoder-decoder"))
 
     @classmethod
     def provides(cls, settings: ShortlistSettings) -> frozenset[str]:
@@ -301,7 +301,8 @@ def _shortlist_sizes(shortlist: Shortlist, config: dict[str, Any]) -> dict[str, 
 
 def _encode_pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: int | None) -> list[TokenPair]:
     """Return source and target ids of at most `most` samples of a split, limited by memory."""
-    from smelt.training.samples import encode_split, spread_indices
+    from smelt.tasks.encode_split import encode_split
+    from smelt.training.samples import spread_indices
 
     given = ctx.data[split]
     chosen = spread_indices(len(given), len(given) if most is None else most, ctx.seed)

@@ -25,7 +25,6 @@ from smelt.data.labels import (
     regression_targets,
 )
 from smelt.data.splits import Example, Split
-from smelt.evaluate.metrics.agreement import paired_cosines
 from smelt.evaluate.metrics.metric import (
     ComparedVectors,
     LabelSetSamples,
@@ -36,6 +35,7 @@ from smelt.evaluate.metrics.metric import (
 from smelt.evaluate.metrics.registry import EMBEDDING_METRICS, metrics_of
 from smelt.evaluate.quality import MetricScore, check_inputs, score_labels, score_metrics
 from smelt.runtimes.backend import check_finite_outputs
+from smelt.tasks.sentence_similarity import paired_cosines
 
 
 def score_label_sets(

@@ -34,7 +34,8 @@ from smelt.calibration.samples import draw_samples, make_batches, model_outputs,
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.core.system import available_bytes
-from smelt.data.splits import TEXT_TO_TEXT_TASKS, Split, Task
+from smelt.data.splits import Split
+from smelt.data.tasks import Task, task_traits
 from smelt.generation.config import GenerationConfig, GenerationSettings, vocabulary_sizes
 from smelt.generation.search import forced_logits
 from smelt.models.checkpoint import load_model
@@ -44,7 +45,7 @@ from smelt.runtimes.backend import Batch, Logits, Tokens
 from smelt.runtimes.device import torch_device
 from smelt.runtimes.predict_texts import generation_batches
 from smelt.runtimes.runner import Runner
-from smelt.training.samples import TensorBatch, load_processor
+from smelt.tasks.samples import TensorBatch, load_processor
 
 # Raised whenever the same models and samples would give another result.
 SQNR_VERSION = 1
@@ -111,7 +112,7 @@ class SampleSource:
         """
         ctx = Context(out=folder, task=self.task, data={}, seed=self.seed, ancestors={}, score=lambda: {})
         split = self.split
-        if self.task in TEXT_TO_TEXT_TASKS:
+        if task_traits(self.task).output == "text":
             split = replace(split, examples=tuple(e for e in split.examples if e.references))
         if not len(split):
             raise NotComparableError("the samples have no targets")
@@ -162,7 +163,7 @@ class LayerComparison:
     def _batch_pairs(self, model: Any, folder: Path, device: str) -> list[tuple[TensorBatch, TensorBatch]]:
         """Return the batches of the samples that both tokenizers encode into equally many tokens."""
         vocabularies = [each.config.to_dict().get("vocab_size") for each in (self.model, model)]
-        if self.source.task == "language-modeling" and vocabularies[0] != vocabularies[1]:
+        if task_traits(self.source.task).samples == "running-text" and vocabularies[0] != vocabularies[1]:
             raise NotComparableError("another tokenizer cuts the text into other windows")
         own = self.source.encode(model, folder)
         if len(own) != len(self._rows):

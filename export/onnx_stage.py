@@ -19,7 +19,8 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.core.system import require_memory
-from smelt.data.splits import IMAGE_CLASSIFICATION, Split, Task
+from smelt.data.splits import Split
+from smelt.data.tasks import Task, task_traits
 from smelt.export.settings import OnnxSettings, ProviderSettings, unsupported_model, unsupported_task
 from smelt.models.costs import CostInputs, StepCost, Work, certain_bytes, load_work, save_work
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
@@ -357,11 +358,11 @@ class Onnx(Stage[OnnxSettings]):
     def check_rows(cls, settings: OnnxSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return the settings that do not fit the task, as messages."""
         measured = {"autotune": bool(settings.autotune), "threads": settings.threads == "autotune"}
-        why = f"not supported for {IMAGE_CLASSIFICATION}, because it is measured on texts. Remove it."
+        why = f"not supported for {task}, because it is measured on texts. Remove it."
         found = [
             error_message("unsupported-task", why, setting=name)
             for name, asked in measured.items()
-            if asked and task == IMAGE_CLASSIFICATION
+            if asked and task_traits(task).modality == "image"
         ]
         lack = unsupported_task(task) if settings.kv_cache == "int8" else None
         if lack is not None:
@@ -414,7 +415,7 @@ class Onnx(Stage[OnnxSettings]):
             limit_weight_cache(backend.model, _CACHED_BYTES)
             _export(parent, src.path, settings, ctx)
         copy_tokenizer(src.path, ctx.out)
-        if ctx.task != IMAGE_CLASSIFICATION:
+        if ctx.traits.modality != "image":
             add_tokenizer(src.path, ctx)
 
 
@@ -443,7 +444,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     )
     reference = run_reference(parent, _parity_batch(parent, source, ctx))
     looked_at = overflow_samples(parent, source, ctx) if filed == "fp16" else []
-    graphs = model_graphs(model, reference.batch.size if ctx.task == IMAGE_CLASSIFICATION else None)
+    graphs = model_graphs(model, reference.batch.size if ctx.traits.modality == "image" else None)
     int8 = settings.kv_cache == "int8"
     if int8:
         require_int8_caches(graphs[0].module.attentions, parent.config, ctx)
@@ -491,7 +492,7 @@ def _parity_batch(parent: Any, folder: Path, ctx: Context) -> Batch | ImageBatch
 
     batch, real = parity_samples(parent, folder, ctx.data, ctx.task)
     if not real:
-        what = "images" if ctx.task == IMAGE_CLASSIFICATION else "token ids"
+        what = "images" if ctx.traits.modality == "image" else "token ids"
         ctx.warn(
             "made-up-inputs",
             f"Parity was checked on random {what}, because the recipe has no train or validation data. Add"

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.core.stage import Settings
-from smelt.data.splits import DECODER_ONLY_TASKS
+from smelt.data.tasks import tasks_with
 from smelt.models.families.registry import find_family
 from smelt.quantization.scheme import graph_target
 
@@ -269,7 +269,7 @@ class OnnxSettings(Settings):
         return self
 
 
-KV_CACHE_TASKS = DECODER_ONLY_TASKS
+KV_CACHE_TASKS = tasks_with(architecture="decoder")
 FLOAT_CACHE_HINT = "Set kv_cache: float."
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from smelt.api.load import Model
     from smelt.api.recipes import Recipe
     from smelt.core.artifact import Artifact
-    from smelt.data.splits import Task
+    from smelt.data.tasks import Task
     from smelt.export.package.write_package import WrittenPackage
     from smelt.pipeline.execute.run_folder import Report, Result
     from smelt.pipeline.plan.plan import Plan

@@ -10,15 +10,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from smelt.data.tasks import task_traits
 from smelt.models.families.family import Family
-
-TASK_CLASSES = {
-    "translation": transformers.AutoModelForSeq2SeqLM,
-    "summarization": transformers.AutoModelForSeq2SeqLM,
-    "text-classification": transformers.AutoModelForSequenceClassification,
-    "image-classification": transformers.AutoModelForImageClassification,
-    "language-modeling": transformers.AutoModelForCausalLM,
-}
 
 
 class CannotDescribeError(Exception):
@@ -36,9 +29,8 @@ class Trace:
     def __init__(self, config: Any, family: Family) -> None:
         torch.manual_seed(0)
         self.config, self.family = config, family
-        self.model: Any = (
-            TASK_CLASSES[family.tasks[0]].from_config(config, attn_implementation="eager").eval()
-        )
+        auto_class: Any = getattr(transformers, str(task_traits(family.tasks[0]).auto_class))
+        self.model: Any = auto_class.from_config(config, attn_implementation="eager").eval()
         self.names: dict[nn.Module, str] = {module: name for name, module in self.model.named_modules()}
         self.calls: list[str] = []
         self.all_calls: list[str] = []

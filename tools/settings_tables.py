@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field, create_model
 from smelt.cli.main import Setting, settings_of
 from smelt.compress.sparsify.methods.registry import GRADUAL_METHODS, SPARSITY_METHODS
 from smelt.core.stage import Settings
-from smelt.data.splits import CLASSIFICATION_TASKS
+from smelt.data.tasks import tasks_with
 from smelt.evaluate.latency import LatencySettings
 from smelt.evaluate.metrics.registry import (
     METRICS,
@@ -170,7 +170,7 @@ def _metric_rows() -> Iterator[tuple[str, ...]]:
 def _metrics_by_task() -> Iterator[tuple[str, ...]]:
     yield "task, or labels", "default", "only if listed"
     for group in dict.fromkeys([*METRICS_BY_TASK, *METRICS_BY_PROBLEM]):
-        if group in CLASSIFICATION_TASKS:
+        if group in tasks_with(output="labels"):
             continue  # these depend on the labels
         defaults = default_metrics(group)
         listed = [name for name in fitting_metrics(group) if name not in defaults]

@@ -18,7 +18,6 @@ from smelt.core.files import path_exists, read_json_object
 from smelt.core.messages import Message, error_message, with_article
 from smelt.core.stage import Context
 from smelt.data.labels import REGRESSION
-from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION
 from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import FAMILIES, find_family
 from smelt.models.text_rules import position_limit
@@ -129,9 +128,9 @@ def make_external_student(
     from smelt.models.checkpoint import copy_tokenizer
     from smelt.models.import_model import import_model
     from smelt.models.new_model import create_model
-    from smelt.training.losses import model_problem_type
+    from smelt.tasks.samples import model_problem_type
 
-    classifies = ctx.task in CLASSIFICATION_TASKS
+    classifies = ctx.traits.output == "labels"
     labels = list(teacher.config.id2label.values()) if classifies else []
     problem = model_problem_type(teacher.config) if classifies else None
     sentences = getattr(teacher, "sentence_rules", None)
@@ -145,9 +144,11 @@ def make_external_student(
         ctx.warnings.extend(note.with_prefix("distill: student: ") for note in notes)
         return
     source = Path(student.model or "")
-    if ctx.task != IMAGE_CLASSIFICATION:
+    if ctx.traits.modality != "image":
         require_same_tokens(source, src.path, "student")
-    notes = import_model(source, folder, labels or None, ctx.seed, problem, sentences)
+    notes = import_model(
+        source, folder, labels or None, ctx.seed, problem, sentences, str(ctx.traits.auto_class)
+    )
     copy_tokenizer(src.path, folder)
     ctx.warnings.extend(note.with_prefix("distill: student: ") for note in notes)
 

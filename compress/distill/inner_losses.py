@@ -35,8 +35,8 @@ from smelt.compress.distill.settings import (
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Stack
 from smelt.models.families.registry import blocks_of
+from smelt.tasks.samples import IGNORE_INDEX, TOKEN_MASK_KEY
 from smelt.training.extension import AveragedOver, LossTerm
-from smelt.training.losses import IGNORE_INDEX, TOKEN_MASK_KEY
 
 
 def attention_loss(student: Tensor, teacher: Tensor, visible: Tensor, mask: Tensor) -> Tensor:

@@ -17,12 +17,7 @@ from smelt.core.messages import with_article
 from smelt.core.stage import Context
 from smelt.models.text_rules import is_sentence_model
 from smelt.training.extension import LossTerm, Objective
-from smelt.training.losses import (
-    batch_sentence_vectors,
-    classification_loss,
-    cosent_loss,
-    model_logits,
-)
+from smelt.training.losses import batch_sentence_vectors, classification_loss, cosent_loss, model_logits
 
 if TYPE_CHECKING:
     from smelt.compress.distill.settings import LossWeights

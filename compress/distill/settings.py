@@ -15,7 +15,7 @@ from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder
 from smelt.data.bleu_tokenizer import BleuTokenizer
-from smelt.data.splits import DECODER_ONLY_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.data.tasks import Task, task_traits
 from smelt.models.families.registry import find_family
 from smelt.training.settings import LOSS_METRIC
 
@@ -37,17 +37,17 @@ class LossWeights(Settings):
     sentence_embedding: float | None = Field(
         default=None,
         ge=0,
-        description=f"{SENTENCE_SIMILARITY}: squared distance to the teacher's vectors; default 1.0",
+        description="sentence-similarity: squared distance to the teacher's vectors; default 1.0",
     )
     pairwise_similarity: float | None = Field(
         default=None,
         ge=0,
-        description=f"{SENTENCE_SIMILARITY}: MSE of the cosines within a batch; default 1.0",
+        description="sentence-similarity: MSE of the cosines within a batch; default 1.0",
     )
     cosent: float | None = Field(
         default=None,
         ge=0,
-        description=f"{SENTENCE_SIMILARITY}: CoSENT loss on the order of the pairs' scores",
+        description="sentence-similarity: CoSENT loss on the order of the pairs' scores",
     )
 
     reverse_kl: float | None = Field(default=None, ge=0, description="T^2 KL(student || teacher)")
@@ -84,7 +84,7 @@ class LossWeights(Settings):
         """Return the errors, each with its setting: terms of another task, or no term at all."""
         mine = (
             {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES}
-            if task == SENTENCE_SIMILARITY
+            if task_traits(task).output == "embedding"
             else set(type(self).model_fields) - set(_VECTOR_LOSS_DEFAULTS)
         )
         strange = sorted(name for name in self.model_fields_set - mine if getattr(self, name) is not None)
@@ -98,7 +98,7 @@ class LossWeights(Settings):
             for name in strange
         ]
         if (
-            task == SENTENCE_SIMILARITY
+            task_traits(task).output == "embedding"
             and not any(self.vector_weights().values())
             and not self.inner_weights()
         ):
@@ -122,12 +122,12 @@ class PhaseWeights(LossWeights):
     sentence_embedding: float | None = Field(
         default=None,
         ge=0,
-        description=f"{SENTENCE_SIMILARITY}: squared distance to the teacher's vectors",
+        description="sentence-similarity: squared distance to the teacher's vectors",
     )
     pairwise_similarity: float | None = Field(
         default=None,
         ge=0,
-        description=f"{SENTENCE_SIMILARITY}: MSE of the cosines within a batch",
+        description="sentence-similarity: MSE of the cosines within a batch",
     )
 
     def vector_weights(self) -> dict[str, float]:
@@ -396,10 +396,14 @@ class DistillSettings(TechniqueTrainingSettings):
         (measured: docs/measurements/rates.md). Without a loss on the teacher's outputs, labels have weight,
         so that the output is trained in addition to inner states.
         """
-        if self.losses.labels is not None or self.phases is not None or task == SENTENCE_SIMILARITY:
+        if (
+            self.losses.labels is not None
+            or self.phases is not None
+            or task_traits(task).output == "embedding"
+        ):
             return self
         labels = 0.5
-        if task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
+        if task_traits(task).generates:
             labels = 0.0 if self.losses.logits or self.losses.reverse_kl else 1.0
         elif self.train_on != "labeled" and self.losses.uses_teacher():  # the other samples have no labels
             labels = 0.0
@@ -500,7 +504,7 @@ class DistillSettings(TechniqueTrainingSettings):
         w, vectors = self.losses, self.losses.vector_weights()
         given = (
             vectors["sentence_embedding"] or vectors["pairwise_similarity"]
-            if task == SENTENCE_SIMILARITY
+            if task_traits(task).output == "embedding"
             else w.logits or w.reverse_kl
         )
         return bool(given) and not w.inner_weights()

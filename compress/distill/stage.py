@@ -39,19 +39,12 @@ from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Stage
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.data.examples import UNLABELED, UNLABELED_TASKS
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
-from smelt.data.splits import (
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    TEXT_TO_TEXT_TASKS,
-    Example,
-    Label,
-    Split,
-    Task,
-)
+from smelt.data.splits import Example, Label, Split
+from smelt.data.tasks import Task, task_traits
 from smelt.models.costs import CostInputs, StepCost, Work, generation_over, passes_over, total
 from smelt.models.text_rules import read_text_rules
+from smelt.tasks.read_split import UNLABELED, UNLABELED_TASKS
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training
 
 if TYPE_CHECKING:
@@ -162,7 +155,7 @@ class Distill(Stage[DistillSettings]):
         """Return the errors, by setting, for this task and these samples."""
         settings = settings.resolve_for_task(task)
         found = settings.losses.check_task(task) + training_task_errors(settings, task)
-        if len(settings.all_teachers()) > 1 and task == SENTENCE_SIMILARITY:
+        if len(settings.all_teachers()) > 1 and task_traits(task).output == "embedding":
             found.append(
                 error_message(
                     "several-teachers",
@@ -171,7 +164,7 @@ class Distill(Stage[DistillSettings]):
                     setting="teacher",
                 )
             )
-        if settings.sequence_level is not None and task not in TEXT_TO_TEXT_TASKS:
+        if settings.sequence_level is not None and task_traits(task).output != "text":
             text = f"a teacher generates no targets for {task}; remove sequence_level."
             found.append(error_message("does-not-fit-task", text, setting="sequence_level"))
         for number, phase in enumerate(settings.phases or ()):
@@ -192,14 +185,14 @@ class Distill(Stage[DistillSettings]):
                 )
             )
         found += check_unlabeled(settings, task, data)
-        if task == IMAGE_CLASSIFICATION:
+        if task_traits(task).modality == "image":
             looks = [t for t in settings.phase_settings() if t.losses.inner_weights()]
             place = "losses" if settings.phases is None else "phases"
             text = f"{task} supports only losses on logits; remove the losses on inner states."
             found += [error_message("does-not-fit-task", text, setting=place) for _ in looks[:1]]
         lack = [data[n] for n in ("train", "validation") if n in data and not data[n].has_labels]
         if (
-            task == SENTENCE_SIMILARITY
+            task_traits(task).output == "embedding"
             and any(t.losses.vector_weights()["cosent"] for t in settings.phase_settings())
             and lack
         ):
@@ -499,18 +492,18 @@ def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Sp
     origin = data[UNLABELED].origin if UNLABELED in data else f"data: {UNLABELED}"
     for number, training in enumerate(settings.phase_settings()):
         place = "losses" if settings.phases is None else f"phases.{number}.losses"
-        part = "cosent" if task == SENTENCE_SIMILARITY else "labels"
+        part = "cosent" if task_traits(task).output == "embedding" else "labels"
         weight = (
             training.losses.vector_weights()["cosent"]
-            if task == SENTENCE_SIMILARITY
+            if task_traits(task).output == "embedding"
             else training.losses.labels
         )
         if weight:
-            teaches = task == SENTENCE_SIMILARITY or training.losses.uses_teacher()
+            teaches = task_traits(task).output == "embedding" or training.losses.uses_teacher()
             remedy = f"losses: {{{part}: 0}}, which keeps" if teaches else "losses: {logits: 1.0}, which is"
             found.append(
                 error_message(
-                    "missing-scores" if task == SENTENCE_SIMILARITY else "missing-labels",
+                    "missing-scores" if task_traits(task).output == "embedding" else "missing-labels",
                     f"the weight of this loss is {weight:g}, but the samples of {origin} have no"
                     f" {part}. Set {remedy} the loss on the teacher's outputs.",
                     setting=f"{place}.{part}",
@@ -530,7 +523,7 @@ def with_training_samples(settings: DistillSettings, config: Any, ctx: Context) 
     names = ("train", UNLABELED) if settings.train_on == "both" else (UNLABELED,)
     splits = [ctx.data[name] for name in names]
     examples = [example for split in splits for example in split.examples]
-    if ctx.task == SENTENCE_SIMILARITY:
+    if ctx.traits.output == "embedding":
         if len({example.text_pair is None for example in examples}) == 2:
             examples = [single for example in examples for single in _split_pair(example)]
         examples = [replace(example, label=None) for example in examples]

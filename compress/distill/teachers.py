@@ -29,8 +29,7 @@ from smelt.core.files import json_hash, sha256_of
 from smelt.core.messages import with_article
 from smelt.core.stage import Context
 from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
-from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY
-from smelt.training.losses import model_problem_type
+from smelt.tasks.samples import model_problem_type
 
 
 class Ensemble(nn.Module):
@@ -383,12 +382,12 @@ def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ct
     from smelt.models.weight_files import source_files
 
     folder = Path(settings.model)
-    if ctx.task != IMAGE_CLASSIFICATION:
+    if ctx.traits.modality != "image":
         require_same_tokens(folder, src.path, "teacher")
     space.mkdir(parents=True)
     rules = (
         read_sentence_rules(folder) or read_sentence_rules(src.path)
-        if ctx.task == SENTENCE_SIMILARITY
+        if ctx.traits.output == "embedding"
         else None
     )
     notes = import_model(folder, space, sentences=rules)
@@ -397,7 +396,7 @@ def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ct
         model, _ = load_model(space)
     except InputError as error:  # report the folder that the settings name
         raise InputError(str(error).replace(str(space), str(folder)), code=error.code) from error
-    if ctx.task == "text-classification" and not hasattr(model, "num_labels"):
+    if ctx.traits.output == "labels" and not hasattr(model, "num_labels"):
         raise InputError(
             f"distill: the teacher {folder} is {with_article(type(model).__name__)}, not a classifier."
             " Use a classifier as teacher.",
@@ -427,7 +426,7 @@ def align_vocabularies(
 
     The report gets the number of common tokens if a teacher has more.
     """
-    if ctx.task == IMAGE_CLASSIFICATION:
+    if ctx.traits.modality == "image":
         return [None] * len(teachers)
     found = [
         map_teacher_tokens(teacher.model, teacher.folder, student, student_folder) for teacher in teachers

@@ -39,7 +39,7 @@ from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.registry import Block, blocks_of, skipped_parts
 from smelt.models.layers import skip_sublayer, sublayer_name
 from smelt.models.streamed_model import StreamedModel
-from smelt.training.samples import TensorBatch
+from smelt.tasks.samples import TensorBatch
 
 
 @dataclass(frozen=True)

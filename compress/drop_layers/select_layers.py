@@ -33,9 +33,9 @@ from smelt.models.families.family import Stack
 from smelt.models.families.registry import Block, family_of, skipped_parts
 from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device
+from smelt.tasks.samples import TensorBatch
 from smelt.training.extension import mean_loss
 from smelt.training.losses import label_objective
-from smelt.training.samples import TensorBatch
 
 # A layer: the name of its stack and its index there.
 UnitId = tuple[str, int]

@@ -29,7 +29,7 @@ from smelt.models.edits import Edit, module_names, replace_layer, replace_module
 from smelt.models.families.registry import token_lookup_modules
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
 from smelt.quantization.layers import copy_embed_scale, is_embedding_table
-from smelt.training.losses import IGNORE_INDEX
+from smelt.tasks.samples import IGNORE_INDEX
 
 
 def factorize_embeddings(

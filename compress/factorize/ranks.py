@@ -34,8 +34,7 @@ from smelt.core.stage import Context
 from smelt.models.edits import replace_layer
 from smelt.models.families.registry import blocks_of
 from smelt.models.layers import SharedLinear
-from smelt.training.losses import IGNORE_INDEX
-from smelt.training.samples import TensorBatch
+from smelt.tasks.samples import IGNORE_INDEX, TensorBatch
 
 # Overhead of one more linear layer, in weights
 DECODING_OVERHEAD_WEIGHTS = 100_000

@@ -12,7 +12,8 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
 from smelt.core.stage import Context, Need, Stage
-from smelt.data.splits import Split, Task, missing_labels_errors
+from smelt.data.splits import Split, missing_labels_errors
+from smelt.data.tasks import Task
 from smelt.models.costs import (
     CostInputs,
     StepCost,

@@ -34,7 +34,6 @@ from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.data.splits import IMAGE_CLASSIFICATION
 from smelt.models.checkpoint import count_stored_parameters
 
 
@@ -219,7 +218,7 @@ def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:
     None for images, running text, or without data.
     """
     split = ctx.data.get("calibration") or ctx.data.get("train")
-    if ctx.task in (IMAGE_CLASSIFICATION, "language-modeling") or not split:
+    if ctx.traits.samples in ("images", "running-text") or not split:
         return None
     rows = load_calibration_samples(model, src, _LENGTH_SAMPLES, ctx, "prune", padded=True)
     texts = sum(len(batch["attention_mask"]) for batch in rows.batches)

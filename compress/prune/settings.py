@@ -12,7 +12,7 @@ from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.stage import Settings, StoredDtype
-from smelt.data.splits import SENTENCE_SIMILARITY, Task
+from smelt.data.tasks import Task, task_traits
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 from smelt.models.text_rules import position_limit
 
@@ -314,7 +314,7 @@ def fixed_width_error(config: Mapping[str, Any], task: Task) -> Message | None:
         )
     return (
         error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="targets")
-        if task == SENTENCE_SIMILARITY
+        if task_traits(task).output == "embedding"
         else None
     )
 

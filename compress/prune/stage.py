@@ -19,7 +19,8 @@ from smelt.compress.prune.settings import (
 from smelt.core.artifact import Artifact
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, QuantizedInput, Stage
-from smelt.data.splits import SENTENCE_SIMILARITY, Split, Task, missing_labels_errors
+from smelt.data.splits import Split, missing_labels_errors
+from smelt.data.tasks import Task, task_traits
 from smelt.models.costs import (
     CostInputs,
     StepCost,
@@ -125,7 +126,7 @@ class Prune(Stage[PruneSettings]):
     @classmethod
     def check_rows(cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return errors about the data: the loss of a sentence embedder needs similarity scores."""
-        if "width" in settings.targets and task == SENTENCE_SIMILARITY:
+        if "width" in settings.targets and task_traits(task).output == "embedding":
             return [error_message("fixed-width", EMBEDDER_WIDTH_ERROR, setting="targets")]
         if IMPORTANCES[settings.importance].needs != "labels":
             return []

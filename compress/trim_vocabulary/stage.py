@@ -17,7 +17,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Context, Need, Stage
-from smelt.data.splits import DECODER_ONLY_TASKS, TEXT_GENERATION, TEXT_TASKS, Task
+from smelt.data.tasks import Task, tasks_with
 
 if TYPE_CHECKING:
     from smelt.compress.trim_vocabulary.vocabulary_rows import TokenizationChange
@@ -51,7 +51,7 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
     changes_weights: ClassVar[bool] = False  # it sets the student's tokens
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[TrimVocabularySettings]] = TrimVocabularySettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TEXT_TASKS)
+    tasks: ClassVar[frozenset[Task]] = frozenset(tasks_with(modality="text"))
 
     @classmethod
     def invalidates(cls, settings: TrimVocabularySettings) -> Mapping[str, str]:
@@ -137,12 +137,11 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
                 f"Nothing is removed: all {size:,} tokens occur in the training samples, or are needed so"
                 " that no text has unknown tokens.",
             )
-        elif ctx.task in DECODER_ONLY_TASKS:
+        elif ctx.traits.architecture == "decoder":
+            other = "bits_per_byte" if ctx.traits.output == "next-token" else "scores of the generated texts"
             ctx.warn(
                 "perplexity-by-token",
-                "Perplexity is measured per token, and the tokens have changed. Compare"
-                f" {'scores of the generated texts' if ctx.task == TEXT_GENERATION else 'bits_per_byte'}"
-                " instead.",
+                f"Perplexity is measured per token, and the tokens have changed. Compare {other} instead.",
             )
         again = load_tokenizer(ctx.out)
         for name, ids in rows.items():

@@ -16,13 +16,14 @@ from torch import nn
 
 from smelt.compress.trim_vocabulary.select_tokens import TokenCounts
 from smelt.core.errors import InputError
-from smelt.data.splits import ENCODER_DECODER_TASKS, TEXT_GENERATION, Split, Task, input_texts
+from smelt.data.splits import Split, input_texts
+from smelt.data.tasks import Task, task_traits
 from smelt.generation.prompt_batches import encode_responses
 from smelt.models.families.family import Family
 from smelt.models.families.registry import FAMILIES, family_of, is_token_embedding, output_modules
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
 from smelt.models.tokenizer import encode_texts
-from smelt.training.samples import encode_targets
+from smelt.tasks.samples import encode_targets
 
 
 def keep_vocabulary_rows(model: Any, kept: list[int]) -> None:
@@ -117,14 +118,14 @@ _NO_LIMIT = 10**9  # no truncation
 
 def tokenize_split(split: Split, tokenizer: Any, task: Task) -> list[list[int]]:
     """Return the ids of every text of `split` without truncation: inputs, then targets."""
-    if task == TEXT_GENERATION:
+    if task_traits(task).samples == "prompts":
         samples = [
             (example.text, reference) for example in split.examples for reference in example.references
         ]
         return [row.ids for found in encode_responses(samples, tokenizer, every_turn=True) for row in found]
     texts, pairs = input_texts(split.examples, task)
     rows = list(encode_texts(texts, tokenizer, _NO_LIMIT, pairs).ids)
-    if task in ENCODER_DECODER_TASKS:
+    if task_traits(task).architecture == "encoder-decoder":
         targets = [reference for example in split.examples for reference in example.references]
         rows += encode_targets(targets, tokenizer, _NO_LIMIT)[0]
     return rows

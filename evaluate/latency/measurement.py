@@ -30,7 +30,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message
 from smelt.core.stage import Progress, no_progress
 from smelt.core.system import child_environment, python_command
-from smelt.data.splits import CUSTOM_TASK, DECODER_ONLY_TASKS, IMAGE_CLASSIFICATION, Task
+from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.latency.settings import LatencySettings, prompt_texts
 from smelt.evaluate.latency.summary import (
     MAX_ROUND_FACTOR,
@@ -46,6 +46,7 @@ from smelt.evaluate.latency.summary import (
     summarize_rounds,
 )
 from smelt.generation.config import GenerationSettings
+from smelt.tasks.registry import task_spec
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -198,7 +199,7 @@ class TimingJob:
             op="load", artifact=str(path.resolve()), threads=threads, task=self.task, device=self.device,
             arrays=None if self.arrays is None else str(self.arrays),
         )  # fmt: skip
-        if self.task == "language-modeling" and not self._prompts_cut:
+        if task_traits(self.task).samples == "running-text" and not self._prompts_cut:
             self._cut_prompts(worker)
         place = ComputeResources(threads, os.cpu_count() or 1, answer["device"])
         return LoadedWorker(worker, answer["runner"], place)
@@ -267,11 +268,9 @@ class TimingJob:
         lengths: MeanTokenCounts,
     ) -> LatencyRow:
         """Summarize one batch size."""
-        unit = {"translation": "sentences/s", CUSTOM_TASK: "rows/s", IMAGE_CLASSIFICATION: "images/s"}.get(
-            self.task, "texts/s"
-        )
+        unit = task_spec(self.task).rate_unit
         found = summarize_rounds(pairs, own, baseline, lengths)
-        if self.task in DECODER_ONLY_TASKS:
+        if task_traits(self.task).architecture == "decoder":
             unit, found["throughput"] = "tokens/s", found["throughput"] * lengths.output_tokens
         fixed = {"batch_size": size, "threads": own.threads, "texts": self.text_counts[size]}
         return fixed | found | {"unit": unit}

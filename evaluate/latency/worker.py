@@ -31,10 +31,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from smelt.core.system import peak_memory_bytes
-from smelt.data.splits import CLASSIFICATION_TASKS, CUSTOM_TASK, SENTENCE_SIMILARITY, Example
+from smelt.data.splits import Example
+from smelt.data.tasks import task_traits
 from smelt.evaluate.latency.summary import load_between, read_counters
 from smelt.runtimes.backend import Batch, Logits, Tokens
 from smelt.runtimes.images import ImageBatch
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationSettings
@@ -88,7 +90,7 @@ class TimingWorker:
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._timed_runner, self._task = TimedRunner(runner), request["task"]
-        if self._task == CUSTOM_TASK:
+        if task_traits(self._task).modality == "arrays":
             from smelt.data.npz_arrays import read_npz
 
             # stored with the batch axis first; an array that is the same in every call has none
@@ -116,7 +118,7 @@ class TimingWorker:
         self._generation = GenerationSettings.model_validate(request["generation"])
         self._groups = batch_by_length(request["texts"], request["pairs"], request["batch_size"])
         self._graph_calls = []
-        if self._task == CUSTOM_TASK:
+        if task_traits(self._task).modality == "arrays":
             self._prepare_arrays()
         read = written = texts = 0
         timed: list[float] = []
@@ -149,30 +151,21 @@ class TimingWorker:
 
     def _run_batch(self, group: Sequence[Example]) -> None:
         """Run one batch as `generate`, `predict`, `embed` and `run` of `smelt.load` do."""
-        if self._task == CUSTOM_TASK:
+        if task_traits(self._task).modality == "arrays":
             assert self._timed_runner is not None
             self._timed_runner.run(self._array_inputs[id(group)])
             return
-        from smelt.runtimes.predict_texts import class_logits, embed_texts, generate_texts
-        from smelt.runtimes.runner import predictions_from_logits
-
-        runner: Any = self._timed_runner
-        if self._task == SENTENCE_SIMILARITY:
-            embed_texts(runner, [example.text for example in group], len(group))
-        elif self._task in CLASSIFICATION_TASKS:
-            predictions_from_logits(class_logits(runner, group, len(group)), runner.config)
-        else:
-            assert self._generation is not None
-            generate_texts(runner, [example.text for example in group], self._generation, len(group))
+        assert self._generation is not None
+        task_spec(self._task).run(self._timed_runner, group, self._generation, len(group))
 
     def _output_token_count(self, texts: int) -> int:
         """Return the number of output tokens of the last batch, which its texts do not contain."""
         from smelt.generation.config import resolve_generation
 
         assert self._generation is not None
-        if self._task in (*CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, CUSTOM_TASK):
+        if not task_traits(self._task).generates:
             return 0
-        if self._task == "language-modeling":
+        if task_traits(self._task).samples == "running-text":
             return texts * int(self._generation.max_new_tokens or 0)
         runner: Any = self._timed_runner
         decoding = resolve_generation(self._generation, runner)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
-from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, TEXT_GENERATION
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SIGNATURE,
     CORRELATION_LIMITS,
@@ -28,6 +27,7 @@ from smelt.evaluate.metrics.metric import (
     Outputs,
     Rows,
 )
+from smelt.tasks.sentence_similarity import paired_cosines
 
 Similarities = tuple[list[float], str, str | None]
 """The similarity of each example, -1..1; how it is computed, for the signature; its unit, if not a cosine."""
@@ -111,18 +111,6 @@ class RelativeError(Metric[ComparedArrays]):
         rows: Rows = [[_max_relative_error(*pair)] for pair in pairs]
         how = f"largest difference/largest value|mean|x100|reference:{samples.key[:12]}"
         return ExampleRows(rows, f"outputs:{','.join(samples.expected[0])}|{how}|{BOOTSTRAP_SIGNATURE}")
-
-
-def paired_cosines(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the cosine of each row of `one` with the same row of `other`: [n, D], [n, D] -> [n].
-
-    The cosine of a zero vector is set to 0.
-    """
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    products = (a * b).sum(axis=1)
-    cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
-    return np.asarray(np.clip(cosines, -1, 1))
 
 
 def _min_cosine(got: Outputs, expected: Outputs) -> float:
@@ -211,8 +199,8 @@ AGREEMENT = Agreement(
     description="similarity to the baseline's outputs, no references needed: mean sentence chrF of texts,"
     " percent of equal classes, 100 times the mean cosine of vectors (custom: with the original graph's"
     " outputs, of one number 1 minus the relative difference)",
-    tasks=(SENTENCE_SIMILARITY, CUSTOM_TASK),
-    optional=("translation", "summarization", TEXT_GENERATION, SINGLE_LABEL, MULTI_LABEL),
+    tasks=("sentence-similarity", "custom"),
+    optional=("translation", "summarization", "text-generation", SINGLE_LABEL, MULTI_LABEL),
     kind="mean",
     limits=CORRELATION_LIMITS,
     compares_with_baseline=True,
@@ -223,7 +211,7 @@ TOP1 = Top1(
     unit="%",
     description="samples whose largest scores of classes have the original graph's positions, and whose"
     " integers, booleans and texts are equal",
-    tasks=(CUSTOM_TASK,),
+    tasks=("custom",),
     kind="proportion",
     compares_with_baseline=True,
 )
@@ -232,7 +220,7 @@ RELATIVE_ERROR = RelativeError(
     title="Relative error",
     unit="%",
     description="mean of a sample's largest difference, of the original graph's largest value",
-    tasks=(CUSTOM_TASK,),
+    tasks=("custom",),
     kind="mean",
     limits=ERROR_LIMITS,
     higher_is_better=False,

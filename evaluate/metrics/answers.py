@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from smelt.data.splits import TEXT_GENERATION
 from smelt.evaluate.metrics.metric import BOOTSTRAP_SIGNATURE, ExampleRows, Rows, TextMetric, TextSamples
 
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -54,7 +53,7 @@ TOKEN_F1 = TokenF1(
     title="Token F1",
     unit="F1",
     description="F1 of the words with the best reference, normalized as `exact_match`",
-    tasks=(TEXT_GENERATION,),
+    tasks=("text-generation",),
     kind="mean",
 )
 EXACT_MATCH = ExactMatch(
@@ -63,6 +62,6 @@ EXACT_MATCH = ExactMatch(
     unit="%",
     description="responses equal to a reference, after SQuAD v1.1's normalization (lower case, no"
     " punctuation, no English articles)",
-    tasks=(TEXT_GENERATION,),
+    tasks=("text-generation",),
     kind="proportion",
 )

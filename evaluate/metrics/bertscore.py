@@ -15,7 +15,7 @@ from pydantic import Field
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash, load_json, resolve_path, sha256_of
 from smelt.core.stage import Settings
-from smelt.data.splits import TEXT_GENERATION, Split
+from smelt.data.splits import Split
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SIGNATURE,
     CORRELATION_LIMITS,
@@ -196,7 +196,7 @@ BERTSCORE = BertScore(
     title="BERTScore",
     unit="BERTScore",
     description="F1 of matched token embeddings times 100, without idf weights and rescaling, best reference",
-    optional=("translation", "summarization", TEXT_GENERATION),
+    optional=("translation", "summarization", "text-generation"),
     kind="mean",
     limits=CORRELATION_LIMITS,
     libraries=("transformers", "torch"),

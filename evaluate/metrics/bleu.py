@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.core.stage import Settings
 from smelt.data.bleu_tokenizer import BLEU_TOKENIZERS, bleu_tokenizer
-from smelt.data.splits import TEXT_GENERATION, Split
+from smelt.data.splits import Split
 from smelt.evaluate.metrics.metric import Array, TextSamples
 from smelt.evaluate.metrics.sacrebleu_metric import SACREBLEU_LIBRARIES, SacrebleuMetric
 
@@ -105,7 +105,7 @@ BLEU = Bleu(
     unit="BLEU",
     description="sacrebleu's, tokenized as the language needs",
     tasks=("translation",),
-    optional=("summarization", TEXT_GENERATION),
+    optional=("summarization", "text-generation"),
     main=("translation",),
     kind="sum",
     libraries=SACREBLEU_LIBRARIES,

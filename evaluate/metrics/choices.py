@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import InputError
-from smelt.data.splits import TEXT_GENERATION, Split
+from smelt.data.splits import Split
 from smelt.evaluate.metrics.metric import ChoiceSamples, ExampleRows, Metric, Rows
 
 
@@ -56,7 +56,7 @@ ACC = ChoiceAccuracy(
     title="Choice accuracy",
     unit="%",
     description="samples whose right choice is the most likely one",
-    optional=(TEXT_GENERATION,),
+    optional=("text-generation",),
     kind="proportion",
 )
 ACC_NORM = NormalizedChoiceAccuracy(
@@ -64,6 +64,6 @@ ACC_NORM = NormalizedChoiceAccuracy(
     title="Choice accuracy, by length",
     unit="%",
     description="samples whose right choice is the most likely one per character",
-    optional=(TEXT_GENERATION,),
+    optional=("text-generation",),
     kind="proportion",
 )

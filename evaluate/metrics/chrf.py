@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from smelt.data.splits import TEXT_GENERATION
 from smelt.evaluate.metrics.metric import Array, TextSamples
 from smelt.evaluate.metrics.sacrebleu_metric import SACREBLEU_LIBRARIES, SacrebleuMetric
 
@@ -48,7 +47,7 @@ CHRF = Chrf(
     unit="chrF",
     description="sacrebleu's chrF2, F of character n-grams",
     tasks=("translation",),
-    optional=("summarization", TEXT_GENERATION),
+    optional=("summarization", "text-generation"),
     kind="sum",
     libraries=SACREBLEU_LIBRARIES,
 )

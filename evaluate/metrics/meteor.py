@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import MissingDependencyError
-from smelt.data.splits import TEXT_GENERATION, Split
+from smelt.data.splits import Split
 from smelt.evaluate.metrics.metric import BOOTSTRAP_SIGNATURE, ExampleRows, Rows, TextMetric, TextSamples
 
 
@@ -91,7 +91,7 @@ METEOR = Meteor(
     title="METEOR",
     unit="METEOR",
     description="nltk's, best reference",
-    optional=("translation", "summarization", TEXT_GENERATION),
+    optional=("translation", "summarization", "text-generation"),
     kind="mean",
     libraries=("nltk",),
     reads_file=True,

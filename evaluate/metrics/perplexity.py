@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from smelt.data.splits import TEXT_GENERATION
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SEED,
     BOOTSTRAP_SIGNATURE,
@@ -113,7 +112,7 @@ RESPONSE_PERPLEXITY = ResponsePerplexity(
     title="Response perplexity",
     unit="perplexity",
     description="exp of the mean loss per token of the first reference and its end, given the prompt",
-    tasks=(TEXT_GENERATION,),
+    tasks=("text-generation",),
     limits=_PERPLEXITY_LIMITS,
     higher_is_better=False,
 )

@@ -11,12 +11,7 @@ from pydantic import Field
 
 from smelt.core.stage import Settings
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ProblemType
-from smelt.data.splits import (
-    ALL_TASKS,
-    CLASSIFICATION_TASKS,
-    SENTENCE_SIMILARITY,
-    TEXT_TO_TEXT_TASKS,
-)
+from smelt.data.tasks import ALL_TASKS, task_traits, tasks_with
 from smelt.evaluate.metrics.agreement import AGREEMENT, RELATIVE_ERROR, TOP1
 from smelt.evaluate.metrics.answers import EXACT_MATCH, TOKEN_F1
 from smelt.evaluate.metrics.bertscore import BERTSCORE
@@ -148,7 +143,7 @@ def is_custom_metric(name: str) -> bool:
 
 def takes_custom_metrics(task: str) -> bool:
     """Return whether custom metrics can be scored in `task`: outputs are texts, classes or numbers."""
-    return task in TEXT_TO_TEXT_TASKS or task in CLASSIFICATION_TASKS
+    return task_traits(task).output == "text" or task_traits(task).output == "labels"
 
 
 def metric_settings_type(name: str) -> type[Settings]:
@@ -188,10 +183,10 @@ DEFAULTS_BY_PROBLEM: dict[ProblemType, tuple[str, ...]] = {name: default_metrics
 CLASSIFIER_METRICS = tuple(
     dict.fromkeys(metric for metrics in METRICS_BY_PROBLEM.values() for metric in metrics)
 )
-_OTHER_TASKS = tuple(task for task in ALL_TASKS if task not in CLASSIFICATION_TASKS)
+_OTHER_TASKS = tuple(task for task in ALL_TASKS if task_traits(task).output != "labels")
 METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
     **{task: fitting_metrics(task) for task in _OTHER_TASKS},
-    **dict.fromkeys(sorted(CLASSIFICATION_TASKS), CLASSIFIER_METRICS),
+    **dict.fromkeys(sorted(tasks_with(output="labels")), CLASSIFIER_METRICS),
 }
 """The metrics that fit each task."""
 # Of a recipe that names none. For a classifier they depend on the problem type, for sentence embedders on
@@ -199,7 +194,7 @@ METRICS_BY_TASK: dict[str, tuple[str, ...]] = {
 # (smelt.pipeline.plan.untrained_checks, smelt.pipeline.plan.task_checks).
 DEFAULT_METRICS: dict[str, tuple[str, ...]] = {
     **{task: default_metrics(task) for task in _OTHER_TASKS},
-    **dict.fromkeys((*CLASSIFICATION_TASKS, SENTENCE_SIMILARITY), ()),
+    **dict.fromkeys((*tasks_with(output="labels"), *tasks_with(output="embedding")), ()),
 }
 
 
@@ -212,7 +207,7 @@ TEXT_METRICS = metrics_of(TextSamples)
 # of running text, whose windows depend on the tokenizer
 WINDOW_METRICS = metrics_of(WindowSamples)
 AGREEMENT_METRIC, TOP1_METRIC = AGREEMENT.name, TOP1.name
-EMBEDDING_METRICS = METRICS_BY_TASK[SENTENCE_SIMILARITY]
+EMBEDDING_METRICS = METRICS_BY_TASK["sentence-similarity"]
 # of embedders, which need scored pairs
 CORRELATION_METRICS = tuple(name for name in EMBEDDING_METRICS if NumberSamples in METRICS[name].samples)
 

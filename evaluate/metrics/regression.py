@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from smelt.data.labels import REGRESSION
-from smelt.data.splits import SENTENCE_SIMILARITY
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SIGNATURE,
     CORRELATION_LIMITS,
@@ -109,7 +108,7 @@ PEARSON = Pearson(
     title="Pearson",
     unit="Pearson",
     description="correlation times 100; 0 if one side does not vary",
-    tasks=(REGRESSION, SENTENCE_SIMILARITY),
+    tasks=(REGRESSION, "sentence-similarity"),
     main=(REGRESSION,),
     limits=CORRELATION_LIMITS,
     definition="x100|constant:0",
@@ -119,8 +118,8 @@ SPEARMAN = Spearman(
     title="Spearman",
     unit="Spearman",
     description="correlation of ranks times 100; ties share their mean rank; 0 if one side does not vary",
-    tasks=(REGRESSION, SENTENCE_SIMILARITY),
-    main=(SENTENCE_SIMILARITY,),
+    tasks=(REGRESSION, "sentence-similarity"),
+    main=("sentence-similarity",),
     limits=CORRELATION_LIMITS,
     definition="x100|ties:mean rank|constant:0",
 )

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from typing import Any
 
 from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
-from smelt.data.splits import TEXT_GENERATION
 from smelt.evaluate.metrics.metric import BOOTSTRAP_SIGNATURE, ExampleRows, Rows, TextMetric, TextSamples
 
 # A sentence ends at a line end, or after a full stop, question or exclamation mark.
@@ -82,8 +81,8 @@ def _rouge(name: str, of: str, tasks: tuple[str, ...], optional: tuple[str, ...]
 
 
 ROUGE = (
-    _rouge("rouge1", "words", ("translation", "summarization"), (TEXT_GENERATION,)),
-    _rouge("rouge2", "pairs of words", ("translation", "summarization"), (TEXT_GENERATION,)),
-    _rouge("rougeL", "the longest common subsequence", ("translation", "summarization", TEXT_GENERATION)),
-    _rouge("rougeLsum", "rougeL's subsequences by sentence", ("summarization",), (TEXT_GENERATION,)),
+    _rouge("rouge1", "words", ("translation", "summarization"), ("text-generation",)),
+    _rouge("rouge2", "pairs of words", ("translation", "summarization"), ("text-generation",)),
+    _rouge("rougeL", "the longest common subsequence", ("translation", "summarization", "text-generation")),
+    _rouge("rougeLsum", "rougeL's subsequences by sentence", ("summarization",), ("text-generation",)),
 )

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from smelt.data.splits import TEXT_GENERATION
 from smelt.evaluate.metrics.metric import Array, Rows, TextSamples
 from smelt.evaluate.metrics.sacrebleu_metric import SACREBLEU_LIBRARIES, SacrebleuMetric
 
@@ -46,7 +45,7 @@ TER = Ter(
     title="TER",
     unit="TER",
     description="sacrebleu's, edits per 100 words of the references; lowercased, words split at spaces",
-    optional=("translation", "summarization", TEXT_GENERATION),
+    optional=("translation", "summarization", "text-generation"),
     kind="sum",
     limits=(0.0, math.inf),
     higher_is_better=False,

@@ -13,7 +13,6 @@ from typing import Any, Self
 from markupsafe import Markup
 
 from smelt.core.messages import escape_controls
-from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.evaluate.report import chart, examples, sensitivity, view
 from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport, validate_report
 from smelt.evaluate.report.verdict import verdict_lines
@@ -228,11 +227,7 @@ def _latency_section(report: ReportData) -> Markdown:
         for row in view.tree_rows(report)
         for entry in row.step.latency
     ]
-    inside: dict[str, str] = {
-        IMAGE_CLASSIFICATION: "reading, decoding and resizing files are",
-        CUSTOM_TASK: "nothing else is",
-    }
-    what = inside.get(str(report.recipe.get("task")), "tokenizing and detokenizing are")
+    what = view.find_task(report).call_includes
     intro = (
         f"From {view.latency_scope(report)}: {what} part of it; a call is one batch. The baseline's p50 is"
         " from the same rounds. The speed-up by CPU time is also reliable on a busy machine."

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from smelt.core.messages import Message, escape_controls
-from smelt.data.splits import CLASSIFICATION_TASKS
+from smelt.data.tasks import tasks_with
 from smelt.evaluate.report import chart, examples, sensitivity, view
 from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
@@ -68,7 +68,7 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
         change_class=_significance_class,
         badge=lambda status: _BADGES.get(status, "plain"),
         examples=examples,
-        classification_tasks=CLASSIFICATION_TASKS,
+        classification_tasks=tasks_with(output="labels"),
     )
     return escape_controls(text)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.core.messages import Message, warning
-from smelt.data.splits import CUSTOM_TASK, TEXT_TO_TEXT_TASKS
+from smelt.data.tasks import tasks_with
 from smelt.evaluate.report import view
 from smelt.evaluate.report.quality_loss import (
     NEGLIGIBLE_POINTS,
@@ -275,10 +275,10 @@ def ship_command(report: ReportData, step: StepReport, folder: str) -> str:
     `smelt package` for graphs of ONNX Runtime; other artifacts, and graphs of the task custom, are copied.
     """
     place, task = shlex.quote(folder), report.recipe.get("task")
-    if task == CUSTOM_TASK or not _is_cpu_graph(step):
+    if task in tasks_with(modality="arrays") or not _is_cpu_graph(step):
         return f"cp -rL {place} NEW"
     # third-party graphs that generate have no graph with the loop, which the other formats need
-    generates = task in (*TEXT_TO_TEXT_TASKS, "language-modeling")
+    generates = task in tasks_with(generates=True)
     return f"smelt package {place}{' --format optimum' * bool(generates and step.details.get('foreign'))}"
 
 

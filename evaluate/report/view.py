@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.core.messages import Message
-from smelt.data.splits import CUSTOM_TASK, DECODER_ONLY_TASKS, IMAGE_CLASSIFICATION
+from smelt.data.tasks import ALL_TASKS, tasks_with
 from smelt.evaluate.metrics.registry import (
     METRICS,
     WINDOW_METRICS,
@@ -24,6 +24,8 @@ from smelt.evaluate.report.schema import (
     ScoreDifference,
     StepReport,
 )
+from smelt.tasks.registry import task_spec
+from smelt.tasks.spec import TaskSpec
 
 MISSING_TEXT = "–"
 MINUS = "−"
@@ -199,14 +201,20 @@ def _cause_text(cause: str, rows: Sequence[LatencyReport]) -> str:
     return rows[0].reason or cause
 
 
+def find_task(report: ReportData) -> TaskSpec:
+    """Return the task of a report; the defaults of all tasks for one that this version does not know."""
+    name = str(report.recipe.get("task"))
+    return task_spec(name) if name in ALL_TASKS else TaskSpec()
+
+
 def timing_parts(
     report: ReportData, timings: GenerationTimings | ClassifierTimings
 ) -> list[tuple[str, float | None]]:
     """Return (name, ms) of the parts of a call, in their order."""
     if isinstance(timings, ClassifierTimings):
-        before = "decoding" if report.recipe.get("task") == IMAGE_CLASSIFICATION else "tokenizing"
+        before = find_task(report).preprocessing
         return [(before, timings.tokenizing_ms), ("model", timings.model_ms), ("labels", timings.rest_ms)]
-    first = "prefill" if report.recipe.get("task") in DECODER_ONLY_TASKS else "encoder"
+    first = "prefill" if report.recipe.get("task") in tasks_with(architecture="decoder") else "encoder"
     return [
         ("tokenizing", timings.tokenizing_ms),
         (first, timings.encoding_ms),
@@ -218,8 +226,7 @@ def timing_parts(
 
 def latency_scope(report: ReportData) -> str:
     """Return the start and the end of the timed part."""
-    ways: dict[str, str] = {IMAGE_CLASSIFICATION: "image file to label", CUSTOM_TASK: "arrays to arrays"}
-    return ways.get(str(report.recipe.get("task")), "text to text")
+    return find_task(report).call
 
 
 def runtime_label(step: StepReport) -> str:

@@ -19,7 +19,6 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
-from smelt.data.splits import CUSTOM_TASK, TEXT_TO_TEXT_TASKS
 from smelt.generation.runners import DECODER_GRAPH, ENCODER_GRAPH, position_ids
 from smelt.runtimes.backend import PAST_PREFIX, PRESENT_PREFIX, Batch, past_input_name
 from smelt.runtimes.onnx_import.signature import TensorSpec, read_batch_axes, read_signature
@@ -51,7 +50,7 @@ def collect_samples(
     from smelt.runtimes.registry import open_runner
 
     with open_runner(src, ctx.threads, "cpu") as runner:
-        if src.manifest.task == CUSTOM_TASK:
+        if src.manifest.traits.modality == "arrays":
             assert isinstance(runner, GraphRunner)
             feeds, real = _array_samples(runner, ctx, count, batch_size)
             return {MODEL_GRAPH: feeds}, real
@@ -63,7 +62,7 @@ def resized_batch(src: Artifact, feeds: Feeds) -> list[Feeds]:
 
     A simplifier may have fixed the size of one batch in the graph.
     """
-    signature = read_signature(src.path) if src.manifest.task == CUSTOM_TASK else None
+    signature = read_signature(src.path) if src.manifest.traits.modality == "arrays" else None
     if signature is not None and signature.fixed_batch_size is not None:
         return []
     axes = read_batch_axes(src.path)
@@ -138,7 +137,7 @@ def _text_samples(
     texts, pairs = (
         (list(_EXAMPLE_TEXTS), None) if split is None else input_texts(split.examples[:count], ctx.task)
     )
-    generates = ctx.task in (*TEXT_TO_TEXT_TASKS, "language-modeling")
+    generates = ctx.traits.generates
     if is_causal(runner.config):
         batch_size = 1  # a prompt is padded on the left, these rows are not
     encoded = encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs)

@@ -19,7 +19,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings, Stage
 from smelt.data.npz_arrays import SampleAxes
-from smelt.data.splits import ALL_TASKS, CUSTOM_TASK, Task
+from smelt.data.tasks import ALL_TASKS, Task
 from smelt.export.onnx_models.normalize_graph import (
     copy_graphs,
     copy_model_files,
@@ -203,7 +203,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
             _report(before, settings, ctx)
             return
         # samples of arrays have one shape, so several per call would only need more memory
-        alone = settings.uses_calibration and src.manifest.task == CUSTOM_TASK
+        alone = settings.uses_calibration and src.manifest.traits.modality == "arrays"
         feeds, real = collect_samples(src, ctx, settings.calibration_samples, batch_size=1 if alone else 4)
         axes = read_batch_axes(src.path)
         found = OutputComparison(axes)

@@ -19,7 +19,7 @@ from smelt.core.errors import ParityError, RunError
 from smelt.core.messages import Message, messages_to_json, warning
 from smelt.core.stage import Context, Settings, Stage
 from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
-from smelt.data.splits import ALL_TASKS, Task
+from smelt.data.tasks import ALL_TASKS, Task
 from smelt.export.onnx_models.normalize_graph import copy_graphs, copy_model_files, ordered_graphs
 from smelt.models.costs import CostInputs, StepCost, one_shot_cost
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.data.splits import DECODER_ONLY_TASKS
+from smelt.data.tasks import tasks_with
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class GenaiFormat:
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"onnx"}),
         targets=frozenset({"ort-cpu"}),
-        tasks=DECODER_ONLY_TASKS,
+        tasks=frozenset(tasks_with(architecture="decoder")),
         hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
     is_artifact: ClassVar[bool] = False

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.data.splits import TEXT_TASKS
+from smelt.data.tasks import task_traits, tasks_with
 from smelt.export.package.hub_files import (
     FAST_TOKENIZER_CLASS,
     TOKENIZER_CONFIG_FILE,
@@ -29,8 +29,8 @@ from smelt.export.package.package_format import PackageOrigin, SupportedArtifact
 from smelt.export.package.write_package import copy_artifact
 from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.edits import read_edits
+from smelt.tasks.registry import task_spec
 
-_TAGS = {"language-modeling": "text-generation"}  # all other tasks have the Hub's own names
 _CARD = " (its model card)"
 
 
@@ -44,7 +44,7 @@ def card_front_matter(task: str, origin: PackageOrigin, library: str) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    tag = _TAGS.get(task, task)
+    tag = task_spec(task).hub_tag or task
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": tag, "tags": ["smelt"]}
     front |= _hub_licence(origin.licence)
     scores = [score for score in origin.scores if score.value is not None]
@@ -89,14 +89,6 @@ _EDIT_DESCRIPTIONS = {
     "share": ("matrices shared by several layers", "share-weights"),
 }
 _OF_FIVE = "TokenizersBackend"
-_CLASSES = {
-    "translation": "AutoModelForSeq2SeqLM",
-    "summarization": "AutoModelForSeq2SeqLM",
-    "language-modeling": "AutoModelForCausalLM",
-    "text-generation": "AutoModelForCausalLM",
-    "text-classification": "AutoModelForSequenceClassification",
-    "sentence-similarity": "AutoModel",
-}
 
 
 class HuggingFaceFormat:
@@ -106,7 +98,7 @@ class HuggingFaceFormat:
     summary: ClassVar[str] = "a model for transformers' from_pretrained, with a model card"
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"torch"}),
-        tasks=frozenset(TEXT_TASKS),
+        tasks=frozenset(tasks_with(modality="text")),
         hint="Package the step before the export.",
     )
     is_artifact: ClassVar[bool] = True
@@ -138,7 +130,7 @@ class HuggingFaceFormat:
                 new["tokenizer_class"] = FAST_TOKENIZER_CLASS
             write_json(folder / TOKENIZER_CONFIG_FILE, new)
         task = artifact.manifest.task
-        library = "sentence-transformers" if task == "sentence-similarity" else "transformers"
+        library = "sentence-transformers" if task_traits(task).output == "embedding" else "transformers"
         code = _example_code(task, artifact.path, origin)
         notes = list(preprocessing_notes(artifact.path))
         if (artifact.path / SHORTLIST).is_file():
@@ -161,7 +153,7 @@ def _describe_edit(op: str, count: int) -> str:
 
 
 def _example_code(task: str, source: Path, origin: PackageOrigin) -> str:
-    name, text = _CLASSES[task], with_prefix(source, "A text.")
+    name, text = task_traits(task).auto_class, with_prefix(source, "A text.")
     lines: list[Any] = [
         f"from transformers import AutoTokenizer, {name}",
         'tokenizer = AutoTokenizer.from_pretrained(".")',

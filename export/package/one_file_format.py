@@ -16,7 +16,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.data.labels import SINGLE_LABEL, problem_type
-from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION
+from smelt.data.tasks import task_traits
 from smelt.export.graph_files import read_graph
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.generation.config import GenerationConfig, resolve_generation
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 NUMBERS_FILE, STRINGS_FILE = "model.onnx", "model_text.onnx"
-GENERATION_TASKS = ("translation", "summarization", "language-modeling", TEXT_GENERATION)
 _PYTHON_FILE, _NODE_FILE = "answer.py", "answer.mjs"
 # its install scripts would download GPU libraries
 _INSTALL_IN_NODE = "npm install --ignore-scripts onnxruntime-node"
@@ -98,9 +97,9 @@ console.log([...(await session.run(feeds, ["{answer}"])).{answer}.data].join(" "
 
 def answer_outputs(task: str, config: Mapping[str, Any]) -> tuple[str, str]:
     """Return the output that answers a user, of the graph with string inputs and of the other one."""
-    if task in GENERATION_TASKS:
+    if task_traits(task).generates:
         return "generated", "sequences"
-    if task == SENTENCE_SIMILARITY:
+    if task_traits(task).output == "embedding":
         return "sentence_embedding", "sentence_embedding"
     return ("labels" if problem_type(config) == SINGLE_LABEL else "logits"), "logits"
 
@@ -165,9 +164,7 @@ class OneFileFormat:
         Raises:
             InputError: there is none.
         """
-        decoding = (
-            generation_config_of(artifact.path, {}) if artifact.manifest.task in GENERATION_TASKS else None
-        )
+        decoding = generation_config_of(artifact.path, {}) if artifact.manifest.traits.generates else None
         select_graph(artifact.path, decoding)
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
@@ -181,7 +178,9 @@ class OneFileFormat:
         task, config = artifact.manifest.task, read_json_object(artifact.path / "config.json")
         try:
             decoding = (
-                generation_config_of(artifact.path, origin.generation) if task in GENERATION_TASKS else None
+                generation_config_of(artifact.path, origin.generation)
+                if task_traits(task).generates
+                else None
             )
         except InputError as error:
             raise InputError(

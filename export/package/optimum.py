@@ -32,7 +32,6 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
 from smelt.core.files import read_json_object
-from smelt.data.splits import SENTENCE_SIMILARITY
 from smelt.export.package.hub_files import (
     copy_tokenizer_files,
     extra_requirements,
@@ -127,7 +126,7 @@ def exported_model_kind(artifact: Artifact) -> str:
         return "seq2seq"
     if is_causal(read_json_object(artifact.path / "config.json")):
         return "causal"
-    return "sentence" if artifact.manifest.task == SENTENCE_SIMILARITY else "classifier"
+    return "sentence" if artifact.manifest.traits.output == "embedding" else "classifier"
 
 
 def _write_encoder_decoder(source: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.messages import Message
-from smelt.data.splits import TEXT_TASKS
+from smelt.data.tasks import tasks_with
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SupportedArtifacts:
 TEXT_GRAPHS = SupportedArtifacts(
     formats=frozenset({"onnx"}),
     targets=frozenset({"ort-cpu"}),
-    tasks=frozenset(TEXT_TASKS),
+    tasks=frozenset(tasks_with(modality="text")),
     hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
 )
 

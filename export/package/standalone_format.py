@@ -22,18 +22,12 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.system import package_versions
 from smelt.data.labels import class_names, problem_type
-from smelt.data.splits import (
-    DECODER_ONLY_TASKS,
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    TEXT_GENERATION,
-    TEXT_TASKS,
-    TEXT_TO_TEXT_TASKS,
-)
+from smelt.data.tasks import TASKS, task_traits
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
 from smelt.models.text_rules import read_prompt_template
 from smelt.runtimes.images import read_processor
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationConfig
@@ -41,24 +35,6 @@ if TYPE_CHECKING:
 
 INFER_FILE, SERVE_FILE, INFER_SETTINGS_FILE = "infer.py", "serve.py", "infer.json"
 REQUIREMENTS_FILE, SERVE_REQUIREMENTS_FILE = "requirements.txt", "requirements-serve.txt"
-_GENERATES = (*TEXT_TO_TEXT_TASKS, "language-modeling")
-# the file in standalone/ for a task, its class, and a program that uses the class
-TASK_SCRIPTS = {
-    "translation": ("translation", "Translator", 'print(Translator()(["TEXT", "ANOTHER"]))'),
-    "language-modeling": ("language_modeling", "Writer", 'print(Writer()(["TEXT", "ANOTHER"]))'),
-    TEXT_GENERATION: ("text_generation", "Answerer", 'print(Answerer()(["PROMPT", "ANOTHER"]))'),
-    "text-classification": (
-        "text_classification",
-        "Classifier",
-        'print(Classifier()(["TEXT", ("FIRST OF A PAIR", "SECOND")]))',
-    ),
-    SENTENCE_SIMILARITY: ("sentence_similarity", "Embedder", 'print(Embedder()(["TEXT", "ANOTHER"]).shape)'),
-    IMAGE_CLASSIFICATION: (
-        "image_classification",
-        "ImageClassifier",
-        'print(ImageClassifier()(["photo.jpg"]))',
-    ),
-}
 
 
 class StandaloneFormat:
@@ -66,9 +42,7 @@ class StandaloneFormat:
 
     name: ClassVar[str] = "standalone"
     summary: ClassVar[str] = "graphs with infer.py and a service: onnxruntime, numpy"
-    supported: ClassVar[SupportedArtifacts] = replace(
-        TEXT_GRAPHS, tasks=frozenset({*TEXT_TASKS, IMAGE_CLASSIFICATION})
-    )
+    supported: ClassVar[SupportedArtifacts] = replace(TEXT_GRAPHS, tasks=frozenset(TASKS))
     is_artifact: ClassVar[bool] = True
 
     def check(self, artifact: Artifact) -> None:
@@ -80,7 +54,7 @@ class StandaloneFormat:
         from smelt.models.tokenizer import read_tokenizer_info
         from smelt.runtimes.backend import GENERATION_GRAPHS
 
-        if artifact.manifest.task == IMAGE_CLASSIFICATION:
+        if artifact.manifest.traits.modality == "image":
             image_settings(artifact)
             return
         found = read_tokenizer_info(artifact.path)
@@ -90,7 +64,7 @@ class StandaloneFormat:
                 code="unsupported-tokenizer",
             )
         lacks = [name for name in GENERATION_GRAPHS if not (artifact.path / f"{name}.onnx").is_file()]
-        if artifact.manifest.task in _GENERATES and lacks:
+        if artifact.manifest.traits.generates and lacks:
             hint = (
                 "Third-party graphs have none; start from the folder with weights."
                 if artifact.manifest.details.get("foreign")
@@ -106,24 +80,25 @@ class StandaloneFormat:
         """Write the artifact, infer.py with its settings, serve.py, their requirements and a Dockerfile."""
         task = artifact.manifest.task
         settings, notes = infer_settings(artifact, origin.generation)
-        reader = "pillow" if task == IMAGE_CLASSIFICATION else settings["tokenizer"]["reader"]
+        reader = "pillow" if task_traits(task).modality == "image" else settings["tokenizer"]["reader"]
         copy_artifact(artifact, folder)
-        part, kind, use = TASK_SCRIPTS[task if task in TASK_SCRIPTS else "translation"]
+        package = task_spec(task).package
+        assert package is not None  # of a task in `supported`
         instead = {"tokenizers_reader": "sentencepiece_reader"} if reader == "sentencepiece" else {}
-        (folder / INFER_FILE).write_text(assemble_script(part, instead), encoding="utf-8")
+        (folder / INFER_FILE).write_text(assemble_script(package.script, instead), encoding="utf-8")
         (folder / SERVE_FILE).write_text(assemble_script("serve", {}), encoding="utf-8")
         write_json(folder / INFER_SETTINGS_FILE, settings)
-        more = ("jinja2", "markupsafe") if task == TEXT_GENERATION else ()
+        more = ("jinja2", "markupsafe") if task_traits(task).samples == "prompts" else ()
         (folder / REQUIREMENTS_FILE).write_text(requirements_file(reader, *more), encoding="utf-8")
         (folder / SERVE_REQUIREMENTS_FILE).write_text(serve_requirements_file(), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
-        given = "photo.jpg" if task == IMAGE_CLASSIFICATION else '"TEXT"'
+        given = "photo.jpg" if task_traits(task).modality == "image" else '"TEXT"'
         return UsageNotes(
             install=INSTALL_COMMAND,
             run=f"python {INFER_FILE} {given}",
             examples=(
                 ("bash", f"python {INFER_FILE} < lines.txt"),
-                ("python", f"from infer import {kind}\n\n{use}"),
+                ("python", f"from infer import {package.name}\n\n{package.usage}"),
                 ("bash", f"{SERVE_INSTALL_COMMAND}\npython {SERVE_FILE} --port {PORT}\n{curl_command(task)}"),
                 ("bash", f"docker build -t NAME .\ndocker run --rm -p {PORT}:{PORT} NAME"),
             ),
@@ -266,7 +241,7 @@ def serve_requirements_file() -> str:
 def curl_command(task: str) -> str:
     """Return the shell command that sends a request to the service."""
     url = f"http://127.0.0.1:{PORT}/predict"
-    if task == IMAGE_CLASSIFICATION:
+    if task_traits(task).modality == "image":
         return f"curl -H 'Content-Type: image/jpeg' --data-binary @photo.jpg {url}"
     return f"""curl --json '{{"inputs": ["TEXT", "ANOTHER"]}}' {url}"""
 
@@ -294,7 +269,6 @@ CMD ["python", "serve.py"]
 """
 
 
-_CLASSIFIES = "text-classification"
 _GRAPH_INPUTS = (
     "eos_token_ids",
     "pad_token_id",
@@ -320,13 +294,13 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
     task = artifact.manifest.task
     settings: dict[str, Any] = {"task": task, "threads": default_threads(artifact.manifest)}
     notes: list[str] = []
-    if task == IMAGE_CLASSIFICATION:
+    if task_traits(task).modality == "image":
         return settings | {"images": image_settings(artifact)} | _class_settings(config), notes
     limit, tokenizer = _tokenizer_settings(artifact, config)
     settings["tokenizer"] = tokenizer
-    if task == _CLASSIFIES:
+    if task_traits(task).output == "labels":
         settings |= _class_settings(config)
-    elif task == SENTENCE_SIMILARITY:
+    elif task_traits(task).output == "embedding":
         from smelt.models.families.registry import find_family
 
         family = find_family(config)
@@ -335,7 +309,7 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
         settings["generation"], notes = _generation_settings(artifact, config, generation)
         if not config.get("is_encoder_decoder"):  # the requested number of new tokens limits a prompt
             settings["generation"]["limit"], tokenizer["limit"] = limit, None
-    if task == TEXT_GENERATION:
+    if task_traits(task).samples == "prompts":
         template = read_prompt_template(artifact.path)
         assert template is not None
         settings["prompt_template"] = asdict(template)
@@ -365,7 +339,7 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
     words = open_tokenizer(artifact.path)
     limit: int | None = max_input_length(words, config)
     limit = None if limit is None or limit >= NO_LIMIT else limit
-    left = not config.get("is_encoder_decoder") and artifact.manifest.task in DECODER_ONLY_TASKS
+    left = not config.get("is_encoder_decoder") and artifact.manifest.traits.architecture == "decoder"
     pad = padding_token(words) if left else words.pad_token_id or 0
     kept = info.model_dump(exclude={"reason", "longest", "clean_up"})
     more = {

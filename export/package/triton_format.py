@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.data.splits import SENTENCE_SIMILARITY, TEXT_GENERATION, TEXT_TASKS
+from smelt.data.tasks import task_traits, tasks_with
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 
 if TYPE_CHECKING:
@@ -97,7 +97,6 @@ def _lines(message: Mapping[str, Any], deep: int) -> list[str]:
 
 
 REPOSITORY_FOLDER, GRAPH_MODEL, TEXT_MODEL = "model_repository", "graph", "text"
-_GENERATES = ("translation", "summarization", "language-modeling", TEXT_GENERATION)
 _RENDERING_FILE = "prompt_rendering.py"  # for chat templates
 _LARGEST_BATCH = 32  # for a graph whose batch is not limited
 _DELAY_US = 2000
@@ -135,7 +134,7 @@ class TritonFormat:
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"onnx", "tensorrt"}),
         targets=frozenset({"ort-cpu", "tensorrt"}),
-        tasks=frozenset(TEXT_TASKS),
+        tasks=frozenset(tasks_with(modality="text")),
         hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
     is_artifact: ClassVar[bool] = False
@@ -160,11 +159,9 @@ class TritonFormat:
                 "it is the ONNX model of a TensorRT engine; package the engine.", code="unsupported-target"
             )
         if artifact.format == "onnx":
-            decoding = (
-                generation_config_of(artifact.path, {}) if artifact.manifest.task in _GENERATES else None
-            )
+            decoding = generation_config_of(artifact.path, {}) if artifact.manifest.traits.generates else None
             select_graph(artifact.path, decoding)
-        elif artifact.manifest.task in _GENERATES:
+        elif artifact.manifest.traits.generates:
             raise InputError(
                 "an engine computes one generation step, and this format has no generation loop for engines.",
                 code="unsupported-task",
@@ -186,7 +183,7 @@ class TritonFormat:
         """
         from smelt.export.package.one_file_format import generation_config_of
 
-        generates = artifact.manifest.task in _GENERATES
+        generates = artifact.manifest.traits.generates
         decoding = generation_config_of(artifact.path, origin.generation) if generates else None
         inputs, output, most = _write_graph(artifact, decoding, folder / REPOSITORY_FOLDER / GRAPH_MODEL)
         _write_text(artifact, decoding, inputs, output, most, folder / REPOSITORY_FOLDER / TEXT_MODEL)
@@ -245,10 +242,10 @@ def _output_tensor(artifact: Artifact, config: dict[str, Any]) -> TritonTensor:
     from smelt.models.families.registry import find_family
 
     task = artifact.manifest.task
-    if task in _GENERATES:
+    if task_traits(task).generates:
         return TritonTensor("sequences", "TYPE_INT64", (-1,))
     family = find_family(config)
-    if task == SENTENCE_SIMILARITY and family is not None:
+    if task_traits(task).output == "embedding" and family is not None:
         return TritonTensor("sentence_embedding", "TYPE_FP32", (int(family.hidden_size(config) or -1),))
     return TritonTensor("logits", "TYPE_FP32", (len(config.get("id2label") or (0, 1)),))
 

@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.data.splits import (
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    TEXT_GENERATION,
-    Split,
-    Task,
-    input_texts,
-)
+from smelt.data.splits import Split, input_texts
+from smelt.data.tasks import Task, task_traits
 from smelt.generation.runners import is_causal
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import max_input_length
@@ -58,12 +52,12 @@ def parity_samples(
         rows: number of samples.
         length: tokens of the longest.
     """
-    if task == IMAGE_CLASSIFICATION:
+    if task_traits(task).modality == "image":
         return _image_samples(parent, data, rows)
     tokenizer = load_tokenizer(folder)
     limit = max_input_length(tokenizer, parent.config)
     if is_causal(parent.config):
-        if task == TEXT_GENERATION and (split := _select_split(data)) is not None:
+        if task_traits(task).samples == "prompts" and (split := _select_split(data)) is not None:
             return _prompt_batch(split, tokenizer, limit, rows, length), True
         return causal_batch(data, tokenizer, parent.config, limit, rows, length)
     return parity_batch(data, tokenizer, parent.config, limit, task, rows, length)
@@ -85,7 +79,7 @@ def parity_batch(
     tokenizer: Any,
     config: Mapping[str, Any],
     limit: int,
-    task: Task = "text-classification",
+    task: Task,
     rows: int = PARITY_ROWS,
     length: int = PARITY_LENGTH,
 ) -> tuple[Batch, bool]:
@@ -116,7 +110,7 @@ def parity_batch(
         encoded.ids[-1] = _fill_to_length(min(limit, reach + PARITY_STEPS), encoded.ids)
     pad = tokenizer.pad_token_id
     batch = pad_batch(encoded, range(len(encoded.ids)), 0 if pad is None else pad)
-    if task == SENTENCE_SIMILARITY:  # its texts are encoded separately
+    if task_traits(task).output == "embedding":  # its texts are encoded separately
         return Batch(batch.input_ids, batch.attention_mask), real
     return _with_token_types(batch, config), real
 

@@ -22,17 +22,8 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.files import load_json
 from smelt.core.messages import Message
 from smelt.core.stage import Context, Need, Settings, Stage
-from smelt.data.splits import (
-    ALL_TASKS,
-    CUSTOM_TASK,
-    DECODER_ONLY_TASKS,
-    ENCODER_DECODER_TASKS,
-    IMAGE_CLASSIFICATION,
-    TEXT_GENERATION,
-    Example,
-    Task,
-    input_texts,
-)
+from smelt.data.splits import Example, input_texts
+from smelt.data.tasks import ALL_TASKS, Task, task_traits
 from smelt.export.settings import ProviderSettings, TensorrtSettings
 from smelt.export.tensorrt.build_engine import (
     BuildOptions,
@@ -259,9 +250,9 @@ def profile_ranges(
     config = load_json(folder / "config.json")
     limit = position_limit(config)
     parts = settings.each_profile()
-    if ctx.task == IMAGE_CLASSIFICATION:
+    if ctx.traits.modality == "image":
         ranges: list[DimensionRanges] = [{"batch": _batch_range(part)} for part in parts]
-    elif ctx.task in DECODER_ONLY_TASKS:
+    elif ctx.traits.architecture == "decoder":
         ranges = _decoder_only_ranges(folder, config, parts, limit or 10**6, ctx)
     else:
         ranges = _text_ranges(folder, parts, limit or 10**6, ctx, setting_path)
@@ -321,7 +312,7 @@ def _text_ranges(
     profiles: list[DimensionRanges] = []
     for part in parts:
         ranges = {"batch": _batch_range(part), "input": _input_range(part, lengths, limit)}
-        if ctx.task in ENCODER_DECODER_TASKS:
+        if ctx.traits.architecture == "encoder-decoder":
             longest = part.max_new_tokens or max_output_tokens(folder, ctx.task)
             ranges["past"] = past_range(outputs or lengths or [2], longest, limit)
         profiles.append(ranges)
@@ -360,7 +351,7 @@ def max_output_tokens(folder: Path, task: Task) -> int:
     own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
     limits = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
     longest = GenerationConfig.model_validate(limits).max_total_length(1) - 1
-    prompted = task in DECODER_ONLY_TASKS and "max_new_tokens" not in limits
+    prompted = task_traits(task).architecture == "decoder" and "max_new_tokens" not in limits
     return max(longest, MAX_NEW_TOKENS) if prompted else longest
 
 
@@ -374,7 +365,7 @@ def _max_prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtS
     from smelt.models.checkpoint import load_tokenizer
     from smelt.models.text_rules import max_input_length, window_length
 
-    if ctx.task == TEXT_GENERATION:
+    if ctx.traits.samples == "prompts":
         examples = _sample_examples(ctx)
         lengths, _ = _token_lengths(folder, examples, ctx.task)
         if lengths:
@@ -394,7 +385,7 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
     tokenizer = load_tokenizer(folder)
     texts, pairs = input_texts(examples, task)
     inputs = [len(ids) for ids in encode_texts(texts, tokenizer, 10**9, pairs).ids]
-    if task not in ENCODER_DECODER_TASKS:
+    if task_traits(task).architecture != "encoder-decoder":
         return inputs, []
     references = [e.references[0] for e in examples if e.references]
     targets = tokenizer(text_target=references, verbose=False)["input_ids"] if references else []
@@ -412,7 +403,7 @@ def imported_ranges(
     Raises:
         InputError: an axis has no fixed size, and there are no samples that a stage may use.
     """
-    if ctx.task != CUSTOM_TASK:
+    if ctx.traits.modality != "arrays":
         return profile_ranges(folder, settings, ctx)
     from smelt.runtimes.onnx_import.signature import read_signature
 

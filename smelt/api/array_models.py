@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, RunError, combined_error
 from smelt.core.messages import error_message
-from smelt.data.examples import read_split
 from smelt.data.npz_arrays import (
     NPZ_SUFFIX,
     ArrayHeader,
@@ -22,9 +21,11 @@ from smelt.data.npz_arrays import (
     samples_first,
     write_npz,
 )
-from smelt.data.splits import CUSTOM_TASK, Split
 from smelt.data.splits import Columns as _Columns
+from smelt.data.splits import Split
+from smelt.data.tasks import tasks_with
 from smelt.runtimes.onnx_import.signature import GraphSignature, read_signature
+from smelt.tasks.read_split import read_split
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 def reads_arrays(folder: Path) -> bool:
     """Return whether the artifact in `folder` has arrays as inputs (task `custom`)."""
-    return read_artifact(folder).manifest.task == CUSTOM_TASK
+    return read_artifact(folder).manifest.traits.modality == "arrays"
 
 
 def read_array_rows(path: Path | None, artifact: Artifact) -> Split:
@@ -54,7 +55,8 @@ def read_array_rows(path: Path | None, artifact: Artifact) -> Split:
     shapes, axes = read_npz_headers(path), signature.input_batch_axes
     require_matching_shapes(signature, shapes, str(path))
     count_array_samples({name: shapes[name] for name in axes}, path, axes, of_artifact=True)
-    return read_split(str(path), CUSTOM_TASK, _Columns(), Path.cwd(), axes=signature.input_batch_axes)
+    (task,) = tasks_with(modality="arrays")
+    return read_split(str(path), task, _Columns(), Path.cwd(), axes=signature.input_batch_axes)
 
 
 def require_matching_shapes(

@@ -18,16 +18,10 @@ from smelt.core.messages import messages_to_json
 from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
 from smelt.data.column_hints import column_options
-from smelt.data.examples import read_split
 from smelt.data.labels import problem_type
 from smelt.data.split_division import limit_split
-from smelt.data.splits import (
-    CLASSIFICATION_TASKS,
-    CUSTOM_TASK,
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    Split,
-)
+from smelt.data.splits import Split
+from smelt.data.tasks import task_traits
 from smelt.evaluate.metrics.registry import (
     AGREEMENT_METRIC,
     CORRELATION_METRICS,
@@ -45,6 +39,8 @@ from smelt.pipeline.execute.scoring import Scorer
 from smelt.pipeline.inspect.data_files import parse_columns
 from smelt.pipeline.recipe.model_and_data import metric_errors
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
+from smelt.tasks.read_split import read_split
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
@@ -117,7 +113,7 @@ def evaluate_artifact(
                 f" score: {{quality: [{{{metric}: {{{names}: ...}}}}]}}.",
                 code="missing-setting",
             )
-    metrics = _classifier_metrics(artifact, metrics) if task in CLASSIFICATION_TASKS else metrics
+    metrics = _classifier_metrics(artifact, metrics) if task_traits(task).output == "labels" else metrics
     scored = metrics or DEFAULT_METRICS[task]
     tokenized = [name for name in scored if "tokenize" in metric_settings_type(name).model_fields]
     if tokenize is not None and not tokenized:
@@ -125,18 +121,18 @@ def evaluate_artifact(
             "--tokenize is only for BLEU, which is not scored. Add --metric bleu.", code="settings-conflict"
         )
     compared = AGREEMENT_METRIC in metrics
-    if baseline is not None and not compared and task not in (SENTENCE_SIMILARITY, CUSTOM_TASK):
+    if baseline is not None and not compared and task_traits(task).output not in ("embedding", "arrays"):
         raise InputError(
             f"--baseline is only used by the metric {AGREEMENT_METRIC}, which is not scored. Add --metric"
             f" {AGREEMENT_METRIC}, or remove --baseline.",
             code="does-not-fit-task",
         )
-    if baseline is None and compared and task not in (SENTENCE_SIMILARITY, CUSTOM_TASK):
+    if baseline is None and compared and task_traits(task).output not in ("embedding", "arrays"):
         raise InputError(
             f"--metric {AGREEMENT_METRIC} needs --baseline ARTIFACT, whose outputs are compared with.",
             code="missing-baseline",
         )
-    if task == CUSTOM_TASK:
+    if task_traits(task).modality == "arrays":
         if baseline is None:
             raise InputError(
                 "--baseline is missing. Set it to the artifact of the original graph"
@@ -156,7 +152,9 @@ def evaluate_artifact(
         scorer = Scorer(
             Store(Path(scratch)),
             task,
-            _embedder_metrics(metrics, split, baseline) if task == SENTENCE_SIMILARITY else scored,
+            _embedder_metrics(metrics, split, baseline)
+            if task_traits(task).output == "embedding"
+            else scored,
             _eval_generation(folder, artifact, num_beams, max_new_tokens, report),
             batch_size,
             threads,
@@ -393,7 +391,7 @@ def _timing_texts(
     data: Path | None, task: str, column: str | None, artifact: Artifact, settings: LatencySettings
 ) -> Iterator[tuple[list[str], Path | None]]:
     """Yield the texts to measure; for arrays, the samples' indices and a file with the arrays."""
-    if task == IMAGE_CLASSIFICATION:
+    if task_traits(task).modality == "image":
         from smelt.api.predict import read_examples
 
         if data is None:
@@ -404,7 +402,7 @@ def _timing_texts(
             )
         yield [e.text for e in read_examples(data, task, () if column is None else (column,))], None
         return
-    if task != CUSTOM_TASK:
+    if task_traits(task).modality != "arrays":
         yield list(STANDARD_TEXTS) if data is None else read_texts(data, task, column), None
         return
     from smelt.pipeline.execute.latency_scores import timing_samples
@@ -420,10 +418,11 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
         InputError: the file cannot be read, has no such column, or contains no text.
     """
     from smelt.data.csv_rows import read_file_rows
-    from smelt.data.examples import parse_prompt
     from smelt.data.json_rows import data_suffix, read_text_file
-    from smelt.data.splits import TEXT_GENERATION, Columns
+    from smelt.data.splits import Columns
+    from smelt.data.tasks import task_traits
     from smelt.pipeline.inspect.data_files import guess_column
+    from smelt.tasks.text_generation import parse_prompt
 
     if not path.is_file():
         code, what = (
@@ -433,10 +432,10 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     if data_suffix(path) == ".txt":
         found = [line for line in read_text_file(path).splitlines() if line.strip()]
     else:
-        role = "source" if task in ("translation", "summarization") else "text"
+        role = "source" if task_traits(task).architecture == "encoder-decoder" else "text"
         found = []
         for where, row in read_file_rows(path):
-            if task == TEXT_GENERATION and column is None:
+            if task_traits(task).samples == "prompts" and column is None:
                 with column_options("prompt", is_name_only=True):
                     found.append(parse_prompt(row, where, Columns()).text)
                 continue
@@ -476,15 +475,11 @@ def timing_table(result: Mapping[str, Any]) -> str:
     texts, cpu = result["texts"], result["environment"]["cpu"]
     used = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
     count = f"{used:,} of {texts['n']:,}" if used < texts["n"] else f"{texts['n']:,}"
-    ways = {
-        CUSTOM_TASK: ("arrays to arrays", "samples"),
-        IMAGE_CLASSIFICATION: ("image file to label", "images"),
-    }
-    way, rows = ways.get(result["task"], ("text to text", "texts"))
+    spec = task_spec(result["task"])
     notes = [
-        f"Measured from {way}, in rounds that alternate with '{result['baseline']}'. Speed-up is compared"
-        f" with '{result['baseline']}' [95 % interval]. {count} {rows} ({texts['from']}), {threads}"
-        f" thread{'s' * (counts != [1])}, {places}, {cpu}."
+        f"Measured from {spec.call}, in rounds that alternate with '{result['baseline']}'. Speed-up is"
+        f" compared with '{result['baseline']}' [95 % interval]. {count} {spec.sample_noun}"
+        f" ({texts['from']}), {threads} thread{'s' * (counts != [1])}, {places}, {cpu}."
     ]
     notes += [f"{name}: {a['error']['message']}" for name, a in artifacts.items() if a["error"]]
     doubts: dict[str, list[str]] = {}
@@ -523,7 +518,7 @@ def _parts_table(artifacts: Mapping[str, Any], size: int, room: int, task: str) 
     if not timed:
         return []
     columns = [key for key in next(iter(timed.values())) if key in _PART_HEADINGS]
-    heads = _PART_HEADINGS | ({"tokenizing_ms": "decoding"} if task == IMAGE_CLASSIFICATION else {})
+    heads = _PART_HEADINGS | {"tokenizing_ms": task_spec(task).preprocessing}
     lines = ["", f"{f'ms, batch {size}':{room}}" + "".join(f"{heads[key]:>11}" for key in columns)]
     for name, parts in timed.items():
         cells = ("–" if parts[key] is None else _number_text(parts[key]) for key in columns)

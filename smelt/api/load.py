@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, SettingError, TruncationWarning, rust_panics_as_errors
 from smelt.core.messages import find_lone_surrogate
-from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Example, Task
+from smelt.data.splits import Example
+from smelt.data.tasks import task_traits
 from smelt.models.families.registry import find_family
 from smelt.runtimes.runner import ClassPrediction, predictions_from_logits
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -192,14 +194,6 @@ class ActiveCalls:
         return first
 
 
-CLASSIFICATION_TASK: Task = "text-classification"
-# Method of `Model` for each task; `generate` for all others.
-_TASK_METHODS: dict[str, str] = {
-    CLASSIFICATION_TASK: "predict",
-    SENTENCE_SIMILARITY: "embed",
-    CUSTOM_TASK: "run",
-    IMAGE_CLASSIFICATION: "classify",
-}
 TextOrPair = str | tuple[str, str]
 
 
@@ -246,9 +240,9 @@ class Model:
         require_safe_artifact(self.artifact, trust_engine)
         self._runner = open_runner(self.artifact, count, device)
         try:
-            if self.task == IMAGE_CLASSIFICATION:
+            if task_traits(self.task).modality == "image":
                 self._runner.processor  # type: ignore[attr-defined]  # noqa: B018 -- report errors now
-            elif self.task != CUSTOM_TASK:
+            elif task_traits(self.task).modality != "arrays":
                 self._runner.text.tokenizer  # noqa: B018 -- load it before the first call
         except BaseException:
             self._runner.close()
@@ -280,7 +274,7 @@ class Model:
         Raises:
             InputError: the model has no text input.
         """
-        if self.task in (IMAGE_CLASSIFICATION, CUSTOM_TASK):
+        if task_traits(self.task).modality != "text":
             raise InputError(
                 f"{self._folder}: a model for {self.task} has no tokenizer.",
                 code="does-not-fit-task",
@@ -418,7 +412,7 @@ class Model:
         Raises:
             InputError: it is not.
         """
-        fitting = _TASK_METHODS.get(self.task, "generate")
+        fitting = task_spec(self.task).method
         if method != fitting:
             raise InputError(
                 f"{self._folder}: {method} does not support {self.task}. Use {fitting}.",

@@ -9,33 +9,27 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smelt.api.load import CLASSIFICATION_TASK, TruncationCounter, parse_generation
+from smelt.api.load import TruncationCounter, parse_generation
 from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, TruncationWarning, did_you_mean
 from smelt.core.messages import Message, find_lone_surrogate, warning
 from smelt.data.column_hints import column_options
 from smelt.data.csv_rows import read_file_rows
-from smelt.data.examples import parse_prompt
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
-from smelt.data.splits import (
-    ENCODER_DECODER_TASKS,
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    TEXT_GENERATION,
-    Columns,
-    Example,
-)
-from smelt.pipeline.execute.scoring import prediction_text
+from smelt.data.splits import Columns, Example
+from smelt.data.tasks import task_traits
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
-from smelt.runtimes.runner import ClassPrediction, predictions_from_logits
+from smelt.tasks.registry import task_spec
+from smelt.tasks.spec import TaskSpec
+from smelt.tasks.text_generation import parse_prompt
 
 # Texts per chunk: outputs are shown after each chunk.
 _CHUNK_SIZE = 1024
@@ -45,38 +39,26 @@ _CHUNK_SIZE = 1024
 class ExampleOutput:
     """The output of the artifact for `example`.
 
-    output: generated text; class prediction; embedding of a text, D numbers; cosine similarity of a pair.
-    image: whether the example is an image.
+    output: as `TaskSpec.predict` returns it.
     """
 
     example: Example
-    output: str | ClassPrediction | list[float] | float
-    image: bool = False
+    output: Any
+    task: TaskSpec
 
     @property
     def line(self) -> str:
         """The output as `smelt predict` prints it."""
-        if isinstance(self.output, str):
-            return self.output
-        if isinstance(self.output, float):
-            return f"{self.output:.4f}"
-        return json.dumps(self.output) if isinstance(self.output, list) else prediction_text(self.output)
+        return self.task.result_line(self.output)
 
     @property
     def json_line(self) -> str:
         """Input and output as one line of JSON."""
-        fields: dict[str, Any] = {"image" if self.image else "text": self.example.text}
+        image = self.task.traits.modality == "image"
+        fields: dict[str, Any] = {"image" if image else "text": self.example.text}
         if self.example.text_pair is not None:
             fields["text_b"] = self.example.text_pair
-        if isinstance(self.output, str):
-            fields["output"] = self.output
-        elif isinstance(self.output, float):
-            fields["similarity"] = self.output
-        elif isinstance(self.output, list):
-            fields["embedding"] = self.output
-        else:
-            fields |= {"label": self.output.label, "probabilities": dict(self.output.probabilities)}
-        return json.dumps(fields, ensure_ascii=False)
+        return json.dumps(fields | self.task.result_fields(self.output), ensure_ascii=False)
 
 
 class Predictor:
@@ -123,52 +105,16 @@ class Predictor:
             return
         from smelt.runtimes.registry import open_runner
 
+        spec = task_spec(self.task)
         with open_runner(self._artifact, self._threads, self._device) as runner:
             # random draws depend on the batch number, so sampling is not split into chunks
             step = len(examples) if self._generation.do_sample else _CHUNK_SIZE
             for at in range(0, len(examples), step):
                 part = examples[at : at + step]
                 self._seen += len(part)
-                found = self._predict_function()(runner, part)
+                found = spec.predict(runner, part, self._generation, self._batch_size, self._cuts)
                 for example, output in zip(part, found, strict=True):
-                    yield ExampleOutput(example, output, self.task == IMAGE_CLASSIFICATION)
-
-    def _predict_classes(self, runner: Any, examples: Sequence[Example]) -> list[ClassPrediction]:
-        from smelt.runtimes.predict_texts import class_logits
-
-        return predictions_from_logits(
-            class_logits(runner, examples, self._batch_size, on_truncate=self._cuts), runner.config
-        )
-
-    def _predict_function(self) -> Callable[[Any, Sequence[Example]], Sequence[Any]]:
-        """Return the prediction function for the model's task."""
-        known: dict[str, Callable[[Any, Sequence[Example]], Sequence[Any]]]
-        known = {
-            CLASSIFICATION_TASK: self._predict_classes,
-            IMAGE_CLASSIFICATION: self._predict_classes,
-            SENTENCE_SIMILARITY: self._predict_vectors,
-        }
-        return known.get(self.task, self._generate_texts)
-
-    def _predict_vectors(self, runner: Any, examples: Sequence[Example]) -> list[list[float] | float]:
-        """Return the cosine similarity of each pair, and the embedding of each single text."""
-        from smelt.evaluate.metrics.agreement import paired_cosines
-        from smelt.runtimes.predict_texts import embed_texts
-
-        paired = [i for i, e in enumerate(examples) if e.text_pair is not None]
-        texts = [e.text for e in examples] + [str(examples[i].text_pair) for i in paired]
-        vectors = embed_texts(runner, texts, self._batch_size, on_truncate=self._cuts)
-        alike = paired_cosines(vectors[paired], vectors[len(examples) :])
-        found: list[list[float] | float] = [[round(float(x), 7) for x in v] for v in vectors[: len(examples)]]
-        for i, value in zip(paired, alike, strict=True):
-            found[i] = float(value)
-        return found
-
-    def _generate_texts(self, runner: Any, examples: Sequence[Example]) -> list[str]:
-        from smelt.runtimes.predict_texts import generate_texts
-
-        texts = [example.text for example in examples]
-        return generate_texts(runner, texts, self._generation, self._batch_size, on_truncate=self._cuts)
+                    yield ExampleOutput(example, output, spec)
 
     @property
     def warnings(self) -> list[Message]:
@@ -188,10 +134,6 @@ class Predictor:
         return found
 
 
-# Tasks whose samples may be pairs of texts.
-_PAIR_TASKS = (CLASSIFICATION_TASK, SENTENCE_SIMILARITY)
-
-
 def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Example]:
     """Return texts as samples; for classifiers and sentence embedders a tab separates the texts of a pair.
 
@@ -208,10 +150,10 @@ def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Exa
             raise InputError(
                 f"{name} {at}: not UTF-8 text, got {repr(text)[:60]}. Convert it to UTF-8.", code="not-utf8"
             )
-    if task == IMAGE_CLASSIFICATION:
+    if task_traits(task).modality == "image":
         for at, text in enumerate(texts, 1):
             check_image(text, f"{'image' if name == 'text' else name} {at}")
-    return [_split_pair(text) if task in _PAIR_TASKS else Example(text) for text in texts]
+    return [_split_pair(text) if task_traits(task).text_pair else Example(text) for text in texts]
 
 
 def strip_lines(stream: Iterable[str]) -> list[str]:
@@ -240,8 +182,8 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     Raises:
         InputError: the file cannot be read, is empty, or lacks a column.
     """
-    if task == IMAGE_CLASSIFICATION:
-        return _read_images(path, given)
+    if task_traits(task).modality == "image":
+        return _read_images(path, task, given)
     if not path.is_file():
         code, why = (
             ("not-a-file", "a folder, expected a file") if path.is_dir() else ("missing-file", "no such file")
@@ -256,7 +198,7 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
             )
         lines = strip_lines(io.StringIO(read_text_file(path), newline=None))
         return _require_rows(as_examples(lines, task), path)
-    if task == TEXT_GENERATION and not given:
+    if task_traits(task).samples == "prompts" and not given:
         with column_options("prompt"):
             rows = [
                 replace(parse_prompt(row, where, Columns()), line=None) for where, row in read_file_rows(path)
@@ -275,7 +217,7 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     return _require_rows(rows, path)
 
 
-def _read_images(path: Path, given: Sequence[str]) -> list[Example]:
+def _read_images(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     """Read the images of `path`: any format for data (labels are optional), or a list of files (.txt)."""
     columns = Columns(image=given[0].removeprefix("image=")) if given else Columns()
     if len(given) > 1:
@@ -289,7 +231,7 @@ def _read_images(path: Path, given: Sequence[str]) -> list[Example]:
             line for line in strip_lines(io.StringIO(read_text_file(path), newline=None)) if line.strip()
         ]
         return _require_rows(
-            as_examples([str(path.parent / line) for line in lines], IMAGE_CLASSIFICATION, f"{path} line"),
+            as_examples([str(path.parent / line) for line in lines], task, f"{path} line"),
             path,
         )
     rows = []
@@ -315,8 +257,8 @@ def _has_column_names(given: Sequence[str]) -> bool:
 def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
     """Return the columns of the text and, for tasks with pairs, of the second text."""
     usual = Columns()
-    text = usual.source if task in ENCODER_DECODER_TASKS else usual.text
-    pair = usual.text_pair if task in _PAIR_TASKS else None
+    text = usual.source if task_traits(task).architecture == "encoder-decoder" else usual.text
+    pair = usual.text_pair if task_traits(task).text_pair else None
     seen: dict[bool, str] = {}
     for item in given:
         role, sep, name = item.partition("=")
@@ -327,7 +269,7 @@ def _column_names(given: Sequence[str], task: str) -> tuple[str, str | None]:
                 code="settings-conflict",
             )
         if second:
-            if task not in _PAIR_TASKS:
+            if not task_traits(task).text_pair:
                 raise InputError(
                     f"--column {item}: a model for {task} does not support pairs of texts. Remove it.",
                     code="does-not-fit-task",

@@ -18,14 +18,7 @@ from smelt.core.errors import InputError, RunError, combined_error
 from smelt.core.files import MANIFEST, load_json, write_atomically
 from smelt.core.messages import Message, error_message
 from smelt.core.workspaces import temporary_workspace
-from smelt.data.splits import (
-    CLASSIFICATION_TASKS,
-    CUSTOM_TASK,
-    IMAGE_CLASSIFICATION,
-    TEXT_GENERATION,
-    TEXT_TO_TEXT_TASKS,
-    Task,
-)
+from smelt.data.tasks import Task, tasks_with
 from smelt.evaluate.report.chart import chart_files
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
@@ -39,6 +32,7 @@ from smelt.pipeline.recipe.recipe import check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import ONNX_EQUIVALENTS, load_stage
 from smelt.pipeline.recipe.validation_errors import dotted_path, validate_settings, value_text
 from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument, dump_yaml, parse_yaml, read_yaml
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     from smelt.pipeline.plan.plan import Plan
@@ -268,7 +262,8 @@ def _infer_task(source: Path, place: str) -> Task:
     """Return the task of a model, from an artifact's manifest or a checkpoint's config."""
     if (source / MANIFEST).is_file():
         return read_artifact(source).manifest.task  # type: ignore[return-value]
-    return CUSTOM_TASK if is_onnx(place, Path.cwd()) else inspect_model(place).task
+    (arrays,) = tasks_with(modality="arrays")
+    return arrays if is_onnx(place, Path.cwd()) else inspect_model(place).task
 
 
 def _data_settings(data: str | PathLike[str] | Mapping[str, Any] | None, alone: str) -> dict[str, Any]:
@@ -292,24 +287,14 @@ def _write_placeholder_rows(task: Task, place: str, folder: Path) -> Path:
     Raises:
         InputError: the task needs real samples.
     """
-    row: dict[str, Any] = {"text": _PLACEHOLDER_TEXT}
-    if task == TEXT_GENERATION:
-        row = {"prompt": _PLACEHOLDER_TEXT, "response": _PLACEHOLDER_TEXT}
-    elif task in TEXT_TO_TEXT_TASKS:
-        row = {"source": _PLACEHOLDER_TEXT, "target": _PLACEHOLDER_TEXT}
-    elif task in (CUSTOM_TASK, IMAGE_CLASSIFICATION):
+    config = load_json(Path(place, "config.json")) if Path(place, "config.json").is_file() else {}
+    row = task_spec(task).placeholder_row(_PLACEHOLDER_TEXT, config)
+    if row is None:
         raise InputError(
             f"data: a trial run of a model for {task} needs samples. Set data.",
             code="missing-data",
             setting="data",
         )
-    elif task in CLASSIFICATION_TASKS:
-        config = load_json(Path(place, "config.json")) if Path(place, "config.json").is_file() else {}
-        names = list((config.get("id2label") or {"0": "LABEL_0"}).values())
-        kind = config.get("problem_type")
-        row["label"] = 0.0 if kind == "regression" else names[:1] if kind else names[0]
-        if kind == "single_label_classification":
-            row["label"] = names[0]
     path = folder / "row.jsonl"
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")
     return path

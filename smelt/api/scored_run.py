@@ -8,7 +8,6 @@ from typing import Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.files import load_json
-from smelt.data.splits import DECODER_ONLY_TASKS, TEXT_TO_TEXT_TASKS
 
 REPORT_FILE = "report.json"
 
@@ -51,7 +50,7 @@ def scored_generation(given: Path, artifact: Artifact) -> dict[str, Any]:
         given: path from the user, as in `find_run`.
         artifact: the artifact at this path.
     """
-    if artifact.manifest.task not in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
+    if not artifact.manifest.traits.generates:
         return {}
     run = find_run(given, artifact)
     if run is None:

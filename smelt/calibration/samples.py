@@ -21,20 +21,13 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.data.labels import REGRESSION, class_names, problem_type
-from smelt.data.splits import CLASSIFICATION_TASKS, Split
+from smelt.data.splits import Split
 from smelt.models.edits import module_names
 from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.sentence_model import encoder_result
-from smelt.training.losses import IGNORE_INDEX
-from smelt.training.samples import (
-    EncodedSample,
-    TensorBatch,
-    collate,
-    encode_split,
-    group_by_length,
-    load_processor,
-    spread_indices,
-)
+from smelt.tasks.encode_split import encode_split
+from smelt.tasks.samples import IGNORE_INDEX, EncodedSample, TensorBatch, collate, load_processor
+from smelt.training.samples import group_by_length, spread_indices
 
 # Tokens of a batch, unless one sample is longer: inputs of a layer of width 4096 take 16 MB then.
 _MAX_BATCH_TOKENS = 1024
@@ -126,10 +119,10 @@ def draw_samples(
 
     Samples of classification without a label get one of the model's, which is not used.
     """
-    windows = ctx.task == "language-modeling"  # cut from one text before any are selected
+    windows = ctx.traits.samples == "running-text"  # cut from one text before any are selected
     if not windows:
         split = split.select(spread_indices(len(split), wanted, ctx.seed))
-    if ctx.task in CLASSIFICATION_TASKS:
+    if ctx.traits.output == "labels":
         config = model.config.to_dict()
         label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
         labeled = (e if e.label is not None else replace(e, label=label) for e in split.examples)

@@ -43,7 +43,7 @@ from smelt.core.stage import Context
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import FAMILIES, Block, blocks_of, family_of
 from smelt.runtimes.device import torch_device, torch_threads
-from smelt.training.samples import TensorBatch
+from smelt.tasks.samples import TensorBatch
 
 # Output of a block: hidden states, or a tuple of these and further outputs (T5's bias; None).
 BlockOutput: TypeAlias = Tensor | tuple[Any, ...]

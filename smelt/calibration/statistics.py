@@ -43,8 +43,8 @@ from smelt.core.errors import RunError
 from smelt.core.files import json_hash
 from smelt.core.stage import Context
 from smelt.runtimes.device import torch_device, torch_threads
+from smelt.tasks.samples import TensorBatch
 from smelt.training.extension import Objective, total_loss
-from smelt.training.samples import TensorBatch
 
 # Beyond this second moments are stored on disk.
 STATISTICS_MEMORY_BYTES = 2 * 2**30

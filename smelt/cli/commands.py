@@ -311,7 +311,7 @@ def _require_task(task: str | None) -> None:
         InputError: `task` is none.
     """
     from smelt.core.errors import did_you_mean
-    from smelt.data.splits import ALL_TASKS
+    from smelt.data.tasks import ALL_TASKS
 
     if task is not None and task not in ALL_TASKS:
         known = ", ".join(ALL_TASKS)

@@ -15,7 +15,8 @@ from smelt.core.artifact import Artifact, FileRecord, Format, Manifest
 from smelt.core.files import json_hash, resolve_path, sha256_of
 from smelt.core.messages import Message, warning
 from smelt.core.workspaces import temporary_workspace
-from smelt.data.splits import TASKS, Split, Task
+from smelt.data.splits import Split
+from smelt.data.tasks import TASKS, Task, TaskTraits, task_traits
 
 Need = Literal["train", "unlabeled", "validation", "calibration", "cuda", "tensorrt"]
 
@@ -254,6 +255,11 @@ class Context:
     log: Callable[[str], None] = no_log
     warnings: list[Message] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def traits(self) -> TaskTraits:
+        """The traits of the task."""
+        return task_traits(self.task)
 
     def warn(self, code: str, message: str, *, setting: str | None = None, file: str | None = None) -> None:
         """Add a warning about this step, for the report."""

@@ -20,13 +20,16 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.data.splits import Example, Label
+from smelt.data.tasks import TASK_TRAITS, tasks_with
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 SINGLE_LABEL: ProblemType = "single_label_classification"
 MULTI_LABEL: ProblemType = "multi_label_classification"
 REGRESSION: ProblemType = "regression"
 # Suffixes of transformers' classifier classes.
-CLASSIFIER_SUFFIXES = ("ForSequenceClassification", "ForImageClassification")
+CLASSIFIER_SUFFIXES = tuple(
+    str(TASK_TRAITS[task].auto_class).removeprefix("AutoModel") for task in tasks_with(output="labels")
+)
 # Separates the names of several labels in one field, in files without lists (CSV).
 LABEL_SEPARATOR = "|"
 # "007" is a name: leading zeros are significant.
@@ -385,3 +388,8 @@ def require_all_or_none(present: Iterable[bool], lines: Iterable[int], column: s
             " none. Set it in all rows of a file, or in none.",
             code="partly-missing-column",
         )
+
+
+def has_classifier(config: Mapping[str, Any]) -> bool:
+    """Return whether a Hugging Face config has a classifier; an encoder without one gets a new one."""
+    return any(str(name).endswith(CLASSIFIER_SUFFIXES) for name in config.get("architectures") or [])

@@ -1,6 +1,6 @@
 """Samples for training, calibration and scoring, and how running text is cut into windows.
 
-`smelt.data.examples` reads the samples.
+`smelt.tasks.read_split` reads the samples.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,6 +17,7 @@ from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
 from smelt.data.images import image_hash
 from smelt.data.npz_arrays import SampleArrays
+from smelt.data.tasks import Task, task_traits
 
 
 class Windows(BaseModel):
@@ -49,36 +50,6 @@ class Windows(BaseModel):
 
 
 SplitName = Literal["train", "unlabeled", "validation", "calibration", "test"]
-Task = Literal[
-    "translation",
-    "summarization",
-    "text-classification",
-    "language-modeling",
-    "text-generation",
-    "sentence-similarity",
-    "image-classification",
-    "custom",
-]
-# Arrays in, arrays out, of any meaning: for third-party ONNX graphs.
-CUSTOM_TASK: Task = "custom"
-ALL_TASKS: tuple[Task, ...] = get_args(Task)
-# The tasks of the supported model families.
-TASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if task != CUSTOM_TASK)
-# The task of embedding texts; its samples are texts, or pairs of texts that are embedded separately.
-SENTENCE_SIMILARITY: Task = "sentence-similarity"
-# The task of labelling images; the text of a sample is an image reference (smelt.data.images).
-IMAGE_CLASSIFICATION: Task = "image-classification"
-# Tasks whose models are classifiers.
-CLASSIFICATION_TASKS: frozenset[Task] = frozenset({"text-classification", IMAGE_CLASSIFICATION})
-# The tasks of models with text inputs.
-TEXT_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task != IMAGE_CLASSIFICATION)
-# The task of answering prompts with a decoder-only language model.
-TEXT_GENERATION: Task = "text-generation"
-# The tasks of encoder-decoder models, and those of decoder-only models.
-ENCODER_DECODER_TASKS: frozenset[Task] = frozenset({"translation", "summarization"})
-DECODER_ONLY_TASKS: frozenset[Task] = frozenset({"language-modeling", TEXT_GENERATION})
-# Tasks with a target text.
-TEXT_TO_TEXT_TASKS: frozenset[Task] = ENCODER_DECODER_TASKS | {TEXT_GENERATION}
 # Layouts of the samples of text generation; see smelt.data.prompt_rows.
 PromptLayout = Literal["messages", "prompt", "instruction"]
 
@@ -215,7 +186,7 @@ def input_texts(examples: Sequence[Example], task: Task) -> tuple[list[str], lis
     For sentence similarity the texts of a pair are separate inputs: all first ones, then all second ones.
     """
     texts = [e.text for e in examples]
-    if task == SENTENCE_SIMILARITY:
+    if task_traits(task).text_pair == "separate":
         return texts + [e.text_pair for e in examples if e.text_pair is not None], None
     return texts, [e.text_pair for e in examples]
 
@@ -232,11 +203,11 @@ def missing_labels_errors(
         instead: a setting and its value that needs no labels.
     """
     lack = [data[name] for name in names if name in data and not data[name].has_labels]
-    if task not in CLASSIFICATION_TASKS | {SENTENCE_SIMILARITY} or not lack:
+    if task_traits(task).output not in ("labels", "embedding") or not lack:
         return []
     hint = f" Or set {instead[0]}: {instead[1]}." if instead else ""
     setting = instead[0] if instead else None
-    if task in CLASSIFICATION_TASKS:
+    if task_traits(task).output == "labels":
         text = f"the samples of {lack[0].origin} have no labels, which the loss needs."
         return [error_message("missing-labels", f"{text} Use samples with labels.{hint}", setting=setting)]
     return [

@@ -83,7 +83,8 @@ def require_no_unexpected(
     Raises:
         InputError: a tensor is not one of those that models can ignore.
     """
-    lost = sorted(name for name in unexpected if not is_unused_tensor(family, name, new_head, embeds))
+    no_pooler = embeds or new_head  # a head of tokens uses none
+    lost = sorted(name for name in unexpected if not is_unused_tensor(family, name, new_head, no_pooler))
     if lost:
         more = f" and {len(lost) - 5:,} more" if len(lost) > 5 else ""
         names = ", ".join(name[:120] for name in lost[:5])

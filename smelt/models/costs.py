@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Literal, cast
 
-from smelt.data.splits import TEXT_TO_TEXT_TASKS, Task
+from smelt.data.tasks import Task, task_traits
 from smelt.models.model_size import FLOAT_BYTES, ModelSize
 from smelt.models.weight_files import LARGE_BYTES
 
@@ -383,7 +383,7 @@ def calibration_batches(inputs: CostInputs, count: int, tokens: int = 1024) -> l
 
 def generated(task: Task) -> bool:
     """Return whether quality is scored on generated texts."""
-    return task in TEXT_TO_TEXT_TASKS
+    return task_traits(task).output == "text"
 
 
 def num_tokens(batches: Sequence[Batch]) -> int:

@@ -49,7 +49,7 @@ from smelt.models.checkpoint import (
 )
 from smelt.models.edits import Edit, write_edits
 from smelt.models.empty_model import empty_model, load_config, silence_transformers
-from smelt.models.families.registry import FAMILIES, lacks_head, reads_images
+from smelt.models.families.registry import FAMILIES, lacks_head
 from smelt.models.quantization_config import (
     PACKED_TENSORS,
     QUANTIZATION_CONFIG_KEY,
@@ -297,13 +297,14 @@ def import_model(
     seed: int = 0,
     problem: ProblemType | None = None,
     sentences: SentenceRules | None = None,
+    auto_class: str = "AutoModelForSequenceClassification",
 ) -> list[Message]:
     """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
 
-    Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
-    drawn with `seed`. The `problem` type of a classifier is written to its config if missing, for all later
-    steps. Quantized weights of a GPTQ or AWQ checkpoint become those of its layers. The `sentences` rules of
-    a sentence embedder are stored for all later steps. Returns warnings.
+    Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head, that of
+    transformers' `auto_class`, drawn with `seed`. The `problem` type of a classifier is written to its config
+    if missing, for all later steps. Quantized weights of a GPTQ or AWQ checkpoint become those of its layers.
+    The `sentences` rules of a sentence embedder are stored for all later steps. Returns warnings.
 
     Raises:
         InputError: quantized weights cannot be imported exactly.
@@ -316,7 +317,7 @@ def import_model(
     if coding is not None and (bare or _needs_new_head(labels, architecture)):
         raise InputError(f"{src}: {new_head_message(coding)}", code="already-quantized")
     if labels is not None and _needs_new_head(labels, architecture):
-        return _with_new_head(src, out, labels, seed, problem)
+        return _with_new_head(src, out, labels, auto_class, seed, problem)
     if bare:
         return add_tied_head(src, out)
     notes: list[Message] = []
@@ -360,20 +361,13 @@ def configure_embedder(folder: Path, rules: SentenceRules) -> None:
         write_json(path, read_json_object(path) | {"model_max_length": rules.max_length})
 
 
-def classifier_class(kind: str) -> Any:
-    """Return transformers' classifier class of the model type `kind`."""
-    if reads_images({"model_type": kind}):
-        return transformers.AutoModelForImageClassification
-    return transformers.AutoModelForSequenceClassification
-
-
 def _with_new_head(
-    src: Path, out: Path, labels: list[str], seed: int, problem: ProblemType | None
+    src: Path, out: Path, labels: list[str], auto_class: str, seed: int, problem: ProblemType | None
 ) -> list[Message]:
-    names, config = dict(enumerate(labels)), load_config(src)
+    names = dict(enumerate(labels))
     torch.manual_seed(seed)
     with silence_transformers():
-        model, info = classifier_class(config.model_type).from_pretrained(
+        model, info = getattr(transformers, auto_class).from_pretrained(
             src,
             local_files_only=True,
             trust_remote_code=False,

@@ -19,7 +19,7 @@ import transformers
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import ProblemType
-from smelt.data.splits import ENCODER_DECODER_TASKS, IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS, Task
+from smelt.data.tasks import Task, task_traits
 from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_tokenizer, save_model
 from smelt.models.families.family import TokenizerSpec
@@ -68,7 +68,7 @@ def create_model(
     """
     agreed = (
         {}
-        if task == IMAGE_CLASSIFICATION
+        if task_traits(task).modality == "image"
         else config_for_tokenizer(values, load_tokenizer(tokenizer_folder), task, exact)
     )
     settings = {k: v for k, v in values.items() if k not in _NOT_SETTINGS} | agreed
@@ -81,7 +81,8 @@ def create_model(
     try:
         config = transformers.AutoConfig.for_model(kind, **settings)
         if sentences is None:
-            model = _auto_class(task).from_config(config, dtype=torch.float32, trust_remote_code=False)
+            auto_class = getattr(transformers, str(task_traits(task).auto_class))
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
         else:
             model = sentence_class(config, sentences)(config)
     except Exception as error:  # configs and models raise many kinds of exceptions
@@ -137,7 +138,7 @@ def config_for_tokenizer(
                 setting="model.tokenizer",
             )
         wanted[f"{role}_token_id"] = token
-    if task in ENCODER_DECODER_TASKS:
+    if task_traits(task).architecture == "encoder-decoder":
         family = FAMILIES[kind]
         wanted["decoder_start_token_id"] = wanted[f"{family.decoder_start}_token_id"]
         if family.forces_eos:
@@ -147,17 +148,7 @@ def config_for_tokenizer(
 
 def _requires_token(role: str, task: Task) -> bool:
     """Return whether a model for `task` needs the token: generated text has to end."""
-    return role == "pad" or (role == "eos" and (task in TEXT_TO_TEXT_TASKS or task == "language-modeling"))
-
-
-def _auto_class(task: Task) -> Any:
-    if task in ENCODER_DECODER_TASKS:
-        return transformers.AutoModelForSeq2SeqLM
-    if task == IMAGE_CLASSIFICATION:
-        return transformers.AutoModelForImageClassification
-    if task == "text-classification":
-        return transformers.AutoModelForSequenceClassification
-    return transformers.AutoModelForCausalLM
+    return role == "pad" or (role == "eos" and task_traits(task).generates)
 
 
 TokenizerKind = Literal["bpe", "unigram", "wordpiece"]

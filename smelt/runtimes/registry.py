@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, Format, default_threads
 from smelt.core.errors import InputError
-from smelt.data.labels import CLASSIFIER_SUFFIXES
+from smelt.data.labels import has_classifier
 from smelt.generation.runners import DecoderOnlyRunner, EncoderDecoderRunner, is_causal
 from smelt.generation.search import generate_in_graph, generate_resolved
 from smelt.models.families.registry import reads_images
@@ -165,7 +165,7 @@ def runner_class_for(
         return ImageClassifierRunner
     if is_causal(config):
         return DecoderOnlyRunner
-    classifies = any(str(name).endswith(CLASSIFIER_SUFFIXES) for name in config.get("architectures") or ())
+    classifies = has_classifier(config)
     if embeds and not classifies:
         return EmbedderRunner
     return EncoderDecoderRunner if config.get("is_encoder_decoder") and not classifies else ClassifierRunner

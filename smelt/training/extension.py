@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from smelt.core.process_group import gather_parts
 from smelt.core.stage import Context
-from smelt.training.losses import IGNORE_INDEX, TOKEN_MASK_KEY
-from smelt.training.samples import EncodedSample, TensorBatch
+from smelt.tasks.samples import IGNORE_INDEX, TOKEN_MASK_KEY, EncodedSample, TensorBatch
 from smelt.training.training_state import autocast
 
 # labels: see `count_items`. inputs: input tokens without padding (of an encoder, of a classifier).

@@ -22,15 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.data.labels import REGRESSION, ProblemType, problem_type
+from smelt.data.labels import REGRESSION
 from smelt.models.text_rules import is_sentence_model
+from smelt.tasks.samples import CACHE_INDEX_KEY, IGNORE_INDEX, TOKEN_MASK_KEY, model_problem_type
 
-CACHE_INDEX_KEY = "rows"  # key of a batch: the cache indices of its samples, if any
-# Key of a batch of packed samples: which positions are tokens. The model gets no attention mask then.
-TOKEN_MASK_KEY = "token_mask"
 _NON_INPUTS = frozenset({"labels", CACHE_INDEX_KEY, TOKEN_MASK_KEY})
 COSENT_SCALE = 20.0  # scale of cosines, as in sentence-transformers' CoSENTLoss
-IGNORE_INDEX = -100  # the label of ignored positions, as in torch and transformers
 _MIN_LOG_PROBABILITY = -1e4  # of log-probabilities: if a teacher masks a token, the loss is large but finite
 _BLOCK_BYTES = 8 * 2**20  # of float32 per block: fits the caches, and is large enough for threads
 RowLoss: TypeAlias = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor | None]]
@@ -194,12 +191,6 @@ def token_loss(
         names = ("logits", "labels", "reverse_kl")
         terms.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
     return loss
-
-
-def model_problem_type(config: Any) -> ProblemType:
-    """Return the problem type of a transformers config, by the number of outputs, not their names."""
-    names = dict.fromkeys(range(config.num_labels), "")
-    return problem_type({"problem_type": getattr(config, "problem_type", None), "id2label": names})
 
 
 def classification_loss(

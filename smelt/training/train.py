@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.data.splits import CLASSIFICATION_TASKS, Split, missing_labels_errors
+from smelt.data.splits import Split, missing_labels_errors
 from smelt.training.settings import LOSS_METRIC, TrainingSettings
 
 if TYPE_CHECKING:
     from smelt.models.edits import Edit
+    from smelt.tasks.samples import EncodedSample
     from smelt.training.checkpoints import RoundingCheck
     from smelt.training.extension import Objective, TrainingExtension, TrainingTechnique
     from smelt.training.lora import LoraAdapters
-    from smelt.training.samples import EncodedSample
 
 
 def train(
@@ -62,10 +62,12 @@ def train(
             lacks.
         RunError: the loss became infinite or NaN.
     """
+    from smelt.tasks.encode_split import encode_split
+    from smelt.tasks.samples import load_processor
     from smelt.training.checkpoints import CheckpointScorer, RoundingCheck
     from smelt.training.extension import TrainingExtension, combine_extensions
     from smelt.training.losses import label_objective
-    from smelt.training.samples import encode_split, load_processor, pack_samples, spread_indices
+    from smelt.training.samples import pack_samples, spread_indices
     from smelt.training.trainer import run_training
 
     _require_samples(settings, ctx, stage, scores=objective is None)
@@ -79,7 +81,7 @@ def train(
     rows = encode(ctx.data["train"], "train")
     validation, score, probe = None, None, None
     if settings.num_evals and (split := ctx.data.get("validation")):
-        windows = ctx.task == "language-modeling"  # cut from one text before any are selected
+        windows = ctx.traits.samples == "running-text"  # cut from one text before any are selected
         if not windows:
             split = split.select(spread_indices(len(split), settings.max_validation_samples, ctx.seed))
         validation = encode(split, "validation")
@@ -92,9 +94,7 @@ def train(
         score = None if settings.metric_for_best_model == LOSS_METRIC else probe
         # a score needs generation for texts, one pass over the samples for classes
         probe = (
-            probe
-            if settings.metric_for_best_model == LOSS_METRIC and ctx.task in CLASSIFICATION_TASKS
-            else None
+            probe if settings.metric_for_best_model == LOSS_METRIC and ctx.traits.output == "labels" else None
         )
     elif settings.metric_for_best_model != LOSS_METRIC:
         raise InputError(

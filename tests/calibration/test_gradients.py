@@ -6,9 +6,9 @@ import torch
 from smelt.calibration.samples import load_calibration_samples
 from smelt.calibration.statistics import squared_gradients
 from smelt.core.errors import RunError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
+from smelt.tasks.read_split import read_split
 from smelt.training.losses import label_objective
 from tests.support import harness
 from tests.support.expected_errors import raises_code

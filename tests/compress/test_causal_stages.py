@@ -5,11 +5,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
+from smelt.tasks.encode_split import encode_split
+from smelt.tasks.read_split import read_split
+from smelt.tasks.samples import collate
 from smelt.training.losses import label_objective
-from smelt.training.samples import collate, encode_split
 from tests.support import harness
 from tests.support.models import causal, every_family, tiny
 

@@ -8,12 +8,12 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from smelt.data.splits import Columns, Example
 from smelt.models.checkpoint import load_model
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_runner
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import classifiers, tiny

@@ -17,11 +17,11 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, save_model
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import causal, seq2seq, tiny
 from tests.support.pairs.matrix import matrix_cells

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 
 import smelt.training.lora
 import smelt.training.trainer  # noqa: F401  (imported before a GPU is pretended)
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.pipeline.recipe.stages import load_stage
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import causal, seq2seq, tiny
 from tests.support.standins.pretend_gpu import pretend_gpu

@@ -10,11 +10,11 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Split
 from smelt.models.checkpoint import load_model
 from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.registry import open_folder
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import embedders, tiny

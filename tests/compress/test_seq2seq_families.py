@@ -11,7 +11,8 @@ from smelt.compress.prune.units import find_groups
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer, save_model, write_text_rules
 from smelt.models.text_rules import TextRules
-from smelt.training.samples import collate, encode_split
+from smelt.tasks.encode_split import encode_split
+from smelt.tasks.samples import collate
 from tests.support import harness
 from tests.support.models import seq2seq, tiny
 

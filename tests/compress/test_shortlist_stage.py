@@ -8,13 +8,13 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.shortlist import ShortlistSettings, ShortlistStage, learn_shortlist, shortlist_coverage
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.generation.config import SHORTLIST_FILE, make_shortlist, read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import every_family, tiny

@@ -9,9 +9,9 @@ from smelt.api.evaluate import read_texts
 from smelt.api.predict import read_examples
 from smelt.core.errors import InputError
 from smelt.data.column_hints import column_options, columns_hint
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.pipeline.inspect.data_files import inspect_data, parse_columns
+from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick

@@ -7,10 +7,10 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.data import images as module
-from smelt.data.examples import read_split
 from smelt.data.images import read_image_bytes
 from smelt.data.split_division import divide_split
 from smelt.data.splits import Columns
+from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code
 from tests.support.models import images
 

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.data.examples import parse_prompt, read_split
 from smelt.data.prompt_rows import assistant_turns, conversation_text, parse_conversation, prompt_messages
 from smelt.data.splits import Columns
+from smelt.tasks.read_split import read_split
+from smelt.tasks.text_generation import parse_prompt
 from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.labels import parse_score, require_all_or_none
-from smelt.data.splits import SENTENCE_SIMILARITY, Columns, Example, Split, input_texts
+from smelt.data.splits import Columns, Example, Split, input_texts
+from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code
 
 
@@ -33,17 +33,17 @@ def test_rows_that_are_alike_pass_and_others_are_named():
 
 def test_a_csv_file_gives_pairs_whose_texts_are_read_one_by_one(tmp_path):
     (tmp_path / "d.csv").write_text("text,text_b,label\na,b,1\nc,d,0.5\n")
-    split = read_split("d.csv", SENTENCE_SIMILARITY, Columns(), tmp_path)
+    split = read_split("d.csv", "sentence-similarity", Columns(), tmp_path)
     assert split.examples == (Example("a", text_pair="b", label=1.0), Example("c", text_pair="d", label=0.5))
     assert split.has_labels
-    assert input_texts(split.examples, SENTENCE_SIMILARITY) == (["a", "c", "b", "d"], None)
+    assert input_texts(split.examples, "sentence-similarity") == (["a", "c", "b", "d"], None)
     assert input_texts(split.examples, "text-classification") == (["a", "c"], ["b", "d"])
     assert not Split("x", (Example("a"),)).has_labels
 
 
 def test_a_column_that_the_recipe_names_has_to_be_there(tmp_path):
     (tmp_path / "d.csv").write_text("text,text_b\na,b\n")
-    assert not read_split("d.csv", SENTENCE_SIMILARITY, Columns(), tmp_path).has_labels
+    assert not read_split("d.csv", "sentence-similarity", Columns(), tmp_path).has_labels
     with raises_code("missing-column", InputError) as caught:
-        read_split("d.csv", SENTENCE_SIMILARITY, Columns(label="similarity"), tmp_path)
+        read_split("d.csv", "sentence-similarity", Columns(label="similarity"), tmp_path)
     assert "'similarity'" in str(caught.value)

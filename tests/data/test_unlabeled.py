@@ -5,8 +5,8 @@ import json
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split, read_unlabeled
 from smelt.data.splits import Columns
+from smelt.tasks.read_split import read_split, read_unlabeled
 from tests.support.expected_errors import raises_code
 
 TASK = "text-classification"

@@ -6,9 +6,9 @@ from scipy import stats
 
 from smelt.core.errors import InputError
 from smelt.evaluate.label_quality import ReferenceVectors, score_vectors
-from smelt.evaluate.metrics.agreement import paired_cosines
 from smelt.evaluate.metrics.registry import EMBEDDING_METRICS
 from smelt.evaluate.significance import compare_steps
+from smelt.tasks.sentence_similarity import paired_cosines
 from tests.support.expected_errors import raises_code
 
 DRAW = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_a_vector_of_zeros_has_no_direction():
     assert paired_cosines(np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)).tolist() == [0.0]
 
 
-def test_unknown_metrics_and_missing_vectors_are_errors():
+def test_unkncustom_metrics_and_missing_vectors_are_errors():
     with raises_code("unknown-metric", InputError) as caught:
         score_vectors(("spearmann",), VECTORS, TEXTS)
     assert all(name in str(caught.value) for name in ("'spearmann'", "'spearman'?"))

@@ -8,10 +8,10 @@ from onnx import numpy_helper
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smelt.core.errors import InputError, RunError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split, Windows
 from smelt.export import kv_cache
 from smelt.export.kv_cache import cache_calibration_rows, cache_calibration_split, cache_scales
+from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import exported_artifacts
 from tests.support.models import causal

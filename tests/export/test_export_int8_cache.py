@@ -13,7 +13,6 @@ from transformers.masking_utils import sdpa_mask
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import ParityError, RunError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export import kv_cache
 from smelt.export.onnx_stage import Onnx
@@ -23,6 +22,7 @@ from smelt.generation.runners import token_nll
 from smelt.generation.search import generate, generate_in_graph, generate_resolved
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, every_family, tiny

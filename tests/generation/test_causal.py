@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smelt.core.errors import RunError
 from smelt.core.store import Store
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Windows
 from smelt.generation import runners as code
 from smelt.generation.config import GenerationSettings
@@ -25,6 +24,7 @@ from smelt.pipeline.execute.scoring import Scorer
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.predict_texts import generate_texts
 from smelt.runtimes.registry import open_runner
+from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, every_family, tiny
 

@@ -10,7 +10,17 @@ import pytest
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = {"core", "data", "models", "quantization", "calibration", "training", "runtimes", "generation"}
+BASE = {
+    "core",
+    "data",
+    "models",
+    "quantization",
+    "calibration",
+    "training",
+    "runtimes",
+    "generation",
+    "tasks",
+}
 USERS = {"compress", "export", "evaluate"}
 MAY_IMPORT = {
     "core": {"core", "data"},  # a stage's context holds the splits

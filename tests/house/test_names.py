@@ -105,7 +105,7 @@ def test_settings_in_pages_and_recipes_exist(path: Path) -> None:
 
 def test_hints_lead_to_names_that_exist() -> None:
     from smelt.cli.main import main
-    from smelt.data.splits import ALL_TASKS
+    from smelt.data.tasks import ALL_TASKS
     from smelt.pipeline.recipe.validation_errors import OTHER_NAMES
 
     options = {word for command in main.commands.values() for param in command.params for word in param.opts}

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.models.costs import Batch, SampleLengths, Work, activation_bytes, block_flops, forward_work
 from smelt.models.model_size import read_model_size, size_from_config
-from smelt.training.samples import EncodedSample, group_by_length
+from smelt.tasks.samples import EncodedSample
+from smelt.training.samples import group_by_length
 from tests.support.models import every_family
 
 LLAMA_1B = {

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Split, Windows
 from smelt.generation.runners import window_nll
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import cut_windows, join_texts, window_length
 from smelt.runtimes.registry import open_folder
+from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import causal
 

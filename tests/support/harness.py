@@ -18,7 +18,8 @@ from unittest.mock import patch
 
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
-from smelt.data.splits import Split, Task
+from smelt.data.splits import Split
+from smelt.data.tasks import Task
 from smelt.pipeline.inspect.machine import MachineSpeed
 from tests.support.models import tiny
 

@@ -12,11 +12,11 @@ from smelt.compress.finetune import FinetuneSettings
 from smelt.core.artifact import Artifact
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
+from smelt.tasks.samples import EncodedSample
 from smelt.training import trainer as training_loop
 from smelt.training.checkpoint_selector import CheckpointSelector, Validation
 from smelt.training.extension import TrainingExtension
 from smelt.training.losses import label_objective
-from smelt.training.samples import EncodedSample
 from smelt.training.train import _may_be_best_after_start, starts_random
 from smelt.training.trainer import run_training
 from tests.support import harness

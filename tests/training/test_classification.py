@@ -7,13 +7,8 @@ from torch.nn import functional as F
 from transformers import BertConfig
 
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from smelt.training.losses import (
-    classification_loss,
-    model_problem_type,
-    multi_label_loss,
-    regression_loss,
-    token_loss,
-)
+from smelt.tasks.samples import model_problem_type
+from smelt.training.losses import classification_loss, multi_label_loss, regression_loss, token_loss
 
 pytestmark = pytest.mark.quick
 

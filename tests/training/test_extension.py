@@ -7,10 +7,10 @@ import torch
 
 from smelt.compress.finetune import FinetuneSettings
 from smelt.models.checkpoint import load_model
+from smelt.tasks.samples import EncodedSample
 from smelt.training import trainer as training_loop
 from smelt.training.extension import ParameterGroup, TrainingExtension
 from smelt.training.losses import label_objective
-from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
 from tests.support import harness
 from tests.support.models import tiny

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from smelt.compress.finetune import FinetuneSettings
+from smelt.tasks.samples import EncodedSample
 from smelt.training.extension import LossTerm, count_batch_items, mean_loss, total_loss
 from smelt.training.losses import multi_label_loss, token_loss
-from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
 from tests.support import harness
 
@@ -81,7 +81,7 @@ def test_each_part_is_a_mean_over_its_own_items_however_they_are_batched(tmp_pat
 
 
 def test_the_validation_loss_is_the_same_for_every_make_up_of_batches():
-    from smelt.training.samples import collate
+    from smelt.tasks.samples import collate
 
     model = Model()
     one = [collate(ROWS, model.config)]

@@ -13,10 +13,10 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.data.labels import MULTI_LABEL, REGRESSION
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
+from smelt.tasks.samples import EncodedSample, collate
 from smelt.training import trainer as training_loop
 from smelt.training.extension import total_loss
 from smelt.training.losses import label_objective
-from smelt.training.samples import EncodedSample, collate
 from smelt.training.trainer import run_training
 from tests.support import harness
 from tests.support.models import causal, classifiers, seq2seq, tiny

@@ -11,8 +11,8 @@ from smelt.generation.prompt_batches import EncodedResponse, encode_responses, f
 from smelt.models.checkpoint import load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules
 from smelt.models.tokenizer import encode_prompts
-from smelt.training.losses import IGNORE_INDEX
-from smelt.training.samples import collate, encode_split
+from smelt.tasks.encode_split import encode_split
+from smelt.tasks.samples import IGNORE_INDEX, collate
 from tests.support import harness
 from tests.support.models import causal, chat_templates
 

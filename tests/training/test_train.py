@@ -12,13 +12,13 @@ import torch
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError, RunError
 from smelt.core.messages import warning
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.evaluate.report.view import sort_warnings
 from smelt.models.checkpoint import load_model
+from smelt.tasks.read_split import read_split
+from smelt.tasks.samples import EncodedSample
 from smelt.training import trainer as training_loop
 from smelt.training.losses import label_objective
-from smelt.training.samples import EncodedSample
 from smelt.training.train import train
 from smelt.training.trainer import run_training
 from smelt.training.training_state import pick_precision

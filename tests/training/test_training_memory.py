@@ -10,11 +10,11 @@ import torch
 from smelt.compress.finetune import FinetuneSettings
 from smelt.core.errors import RunError
 from smelt.models.checkpoint import load_model
+from smelt.tasks.samples import EncodedSample
 from smelt.training import trainer as training_loop
 from smelt.training import training_state
 from smelt.training.losses import label_objective
 from smelt.training.processes import LaunchSettings
-from smelt.training.samples import EncodedSample
 from smelt.training.trainer import run_training
 from smelt.training.training_state import require_training_memory
 from tests.support import harness

@@ -10,8 +10,8 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.models.checkpoint import load_model
+from smelt.tasks.samples import EncodedSample, collate
 from smelt.training.losses import label_objective
-from smelt.training.samples import EncodedSample, collate
 from smelt.training.settings import OPTIMIZERS
 from smelt.training.trainer import run_training
 from smelt.training.training_state import gradient_checkpointing, training_state

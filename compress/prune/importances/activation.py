@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from smelt.calibration.samples import load_calibration_samples, model_outputs
 from smelt.compress.prune.importances.scores import ScoredModel, hidden_norms
 from smelt.runtimes.device import torch_device
-from smelt.training.samples import TensorBatch
+from smelt.tasks.samples import TensorBatch
 
 
 def score_width(scored: ScoredModel, width: int) -> Tensor:

@@ -18,10 +18,12 @@ from smelt.compress.prune.units import AttentionGroup, FeedForwardGroup
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.data.splits import SENTENCE_SIMILARITY, missing_labels_errors
+from smelt.data.splits import missing_labels_errors
 from smelt.models.families.registry import family_of, hidden_norm_names
 from smelt.runtimes.device import torch_device
-from smelt.training.samples import EncodedSample, collate, encode_split, group_by_length, load_processor
+from smelt.tasks.encode_split import encode_split
+from smelt.tasks.samples import EncodedSample, collate, load_processor
+from smelt.training.samples import group_by_length
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def score_on_labeled_samples(
     """
     model, settings, ctx = scored.model, scored.settings, scored.ctx
     rows = _labeled_samples(model, scored.src, settings, ctx)
-    alone = single and ctx.task != SENTENCE_SIMILARITY
+    alone = single and ctx.traits.output != "embedding"
     groups = group_by_length(rows, 1 if alone else settings.batch_size, None, None)
     device = torch_device(ctx.device)
     try:
@@ -150,11 +152,11 @@ def _labeled_samples(model: Any, src: Artifact, settings: Any, ctx: Context) -> 
             setting="importance",
         )
     draw = random.Random(ctx.seed)
-    if ctx.task != "language-modeling":  # language modeling samples are windows of one text
+    if ctx.traits.samples != "running-text":  # language modeling samples are windows of one text
         drawn = sorted(draw.sample(range(len(split)), min(settings.calibration_samples, len(split))))
         split = split.select(drawn)
     rows = encode_split(split, model.config, load_processor(src.path), ctx, split_name="prune: calibration")
-    if len(rows) > settings.calibration_samples and ctx.task == "language-modeling":
+    if len(rows) > settings.calibration_samples and ctx.traits.samples == "running-text":
         rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.calibration_samples))]
     return rows
 

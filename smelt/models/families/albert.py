@@ -6,7 +6,14 @@ Source: transformers' modeling_albert.py (Lan et al. 2020, arXiv:1909.11942).
 from __future__ import annotations
 
 from smelt.models.families.bert import POSITION_IDS_TENSORS
-from smelt.models.families.family import Config, Family, PublishedLearningRate, TokenizerFiles, TokenizerSpec
+from smelt.models.families.family import (
+    ENCODER_TASKS,
+    Config,
+    Family,
+    PublishedLearningRate,
+    TokenizerFiles,
+    TokenizerSpec,
+)
 
 
 def unsupported_config(config: Config) -> list[str]:
@@ -20,7 +27,7 @@ def unsupported_config(config: Config) -> list[str]:
 
 FAMILY = Family(
     name="albert",
-    tasks=("text-classification", "sentence-similarity"),
+    tasks=ENCODER_TASKS,
     learning_rate=PublishedLearningRate(1e-5, 4096),  # Lan et al. 2020, appendix A.4: 1e-5 to 5e-5
     tokenizer_files=TokenizerFiles(("spiece.model",)),
     tokenizer_spec=TokenizerSpec(

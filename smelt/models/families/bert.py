@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.models.families.family import Family, PublishedLearningRate, TokenizerSpec
+from smelt.models.families.family import ENCODER_TASKS, Family, PublishedLearningRate, TokenizerSpec
 
 # Position ids that BERT and similar models stored before transformers 4.31.
 POSITION_IDS_TENSORS = r"(.+\.)?embeddings\.position_ids"
@@ -17,7 +17,7 @@ BERT_TOKENIZER = TokenizerSpec(
 
 FAMILY = Family(
     name="bert",
-    tasks=("text-classification", "sentence-similarity"),
+    tasks=ENCODER_TASKS,
     learning_rate=PublishedLearningRate(5e-5, 768),  # Devlin et al. 2019, appendix A.3: 2e-5 to 5e-5
     tokenizer_spec=BERT_TOKENIZER,
     unused_tensors=(POSITION_IDS_TENSORS,),

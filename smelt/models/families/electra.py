@@ -7,11 +7,11 @@ embeddings than hidden states, with a linear layer between them; Base and Large 
 from __future__ import annotations
 
 from smelt.models.families.bert import BERT_TOKENIZER, POSITION_IDS_TENSORS
-from smelt.models.families.family import Family, LayoutVariant, PublishedLearningRate
+from smelt.models.families.family import ENCODER_TASKS, Family, LayoutVariant, PublishedLearningRate
 
 FAMILY = Family(
     name="electra",
-    tasks=("text-classification", "sentence-similarity"),
+    tasks=ENCODER_TASKS,
     # Clark et al. 2020, appendix B: Large, with less for lower layers; Base has 1e-4
     learning_rate=PublishedLearningRate(5e-5, 1024),
     layout_variants=(

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from smelt.data.splits import Task
+from smelt.data.tasks import Task, tasks_with
 
 
 class RelativeBias(Protocol):
@@ -79,8 +79,10 @@ class ResidualStream:
 
 Config = Mapping[str, Any]
 Architecture = Literal["encoder", "seq2seq", "decoder"]
-SEQ2SEQ_TASKS: tuple[Task, ...] = ("translation", "summarization")
-DECODER_TASKS: tuple[Task, ...] = ("language-modeling", "text-generation")
+SEQ2SEQ_TASKS = tasks_with(architecture="encoder-decoder")
+DECODER_TASKS = tasks_with(architecture="decoder")
+ENCODER_TASKS = tasks_with(architecture="encoder", modality="text")
+IMAGE_TASKS = tasks_with(architecture="encoder", modality="image")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smelt.models.families.bert import BERT_TOKENIZER
-from smelt.models.families.family import Config, Family, PublishedLearningRate
+from smelt.models.families.family import ENCODER_TASKS, Config, Family, PublishedLearningRate
 
 # Rotations are traced with fixed angles; `dynamic_rope_update` changes angles by text length.
 _LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
@@ -39,7 +39,7 @@ def unsupported_config(config: Config) -> list[str]:
 
 FAMILY = Family(
     name="modernbert",
-    tasks=("text-classification", "sentence-similarity"),
+    tasks=ENCODER_TASKS,
     learning_rate=PublishedLearningRate(5e-5, 768),  # Warner et al. 2024, appendix: 1e-5 to 8e-5
     tokenizer_spec=replace(BERT_TOKENIZER, uses_token_types=False),
     other_head_tensors=(r"(head|decoder)\..+",),

@@ -5,12 +5,12 @@ Source: transformers' modeling_mpnet.py. Positions count from the pad id, as RoB
 
 from __future__ import annotations
 
-from smelt.models.families.family import Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.family import ENCODER_TASKS, Family, PositionEncoding, PublishedLearningRate
 from smelt.models.families.roberta import ROBERTA_TOKENIZER
 
 FAMILY = Family(
     name="mpnet",
-    tasks=("text-classification", "sentence-similarity"),
+    tasks=ENCODER_TASKS,
     learning_rate=PublishedLearningRate(2e-5, 768),  # Song et al. 2020, appendix: 1e-5 to 3e-5
     attention_fields={
         "relative_bias": "given",

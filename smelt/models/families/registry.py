@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from smelt.core.messages import with_article
-from smelt.data.splits import TASKS, Task
+from smelt.data.tasks import TASKS, Task
 from smelt.models.families import (
     albert,
     bart,

@@ -5,7 +5,7 @@ It has no blocks of attention and feed-forward parts: techniques on those reject
 
 from __future__ import annotations
 
-from smelt.models.families.family import Config, Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.family import IMAGE_TASKS, Config, Family, PositionEncoding, PublishedLearningRate
 
 
 def unsupported_config(config: Config) -> list[str]:
@@ -17,7 +17,7 @@ def unsupported_config(config: Config) -> list[str]:
 
 FAMILY = Family(
     name="resnet",
-    tasks=("image-classification",),
+    tasks=IMAGE_TASKS,
     learning_rate=PublishedLearningRate(5e-4, None),  # as benchmarks/recipes/resnet-cifar10.yaml
     input_kind="images",
     conv_and_norm=("convolution", "normalization"),

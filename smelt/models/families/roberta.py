@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from smelt.models.families.bert import POSITION_IDS_TENSORS
 from smelt.models.families.family import (
+    ENCODER_TASKS,
     Family,
     PositionEncoding,
     PublishedLearningRate,
@@ -33,7 +34,7 @@ ROBERTA_TOKENIZER = TokenizerSpec(
 
 FAMILY = Family(
     name="roberta",
-    tasks=("text-classification", "sentence-similarity"),
+    tasks=ENCODER_TASKS,
     learning_rate=PublishedLearningRate(2e-5, 768),  # Liu et al. 2019, appendix: 1e-5 to 3e-5
     position_encoding=PositionEncoding(offset_by_pad_id=True),
     tokenizer_files=TokenizerFiles(("vocab.json", "merges.txt")),

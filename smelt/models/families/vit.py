@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.models.families.family import Config, Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.family import IMAGE_TASKS, Config, Family, PositionEncoding, PublishedLearningRate
 
 _EMBEDDINGS_PATH = "vit.embeddings"
 _PATCH_PROJECTION = f"{_EMBEDDINGS_PATH}.patch_embeddings.projection"
@@ -17,7 +17,7 @@ def unsupported_config(config: Config) -> list[str]:
 
 FAMILY = Family(
     name="vit",
-    tasks=("image-classification",),
+    tasks=IMAGE_TASKS,
     learning_rate=PublishedLearningRate(2e-5, 768),  # transformers' example of image classification
     input_kind="images",
     position_encoding=PositionEncoding(None),

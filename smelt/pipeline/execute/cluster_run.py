@@ -19,7 +19,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
 from smelt.core.files import json_hash, resolve_path
 from smelt.core.messages import Message, info
-from smelt.data.splits import CUSTOM_TASK, Split
+from smelt.data.splits import Split
 from smelt.evaluate.metrics.registry import is_custom_metric
 from smelt.models.costs import INTERPRETER_BYTES
 from smelt.pipeline.execute.cluster_tasks import (
@@ -109,7 +109,7 @@ class ClusterRun:
         self._reserved: dict[Any, TaskNeeds] = {}  # by reference
         self._job = ray.put(job)
         self._data = cluster.put_data(json_hash({n: s.fingerprint for n, s in data.items()}), dict(data))
-        self._reference = MODEL_STEP if recipe.task == CUSTOM_TASK else recipe.baseline
+        self._reference = MODEL_STEP if recipe.traits.modality == "arrays" else recipe.baseline
         self._needs_reference = scorer.needs_reference
         self._briefs: dict[str, Any] = {}
         self._scores: dict[str, Any] = {}

@@ -7,7 +7,7 @@ Results are stored by artifact, baseline, texts and machine. Lengths are checked
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,10 @@ from smelt.core.stage import Progress
 from smelt.core.store import Store
 from smelt.core.system import package_versions
 from smelt.core.workspaces import temporary_workspace
-from smelt.data.splits import (
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    TEXT_GENERATION,
-    TEXT_TO_TEXT_TASKS,
-    Split,
-    Task,
-)
+from smelt.data.splits import Split
+from smelt.data.tasks import Task, task_traits
 from smelt.pipeline.inspect.machine import artifact_device
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencyResults, LatencySettings
@@ -48,9 +43,6 @@ _LATENCY_LIBRARIES = (
     "tensorrt-cu12",
     "openvino",
 )
-
-# Libraries that also decode the inputs of a task.
-_DECODING_LIBRARIES: dict[str, tuple[str, ...]] = {IMAGE_CLASSIFICATION: ("pillow",)}
 
 MeasuredLatency = Mapping[str, dict[str, Any]]
 
@@ -140,7 +132,7 @@ class LatencyScores:
                 "machine": machine_id(),
                 "device": [artifact_device(a, self.recipe.device) for a in (artifact, baseline)],
                 "libraries": package_versions(
-                    (*_LATENCY_LIBRARIES, *_DECODING_LIBRARIES.get(self.recipe.task, ()))
+                    (*_LATENCY_LIBRARIES, *task_spec(self.recipe.task).preprocessing_libraries)
                 ),
             }
         )
@@ -210,13 +202,13 @@ def require_texts_fit(folder: Path, task: Task, splits: Mapping[str, Split]) -> 
     from smelt.models.checkpoint import load_tokenizer
     from smelt.models.text_rules import max_input_length
 
-    if task in ("language-modeling", IMAGE_CLASSIFICATION):
+    if task_traits(task).samples not in ("texts", "prompts"):
         return
     tokenizer = load_tokenizer(folder)
     limit = max_input_length(tokenizer, read_json_object(folder / "config.json"))
     problems = []
     for name, split in splits.items():
-        rows = sorted(_too_long_rows(split, task, tokenizer, limit))
+        rows = sorted(task_spec(task).too_long_samples(split, tokenizer, limit))
         if rows:
             lines = [split.examples[row].line for row in rows[:5]]
             named = [str(line or row + 1) for line, row in zip(lines, rows[:5], strict=True)]
@@ -233,48 +225,3 @@ def require_texts_fit(folder: Path, task: Task, splits: Mapping[str, Split]) -> 
             )
     if problems:
         raise combined_error(problems)
-
-
-def _too_long_rows(split: Split, task: Task, tokenizer: Any, limit: int) -> set[int]:
-    """Return the indices of samples with a source, pair or target that is too long.
-
-    For text generation prompt and response share the model's limit.
-    """
-    if task == TEXT_GENERATION:
-        from smelt.generation.prompt_batches import encode_responses
-
-        pairs = [(e.text, reference) for e in split.examples for reference in e.references]
-        numbers = [i for i, e in enumerate(split.examples) for _ in e.references]
-        coded = encode_responses(pairs, tokenizer, every_turn=True)
-        # the last token is never an input
-        return {
-            i for i, rows in zip(numbers, coded, strict=True) if any(len(r.ids) > limit + 1 for r in rows)
-        }
-    if task == SENTENCE_SIMILARITY:
-        both = [(i, text) for i, e in enumerate(split.examples) for text in (e.text, e.text_pair) if text]
-        lengths = _token_counts(tokenizer, [text for _, text in both])
-        return {i for (i, _), n in zip(both, lengths, strict=True) if n > limit}
-    firsts = [e.text for e in split.examples]
-    paired = [i for i, e in enumerate(split.examples) if e.text_pair is not None]
-    alone = [i for i, e in enumerate(split.examples) if e.text_pair is None]
-    found = {
-        i
-        for i, n in zip(alone, _token_counts(tokenizer, [firsts[i] for i in alone]), strict=True)
-        if n > limit
-    }
-    seconds = [str(split.examples[i].text_pair) for i in paired]
-    lengths = _token_counts(tokenizer, [firsts[i] for i in paired], seconds)
-    found |= {i for i, n in zip(paired, lengths, strict=True) if n > limit}
-    if task in TEXT_TO_TEXT_TASKS:
-        owners = [(i, reference) for i, e in enumerate(split.examples) for reference in e.references]
-        targets = [text for _, text in owners]
-        ids = tokenizer(text_target=targets, truncation=False, verbose=False)["input_ids"] if targets else []
-        found |= {i for (i, _), row in zip(owners, ids, strict=True) if len(row) > limit}
-    return found
-
-
-def _token_counts(tokenizer: Any, texts: Sequence[str], seconds: Sequence[str] | None = None) -> list[int]:
-    if not texts:
-        return []
-    both = [list(texts)] if seconds is None else [list(texts), list(seconds)]
-    return [len(ids) for ids in tokenizer(*both, truncation=False, verbose=False)["input_ids"]]

@@ -16,7 +16,7 @@ from smelt.core.locks import MachineTurns
 from smelt.core.messages import Message, warning
 from smelt.core.store import Store
 from smelt.data.split_division import checked_limit, limit_split
-from smelt.data.splits import CUSTOM_TASK, Split
+from smelt.data.splits import Split
 from smelt.evaluate.agreement import cached_agreement
 from smelt.pipeline.execute.baseline_comparisons import (
     BaselineComparison,
@@ -363,7 +363,9 @@ class _PlanRunner:
                 f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB{note}", brief=not cached
             )
             return
-        if name == (MODEL_STEP if self.plan.recipe.task == CUSTOM_TASK else self.plan.recipe.baseline):
+        if name == (
+            MODEL_STEP if self.plan.recipe.traits.modality == "arrays" else self.plan.recipe.baseline
+        ):
             self.scorer = replace(self.scorer, reference=artifact)
         score = self._score(name, artifact)
         self.artifacts[name] = artifact

@@ -44,10 +44,10 @@ from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import Store
 from smelt.core.termination import interrupted_exit_code
 from smelt.core.workspaces import OWNER_SUFFIX
-from smelt.data.splits import CUSTOM_TASK, IMAGE_CLASSIFICATION
 from smelt.evaluate.custom_metric import copy_custom_metrics
 from smelt.evaluate.report.chart import CHART_FILES, chart_files
 from smelt.evaluate.report.schema import SCORES_FOLDER
+from smelt.evaluate.report.view import find_task
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner
@@ -264,8 +264,7 @@ def summary_lines(result: Result) -> Sequence[str]:
     if step is None:
         return lines
     folder = _short_path(result.folder / "artifacts" / step.name)
-    inputs: dict[str, str] = {CUSTOM_TASK: "--data FILE.npz", IMAGE_CLASSIFICATION: "IMAGE.png"}
-    what = inputs.get(str(report.recipe.get("task")), '"TEXT"')
+    what = find_task(report).command_input
     return [
         *lines,
         f"Try it: smelt predict {shlex.quote(folder)} {what}",

@@ -17,24 +17,13 @@ from smelt.core.stage import Progress, no_progress
 from smelt.core.store import Store
 from smelt.core.system import package_versions
 from smelt.data.labels import (
-    LABEL_SEPARATOR,
     REGRESSION,
     check_labels,
     class_names,
     problem_type,
 )
-from smelt.data.splits import (
-    CLASSIFICATION_TASKS,
-    CUSTOM_TASK,
-    ENCODER_DECODER_TASKS,
-    IMAGE_CLASSIFICATION,
-    TEXT_GENERATION,
-    TEXT_TO_TEXT_TASKS,
-    Example,
-    Split,
-    Task,
-    input_texts,
-)
+from smelt.data.splits import Split, input_texts
+from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.label_quality import class_counts, gold_outputs, score_classifier
 from smelt.evaluate.metrics.metric import ChoiceSamples, MetricSettingValues, ResponseSamples
 from smelt.evaluate.metrics.registry import (
@@ -50,10 +39,10 @@ from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.runtimes.device import NO_PROVIDER, cuda_device_count
 from smelt.runtimes.registry import find_runtime
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     from smelt.evaluate.quality import MetricScore
-    from smelt.runtimes.runner import ClassPrediction
 
 
 # Increased whenever the same artifact and data would give another score or other statistics.
@@ -89,7 +78,7 @@ class Scorer:
     @property
     def needs_reference(self) -> bool:
         """Whether a score also depends on the reference."""
-        return self.task == CUSTOM_TASK or AGREEMENT_METRIC in self.metrics
+        return task_traits(self.task).modality == "arrays" or AGREEMENT_METRIC in self.metrics
 
     @property
     def negated_metrics(self) -> frozenset[str]:
@@ -114,14 +103,14 @@ class Scorer:
         if kept is not None:
             return kept
         with open_runner(artifact, self.threads, self.device) as runner:
-            too_long = _count_too_long(runner, split.examples, self.task, self.generation)
+            too_long = task_spec(self.task).count_truncated(runner, split.examples, self.generation)
             if too_long and self.truncation == "error":
                 raise InputError(
                     f"{split.origin}: {with_count(too_long, 'text')} longer than the model's limit. Shorten"
                     " them, or set truncation: warn.",
                     code="texts-too-long",
                 )
-            value = _SCORE_METHODS[self.task](self, runner, split, progress)
+            value = _SCORE_METHODS[task_traits(self.task).output](self, runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"
             value["device"] = runner.device
             value["artifact"] = artifact.key
@@ -152,7 +141,7 @@ class Scorer:
         """Return what a score depends on, apart from artifact, samples and runtime, as JSON values."""
         return {
             "version": SCORE_VERSION,
-            "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT_TASKS else None,
+            "generation": self.generation.model_dump() if task_traits(self.task).output == "text" else None,
             "batch_size": self.batch_size,
             "metric_settings": {name: dict(given) for name, given in self.metric_settings.items()},
             "metric_files": self._metric_files,
@@ -255,7 +244,7 @@ class Scorer:
             if is_custom_metric(name)
         }
 
-    def _score_responses(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+    def _score_generated(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         written = (*TEXT_METRICS, AGREEMENT_METRIC)
         generated = any(name in written or is_custom_metric(name) for name in self.metrics)
         value = self._score_texts(runner, split, progress) if generated else None
@@ -325,15 +314,15 @@ class Scorer:
             self.reference_cache[key] = outputs
         elif key not in self.reference_cache:
             self.reference_cache[key] = self.score(self.reference, split, progress)["predictions"]
-        classes = self.task in CLASSIFICATION_TASKS
+        classes = task_traits(self.task).output == "labels"
         inputs = [[text, e.text_pair] for text, e in zip(split.row_contents, split.examples, strict=True)]
         expected = self.reference_cache[key]
         return {AGREEMENT_METRIC: score_agreement(outputs, expected, classes, self.reference.key, inputs)}
 
     def _score_vectors(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.label_quality import ReferenceVectors, score_vectors
-        from smelt.evaluate.metrics.agreement import paired_cosines
         from smelt.runtimes.predict_texts import embed_texts
+        from smelt.tasks.sentence_similarity import paired_cosines
 
         texts, _ = input_texts(split.examples, self.task)
         vectors = embed_texts(runner, texts, self.batch_size, progress)
@@ -419,14 +408,13 @@ def _class_axes(reference: Artifact) -> dict[str, int]:
     return class_outputs(onnx.load(reference.path / "model.onnx", load_external_data=False))
 
 
-# Scoring method of each task.
-_SCORE_METHODS: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
-    **dict.fromkeys(ENCODER_DECODER_TASKS, Scorer._score_texts),
-    TEXT_GENERATION: Scorer._score_responses,
-    **dict.fromkeys(CLASSIFICATION_TASKS, Scorer._score_labels),
-    "language-modeling": Scorer._score_windows,
-    "sentence-similarity": Scorer._score_vectors,
-    "custom": Scorer._score_arrays,
+# By the output of a task.
+_SCORE_METHODS: dict[str, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
+    "text": Scorer._score_generated,
+    "labels": Scorer._score_labels,
+    "next-token": Scorer._score_windows,
+    "embedding": Scorer._score_vectors,
+    "arrays": Scorer._score_arrays,
 }
 
 
@@ -526,41 +514,3 @@ def pair_scores(split: Split) -> list[float] | None:
     """Return the similarity scores of the pairs in `split`; None if they have no scores."""
     found = [float(e.label) for e in split.examples if isinstance(e.label, float)]
     return found if split.has_labels else None
-
-
-def _count_too_long(
-    runner: Any, examples: Sequence[Example], task: Task, generation: GenerationSettings
-) -> int:
-    from smelt.models.tokenizer import encode_texts
-
-    if task in (CUSTOM_TASK, IMAGE_CLASSIFICATION):
-        return 0
-    if task == "language-modeling":  # text is split into windows
-        return 0
-    texts, pairs = input_texts(examples, task)
-    if task == TEXT_GENERATION:  # a prompt leaves room for its new tokens
-        from smelt.generation.prompt_batches import truncated_prompts
-
-        return truncated_prompts(runner, texts, runner.text.resolved_generation(generation, runner))[1]
-    return encode_texts(texts, runner.text.tokenizer, runner.text.max_input_length, pairs).truncated
-
-
-# Escapes control characters in class names.
-_CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-
-
-def prediction_text(found: ClassPrediction) -> str:
-    """Return the output line of `smelt predict` for a prediction.
-
-    Single label: name, tab, probability. Multiple labels: the names above 0.5 joined by `|` (as in CSV data),
-    tab, their probabilities joined by `|`; both are empty if there is none. Regression: the number.
-    """
-    if isinstance(found.label, float):
-        return f"{found.label:.4f}"
-    names = [found.label] if isinstance(found.label, str) else list(found.label)
-    chances = (f"{found.probabilities[name]:.3f}" for name in names)
-    return (
-        LABEL_SEPARATOR.join(name.translate(_CONTROL_ESCAPES) for name in names)
-        + "\t"
-        + LABEL_SEPARATOR.join(chances)
-    )

@@ -16,14 +16,9 @@ from smelt.core.errors import InputError, combined_error
 from smelt.core.files import MANIFEST, json_hash, read_json_object, sha256_of, write_json
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, warning
-from smelt.data.labels import SINGLE_LABEL, class_names
-from smelt.data.splits import (
-    CLASSIFICATION_TASKS,
-    CUSTOM_TASK,
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    Split,
-)
+from smelt.data.labels import SINGLE_LABEL, class_names, has_classifier
+from smelt.data.splits import Split
+from smelt.data.tasks import task_traits
 from smelt.models.text_rules import TextRules
 from smelt.models.weight_files import source_files
 from smelt.pipeline.execute.latency_scores import require_texts_fit
@@ -33,7 +28,7 @@ from smelt.pipeline.inspect.model_info import inspect_quantization
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.plan.untrained_checks import config_file, preprocessor_config, read_untrained_config
 from smelt.pipeline.plan.warnings import decoding_warnings
-from smelt.pipeline.recipe.model_and_data import NewTokenizer, UntrainedModel, has_classifier
+from smelt.pipeline.recipe.model_and_data import NewTokenizer, UntrainedModel
 from smelt.pipeline.recipe.recipe import ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.runtimes.images import PROCESSOR_FILE
@@ -95,7 +90,7 @@ def import_onnx_model(
         "task": step_runner.task,
     }
     axes = {value.name: value.axis for value in (*model.signature.inputs, *model.signature.outputs)}
-    if step_runner.task == CUSTOM_TASK:
+    if task_traits(step_runner.task).modality == "arrays":
         key_fields["axes"] = axes
     if task_setup is not None:
         labels = task_setup.labels and task_setup.labels[0]
@@ -252,7 +247,10 @@ def import_user_model(
         out = space / "out"
         out.mkdir()
         problem, names = labels or (None, None)
-        notes = import_model(source, out, names, step_runner.seed, problem, task_setup.sentences)
+        notes = import_model(
+            source, out, names, step_runner.seed, problem, task_setup.sentences,
+            str(task_traits(step_runner.task).auto_class),
+        )  # fmt: skip
         new_head = bool(labels) and not has_classifier(config)
         require_finite_weights(source, new_head, bool(task_setup.sentences))
         write_text_rules(out, rules)
@@ -300,9 +298,9 @@ def require_finite_models(plan: Plan) -> None:
         for folder in (Path(paths[place]) for place in step.settings.paths_to_models()):
             if not folder.is_dir():
                 continue
-            new_head = task in CLASSIFICATION_TASKS and not has_classifier(read_config(folder)[0])
+            new_head = task_traits(task).output == "labels" and not has_classifier(read_config(folder)[0])
             try:
-                require_finite_weights(folder, new_head, task == SENTENCE_SIMILARITY)
+                require_finite_weights(folder, new_head, task_traits(task).output == "embedding")
             except InputError as error:
                 raise InputError(
                     f"{plan.path}:{step.line}: step '{step.name}': {error}",
@@ -331,7 +329,9 @@ def make_untrained_model(
     tokenizer = model.tokenizer
     ready = _fetch_tokenizer(tokenizer, recipe.base) if isinstance(tokenizer, str) else None
     pixels = (
-        preprocessor_config(model, recipe.base, config) if step_runner.task == IMAGE_CLASSIFICATION else None
+        preprocessor_config(model, recipe.base, config)
+        if task_traits(step_runner.task).modality == "image"
+        else None
     )
     key = json_hash(
         {

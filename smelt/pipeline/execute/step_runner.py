@@ -24,7 +24,7 @@ from smelt.core.stage_cache import StageCache
 from smelt.core.store import StepCheckpoints, Store
 from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
 from smelt.data.labels import ProblemType
-from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split, Windows
+from smelt.data.splits import Split, Windows
 from smelt.evaluate.environment import default_threads, machine_id
 from smelt.models.text_rules import SentenceRules, TextRules
 from smelt.pipeline.execute.display import explain_step_error
@@ -358,7 +358,7 @@ def recipe_step_runner(
         scorer,
         display,
         device=recipe.device,
-        windows=recipe.data.windows if recipe.task == "language-modeling" else None,
+        windows=recipe.data.windows if recipe.traits.samples == "running-text" else None,
         launch=launch,
         estimates=estimates or {},
     )
@@ -440,9 +440,9 @@ def resolve_task(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) 
     folder = plan.model_folder if isinstance(model, str) else recipe.base / model.config
     file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
     labels, sentences, doubts = None, None, list[Message]()
-    if recipe.task in CLASSIFICATION_TASKS:
+    if recipe.traits.output == "labels":
         labels, metrics = resolve_labels(recipe, file, data, plan.problem_type)
-    elif recipe.task == SENTENCE_SIMILARITY:
+    elif recipe.traits.output == "embedding":
         metrics = embedder_metrics(recipe, data)
         sentences, doubts = resolve_pooling(recipe, folder if ready else None)
     rules, _ = resolve_text_rules(recipe, folder)

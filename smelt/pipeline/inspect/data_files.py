@@ -12,19 +12,14 @@ from typing import Any
 from smelt.core.errors import InputError, did_you_mean
 from smelt.data.column_hints import column_options, columns_hint
 from smelt.data.csv_rows import read_file_rows
-from smelt.data.examples import is_plain_text
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
 from smelt.data.prompt_rows import row_layout
-from smelt.data.splits import (
-    CUSTOM_TASK,
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    TEXT_GENERATION,
-    TEXT_TO_TEXT_TASKS,
-    Columns,
-    Task,
-)
+from smelt.data.splits import Columns
+from smelt.data.tasks import Task, task_traits, tasks_with
+from smelt.tasks.read_split import is_plain_text
+from smelt.tasks.registry import task_spec
+from smelt.tasks.spec import TaskSpec
 
 # Fraction of a single file for each split that is taken from it.
 HELD_OUT_FRACTION = 0.1
@@ -35,7 +30,7 @@ ARRAY_TEST_FRACTION = 0.8
 _SPLIT_WORDS = {
     "train": ("train",),
     "validation": ("validation", "valid", "val", "dev", "eval"),
-    "calibration": ("calibration", "calib", "unlabelled", "unlabeled"),
+    "calibration": ("calibration", "calib", "unlabeled", "unlabeled"),
     "test": ("test",),
 }
 # Usual names of columns by role; the first one that exists is used.
@@ -108,8 +103,8 @@ def _data_files(given: Sequence[Path], task: Task) -> tuple[list[Path], set[Path
     files: list[Path] = []
     within: set[Path] = set()
     for path in given:
-        if task == IMAGE_CLASSIFICATION and path.is_dir():
-            files += _image_splits_in_folder(path)
+        if task_traits(task).modality == "image" and path.is_dir():
+            files += _image_splits_in_folder(path, task)
         elif path.is_dir():
             found = _files_in_folder(path, task)
             files += found
@@ -118,7 +113,7 @@ def _data_files(given: Sequence[Path], task: Task) -> tuple[list[Path], set[Path
             files.append(path)
         else:
             raise InputError(f"--data {path}: no such file or folder.", code="missing-file", file=str(path))
-    if task == CUSTOM_TASK:
+    if task_traits(task).modality == "arrays":
         _require_arrays(files)
     return files, within
 
@@ -130,9 +125,13 @@ def _assign_splits(files: Sequence[Path], split_folders: Set[Path], task: Task) 
         name = _split_of_path(path, task) or (
             _split_in_name(path.parent.name) if path.parent in split_folders else None
         )
-        if len(files) == 1 and (name is None or task == CUSTOM_TASK):
+        if len(files) == 1 and (name is None or task_traits(task).modality == "arrays"):
             name = "train"  # a graph is not trained, so one file is divided for calibration and test
-        if name is None and task == CUSTOM_TASK and "test" not in map(_split_of_path, files, repeat(task)):
+        if (
+            name is None
+            and task_traits(task).modality == "arrays"
+            and "test" not in map(_split_of_path, files, repeat(task))
+        ):
             name = "test"
         if name is None:
             raise InputError(
@@ -190,7 +189,7 @@ def _files_in_folder(folder: Path, task: Task) -> list[Path]:
     return named or data
 
 
-def _image_splits_in_folder(folder: Path) -> list[Path]:
+def _image_splits_in_folder(folder: Path, task: Task) -> list[Path]:
     """Return the entries of a folder named after a split: tables, archives, folders of classes.
 
     Without any, the folder itself is one with a subfolder per class.
@@ -198,8 +197,7 @@ def _image_splits_in_folder(folder: Path) -> list[Path]:
     entries = [
         path
         for path in sorted(folder.iterdir())
-        if _split_of_path(path, task=IMAGE_CLASSIFICATION)
-        and (path.is_dir() or _is_readable_for(path, IMAGE_CLASSIFICATION))
+        if _split_of_path(path, task) and (path.is_dir() or _is_readable_for(path, task))
     ]
     return entries or [folder]
 
@@ -227,11 +225,11 @@ def parse_columns(given: Sequence[str]) -> Columns:
 
 def _is_readable_for(path: Path, task: Task) -> bool:
     kind = data_suffix(path)
-    if task == CUSTOM_TASK:
+    if task_traits(task).modality == "arrays":
         return kind == ARCHIVE_SUFFIX
-    if task == IMAGE_CLASSIFICATION and kind == ARCHIVE_SUFFIX:
+    if task_traits(task).modality == "image" and kind == ARCHIVE_SUFFIX:
         return True
-    if kind == ".txt" and task != "language-modeling":
+    if kind == ".txt" and task_traits(task).samples != "running-text":
         return is_plain_text(path.name, task) and _split_in_name(path.name) == "calibration"
     return kind in _DATA_SUFFIXES
 
@@ -239,9 +237,13 @@ def _is_readable_for(path: Path, task: Task) -> bool:
 def _split_of_path(path: Path, task: Task | None = None) -> str | None:
     known = data_suffix(path) in (
         *_DATA_SUFFIXES,
-        *((ARCHIVE_SUFFIX,) if task in (IMAGE_CLASSIFICATION, CUSTOM_TASK) else ()),
+        *(
+            (ARCHIVE_SUFFIX,)
+            if task in (*tasks_with(modality="image"), *tasks_with(modality="arrays"))
+            else ()
+        ),
     )
-    if not known and not (task == IMAGE_CLASSIFICATION and path.is_dir()):
+    if not known and not (task in tasks_with(modality="image") and path.is_dir()):
         return None
     return _split_in_name(path.name)
 
@@ -267,35 +269,31 @@ def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset(
 
 def _renamed_columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]:
     """Return the columns, by role, that do not have smelt's default names in the first sample."""
-    if task == CUSTOM_TASK or (data_suffix(path) == ".txt" and task == "language-modeling"):
+    if task_traits(task).modality == "arrays" or (
+        data_suffix(path) == ".txt" and task_traits(task).samples == "running-text"
+    ):
         return {}
-    if task == IMAGE_CLASSIFICATION and (path.is_dir() or path.suffix == ARCHIVE_SUFFIX):
+    if task_traits(task).modality == "image" and (path.is_dir() or path.suffix == ARCHIVE_SUFFIX):
         return {}
     row = next((row for _, row in read_file_rows(path)), {})
-    if task == IMAGE_CLASSIFICATION:
-        return _guess_columns(path, row, ("image", "label"), task, given)
-    if task == TEXT_GENERATION:
-        if row_layout(row, Columns(**given)) is not None:
-            return dict(given)
-        return _guess_columns(path, row, ("prompt", "response"), task, given)
-    roles: tuple[str, ...] = ("source", "target") if task in TEXT_TO_TEXT_TASKS else ("text",)
-    roles += ("text_pair", "label") if task in ("text-classification", SENTENCE_SIMILARITY) else ()
-    return _guess_columns(path, row, roles, task, given)
+    if task_traits(task).samples == "prompts" and row_layout(row, Columns(**given)) is not None:
+        return dict(given)
+    return _guess_columns(path, row, task_spec(task), given)
 
 
 def _guess_columns(
-    path: Path, row: Mapping[str, Any], roles: Sequence[str], task: Task, given: Mapping[str, str]
+    path: Path, row: Mapping[str, Any], spec: TaskSpec, given: Mapping[str, str]
 ) -> dict[str, str]:
     own, found = Columns(), dict(given)
     missing: list[str] = []
-    for role in roles:
+    for role in spec.column_roles:
         several = {"target": own.references, "response": own.responses}.get(role)
         if role in found or getattr(own, role) in row or several in row:
             continue
         name = guess_column(row, role, set(found.values()))
         if name is not None:
             found[role] = name
-        elif role != "text_pair" and not (role == "label" and task == SENTENCE_SIMILARITY):
+        elif role not in spec.optional_roles:
             missing.append(role)
     if missing:
         columns = ", ".join(map(str, row)) or "none"

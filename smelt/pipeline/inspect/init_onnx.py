@@ -12,7 +12,7 @@ from pathlib import Path
 from smelt.core.errors import InputError
 from smelt.core.messages import escape_controls
 from smelt.data.npz_arrays import NPZ_SUFFIX, SampleAxes
-from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, Task
+from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.models.text_rules import MODULES_FILE
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.model_folder import read_config
@@ -24,10 +24,9 @@ from smelt.pipeline.inspect.model_info import (
     infer_batch_axes,
     inspect_graph,
 )
-from smelt.pipeline.plan.onnx_models import HIDDEN_STATES_OUTPUT
-from smelt.pipeline.recipe.model_and_data import has_classifier
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 from smelt.runtimes.onnx_import.signature import GraphSignature
+from smelt.tasks.registry import all_specs
 
 ROWS_SUFFIX = ".jsonl"
 _WIDTH = 78
@@ -73,17 +72,19 @@ def onnx_recipe_text(
     splits = dict(rows.splits) if rows else {}
     axes: SampleAxes = {}
     without: list[str] = []
-    if rows and chosen == CUSTOM_TASK:
+    if rows and task_traits(chosen).modality == "arrays":
         axes, without = infer_batch_axes(seen, splits.get("test") or splits["train"])
     seen = replace(seen, signature=seen.signature.with_batch_axes(axes))
     lines = [*_header_comments(seen, path, rows), f"model: {_relative_path(file, base)}", f"task: {chosen}"]
     lines += [*_data_format_comments(seen, chosen), "data:    # test is only for scoring"]
-    lines += list(_data_lines(rows, axes, NPZ_SUFFIX if chosen == CUSTOM_TASK else ROWS_SUFFIX, base))
+    lines += list(
+        _data_lines(rows, axes, NPZ_SUFFIX if task_traits(chosen).modality == "arrays" else ROWS_SUFFIX, base)
+    )
     calibrated = rows is None or bool({"calibration", "validation", "train"} & set(splits))
     stages = list(_quantization_lines(seen, chosen, calibrated))
     lines += ["stages:", "  - simplify: {}    # used only if the outputs are the same", *stages]
     lines += _score_lines(seen.signature, chosen, without)
-    if chosen == CUSTOM_TASK:
+    if task_traits(chosen).modality == "arrays":
         quantized = any("name: int8" in line for line in stages)
         lines += [
             "# Quality is agreement with the original model. Limits; the run exits with 3 if one is",
@@ -97,21 +98,22 @@ def _infer_task(onnx_model: OnnxModel, wanted: Task | None) -> Task:
     """Return the user's task, else the one inferred from inputs, outputs and the tokenizer's folder."""
     if wanted is not None:
         return wanted
+    (arrays,) = tasks_with(modality="arrays")
     inputs, outputs = (
         {value.name for value in of} for of in (onnx_model.signature.inputs, onnx_model.signature.outputs)
     )
-    if onnx_model.tokenizer_folder is None or "input_ids" not in inputs:
-        return CUSTOM_TASK
-    if "logits" in outputs and has_classifier(read_config(onnx_model.tokenizer_folder)[0]):
-        return "text-classification"
-    pooled = HIDDEN_STATES_OUTPUT in outputs and (onnx_model.tokenizer_folder / MODULES_FILE).is_file()
-    return SENTENCE_SIMILARITY if "sentence_embedding" in outputs or pooled else CUSTOM_TASK
+    folder = onnx_model.tokenizer_folder
+    if folder is None or "input_ids" not in inputs:
+        return arrays
+    config, is_embedder = read_config(folder)[0], (folder / MODULES_FILE).is_file()
+    known = (s.name for s in all_specs() if s.recognizes_graph(outputs, config, is_embedder))
+    return next(known, arrays)
 
 
 def _data_format_comments(onnx_model: OnnxModel, task: Task) -> list[str]:
-    if task == SENTENCE_SIMILARITY:
+    if task_traits(task).output == "embedding":
         return ['# Sample format: {"text": "..."}, or {"text": "...", "text_b": "...", "label": 3.8}']
-    if task != CUSTOM_TASK:
+    if task_traits(task).modality != "arrays":
         return ['# Sample format: {"text": "...", "label": "..."}, and "text_b" for pairs']
     unusual_axes = {v.name: v.axis for v in onnx_model.signature.inputs if v.axis != 0 and v.shape != ()}
     where = "".join(f", of {name} {'none' if axis is None else axis}" for name, axis in unusual_axes.items())
@@ -192,7 +194,7 @@ def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> 
         yield "  # no quantization: none of its operators is supported by int8 schemes"
         return
     attends = operators.get("Softmax", 0) > 1 or any(name in operators for name in _ATTENTION_OPERATORS)
-    static = convolutions and not (attends and products) and task == CUSTOM_TASK
+    static = convolutions and not (attends and products) and task_traits(task).modality == "arrays"
     if static and not calibrated and not products:
         yield f"  # - quantize-onnx: {{scheme: {STATIC_SCHEME}}}    # with data: {{calibration: FILE}}"
         return
@@ -212,7 +214,7 @@ def _score_lines(signature: GraphSignature, task: Task, without: Sequence[str]) 
         or value.name in without
         or (value.shape and isinstance(value.shape[value.axis], int) and signature.fixed_batch_size is None)
     ]
-    if whole and task == CUSTOM_TASK and signature.fixed_batch_size is None:
+    if whole and task_traits(task).modality == "arrays" and signature.fixed_batch_size is None:
         names = ", ".join(value.describe() for value in whole)
         yield from (
             f"  {line}" for line in _comment_lines(f"batch size 1, as these have no batch axis: {names}")

@@ -19,23 +19,13 @@ from smelt.data.column_hints import column_options
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import read_image_rows
 from smelt.data.labels import infer_problem_type
-from smelt.data.prompt_rows import row_layout
-from smelt.data.splits import (
-    ENCODER_DECODER_TASKS,
-    IMAGE_CLASSIFICATION,
-    TEXT_GENERATION,
-    TEXT_TO_TEXT_TASKS,
-    Columns,
-    Label,
-    SplitName,
-    Task,
-)
+from smelt.data.splits import Columns, Label, SplitName
+from smelt.data.tasks import Task
 from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
 from smelt.pipeline.inspect.init_stages import (
-    CLASSIFICATION_TASK,
     MIN_SHORTLIST_ROWS,
     MachineInfo,
     gated_step,
@@ -47,30 +37,9 @@ from smelt.pipeline.inspect.init_stages import (
 )
 from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model, is_onnx
 from smelt.pipeline.recipe.yaml_file import parse_yaml
+from smelt.tasks.registry import task_spec
 
 _PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}
-_ROW_EXAMPLES = {
-    "translation": '{"source": "...", "target": "..."}',
-    "summarization": '{"source": "...", "target": "..."}',
-    "text-classification": '{"text": "...", "label": "..."}, and "text_b" for pairs',
-    "language-modeling": '{"text": "..."}, or a .txt file',
-    TEXT_GENERATION: '{"prompt": "...", "response": "..."}, or {"messages": [...]}',
-    "sentence-similarity": '{"text": "..."}, for scored pairs also "text_b" and "label"',
-    "image-classification": '{"image": "FILE", "label": "..."}, or a folder with a folder for each class',
-}
-_QUALITY_METRICS = {
-    "translation": "[bleu, chrf]",
-    "summarization": "[rouge1, rouge2, rougeL, rougeLsum]",
-    "language-modeling": "[perplexity, bits_per_byte]",
-    TEXT_GENERATION: "[rougeL, token_f1, exact_match, response_perplexity]",
-}
-_MAIN_METRICS = {
-    "translation": "bleu",
-    "summarization": "rougeL",
-    "language-modeling": "perplexity",
-    TEXT_GENERATION: "rougeL",
-    "sentence-similarity": "agreement",
-}
 # Samples that are read to determine the type of the labels.
 _LABEL_SAMPLE_ROWS = 2000
 _MIN_COUNT_IN_MILLIONS = 100_000  # parameters; smaller numbers are written in full
@@ -129,10 +98,8 @@ def init_recipe(
     if is_onnx(model, Path.cwd()):
         return _init_onnx_recipe(model, data, out, task or options.task, force, options)
     seen = inspect_model(model, task or options.task)
-    if data and (task or options.task) is None and _has_class_labels(data, seen, options.columns):
-        seen = inspect_model(model, CLASSIFICATION_TASK)
-    elif data and (task or options.task) is None and _has_prompts(data, seen, options.columns):
-        seen = inspect_model(model, TEXT_GENERATION)
+    if data and (task or options.task) is None:
+        seen = inspect_model(model, _task_of_data(data, seen, options.columns))
     seen = replace(seen, languages=_required_languages(seen, options))
     found = inspect_data(data, seen.task, options.columns) if data else None
     if seen.needs_classifier and found and "train" not in found.splits:
@@ -157,33 +124,17 @@ def init_recipe(
     return text, path
 
 
-def _has_class_labels(data: Sequence[Path], model_info: ModelInfo, columns: Mapping[str, str]) -> bool:
-    """Return whether the samples have class labels, so that a model that supports it becomes a classifier.
-
-    This holds for any model folder, also a sentence embedder. Numbers with pairs of texts are similarities.
-    """
-    if CLASSIFICATION_TASK not in model_info.tasks or model_info.task == CLASSIFICATION_TASK:
-        return False
-    try:
-        found = inspect_data(data, CLASSIFICATION_TASK, columns)
-    except InputError:
-        return False  # not classification data; errors are reported for the model's own task
-    names = Columns(**found.columns)
-    row = next((row for _, row in read_file_rows(next(iter(found.splits.values())))), {})
-    label = row.get(names.label)
-    return label is not None and (row.get(names.text_pair) is None or isinstance(label, str | list))
-
-
-def _has_prompts(data: Sequence[Path], model_info: ModelInfo, columns: Mapping[str, str]) -> bool:
-    """Return whether the samples are prompts with responses, so that a language model answers them."""
-    if TEXT_GENERATION not in model_info.tasks:
-        return False
-    try:
-        found = inspect_data(data, TEXT_GENERATION, columns)
-    except InputError:
-        return False  # no prompts; errors are reported for the model's own task
-    row = next((row for _, row in read_file_rows(next(iter(found.splits.values())))), {})
-    return Columns().text not in row or row_layout(row, Columns(**columns)) is not None
+def _task_of_data(data: Sequence[Path], model_info: ModelInfo, columns: Mapping[str, str]) -> Task:
+    """Return the task that the first sample shows, if the model supports it; else the model's own."""
+    for spec in (task_spec(task) for task in model_info.tasks if task != model_info.task):
+        try:
+            found = inspect_data(data, spec.name, columns)
+        except InputError:
+            continue  # data of another task; errors are reported for the chosen one
+        row = next((row for _, row in read_file_rows(next(iter(found.splits.values())))), {})
+        if spec.recognizes_row(row, Columns(**found.columns), Columns(**columns)):
+            return spec.name
+    return model_info.task
 
 
 def _init_onnx_recipe(
@@ -263,7 +214,11 @@ def recipe_text(
     """Return the recipe as YAML with comments. base: the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
     train = "train" in splits
-    decides = model_info.task in ENCODER_DECODER_TASKS if fast else model_info.task == CLASSIFICATION_TASK
+    decides = (
+        model_info.traits.architecture == "encoder-decoder"
+        if fast
+        else model_info.traits.modality == "text" and model_info.traits.output == "labels"
+    )
     rows = _count_training_rows(data) if data and train and decides else MIN_SHORTLIST_ROWS
     judge = (
         _main_metric(model_info, data) if "validation" in {*splits, *(data.fractions if data else ())} else ""
@@ -289,7 +244,7 @@ def recipe_text(
         other_tasks = ", ".join(t for t in model_info.tasks if t != model_info.task)
         lines[-1] += f"    # other tasks of this family: {other_tasks}"
     lines += [
-        f"# Sample format: {_ROW_EXAMPLES[model_info.task]}",
+        f"# Sample format: {task_spec(model_info.task).row_example}",
         "data:    # test is only for scoring",
     ]
     for name in (n for n in get_args(SplitName) if n in splits):
@@ -332,15 +287,15 @@ def _count_training_rows(data: DataInfo) -> int:
 
 def _main_metric(model_info: ModelInfo, data: DataInfo | None) -> str:
     """Return the main metric of the report; for a classifier it depends on the first labels in the data."""
-    if model_info.task in _MAIN_METRICS:
-        return _MAIN_METRICS[model_info.task]
+    if metric := task_spec(model_info.task).main_metric:
+        return metric
     labels: list[Label] = []
     if data:
         column = data.columns.get("label", Columns().label)
         path, columns = next(iter(data.splits.values())), Columns()
         found = (
             read_image_rows(path, columns.image, column)
-            if model_info.task == IMAGE_CLASSIFICATION
+            if model_info.traits.modality == "image"
             else read_file_rows(path)
         )
         for _, row in itertools.islice(found, _LABEL_SAMPLE_ROWS):
@@ -397,9 +352,9 @@ def _machine_text(machine: MachineInfo) -> str:
 
 def _score_lines(model_info: ModelInfo) -> Iterator[str]:
     yield "score:"
-    if model_info.task in _QUALITY_METRICS:
-        yield f"  quality: {_QUALITY_METRICS[model_info.task]}"
-    if model_info.task in TEXT_TO_TEXT_TASKS:
+    if metrics := task_spec(model_info.task).suggested_metrics:
+        yield f"  quality: [{', '.join(metrics)}]"
+    if model_info.traits.output == "text":
         yield "  generation: {max_new_tokens: 128}"
     yield "  latency: {batch_sizes: [1, 8]}"
 

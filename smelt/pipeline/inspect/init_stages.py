@@ -14,20 +14,14 @@ from typing import Any
 
 from smelt.data.csv_rows import read_file_rows
 from smelt.data.json_rows import data_suffix, read_text_file
-from smelt.data.splits import (
-    DECODER_ONLY_TASKS,
-    ENCODER_DECODER_TASKS,
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    TEXT_TO_TEXT_TASKS,
-    Task,
-)
+from smelt.data.tasks import Task, task_traits
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo
 from smelt.pipeline.inspect.model_info import ModelInfo, QuantizedModelInfo
 from smelt.pipeline.recipe.stages import MODEL_STEP, load_stage
 from smelt.pipeline.recipe.yaml_file import parse_yaml
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES, SCHEMES_BY_BITS, STATIC_SCHEME
+from smelt.tasks.registry import task_spec
 from smelt.training.settings import TrainingSettings
 
 # Training samples from which a shortlist is proposed: with 2,000 it cost a translator 2.4 BLEU, with 29,000
@@ -36,9 +30,6 @@ MIN_SHORTLIST_ROWS = 10_000
 # Training samples from which a first recipe distills a pruned classifier: with 1,000 and 2,000 (SST-2,
 # MiniLM) one epoch gained nothing after pruning, which lost 0 and 1 points.
 _MIN_DISTILL_ROWS = 5_000
-CLASSIFICATION_TASK: Task = "text-classification"
-# Losses of `distill` for tasks without logits.
-_TASK_LOSSES = {"sentence-similarity": "sentence_embedding: 1.0, pairwise_similarity: 1.0"}
 _LOGITS_LOSS, _MAX_WIDTH = "losses: {logits: 1.0, labels: 0}, temperature: 1.0", 80
 
 
@@ -110,9 +101,9 @@ def _classifier_training(model_info: ModelInfo) -> Iterator[ProposedStep]:
 
 def _distill_losses(task: Task) -> str:
     """Return the losses of `distill`: only the teacher's logits, or also labels where they help."""
-    if task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
+    if task_traits(task).generates:
         return _LOGITS_LOSS
-    return f"losses: {{{_TASK_LOSSES.get(task, 'logits: 1.0, labels: 0.5')}}}"
+    return f"losses: {{{task_spec(task).distill_losses}}}"
 
 
 def _teacher_setting(model_info: ModelInfo) -> str:
@@ -121,15 +112,16 @@ def _teacher_setting(model_info: ModelInfo) -> str:
 
 def _training_steps(model_info: ModelInfo, rows: int) -> Iterator[ProposedStep]:
     yield from _classifier_training(model_info)
-    teacher = _teacher_setting(model_info)
+    teacher, traits = _teacher_setting(model_info), model_info.traits
     if no_blocks_reason(model_info.config):
         yield ProposedStep("factorize", "{method: tucker, keep_ratio: 0.5}", "low-rank convolutions")
         how = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 3}}"
         yield ProposedStep("distill", how, "recover the lost quality", "small")
         return
     # by magnitude, as the samples may have no scores to compute a loss from
-    how = ", importance: magnitude" if model_info.task == SENTENCE_SIMILARITY else ""
-    few = model_info.task == CLASSIFICATION_TASK and rows < _MIN_DISTILL_ROWS
+    how = ", importance: magnitude" if traits.output == "embedding" else ""
+    classifies = traits.output == "labels" and traits.modality == "text"
+    few = classifies and rows < _MIN_DISTILL_ROWS
     name = "small" if few else ""
     yield ProposedStep(
         "prune", f"{{targets: [ffn], keep_ratio: 0.75{how}}}", "remove a quarter of the FFN neurons", name
@@ -145,7 +137,7 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
     yield from _classifier_training(model_info)
     teacher, counts = _teacher_setting(model_info), layer_counts(model_info)
     select = f", metric_for_best_model: {selection_metric}" if selection_metric else ""
-    if model_info.task in ENCODER_DECODER_TASKS:
+    if model_info.traits.architecture == "encoder-decoder":
         yield ProposedStep(
             "onnx", "{target: ort-cpu}", "generates the training texts for the student", "whole-onnx"
         )
@@ -158,11 +150,11 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
         if enough:
             yield ProposedStep("shortlist", "{}", "restrict the output tokens for each source", "small")
         return
-    if model_info.task in (CLASSIFICATION_TASK, IMAGE_CLASSIFICATION):
+    if model_info.traits.output == "labels":
         yield from _narrow_model_steps(teacher, select, *counts.items())
         return
     ((name, count), *_) = counts.items()
-    if model_info.task in DECODER_ONLY_TASKS:  # text quality drops with each removed layer
+    if model_info.traits.architecture == "decoder":  # text quality drops with each removed layer
         if count > 1:
             few = f"{{{name}: {min(count - 1, round(0.8 * count))}}}"
             yield ProposedStep("drop-layers", few, "remove the least important layers", "shallow")
@@ -215,7 +207,7 @@ def _training_free_steps(
     if not calibration:
         how, name = f"{{scheme: {four_bits}}}", four_bits
         why = "4-bit weights; a calibration file improves them"
-    elif task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS:
+    elif task_traits(task).generates:
         how, name = f"{{scheme: {four_bits}, method: gptq}}", four_bits
         why = "4-bit weights, rounded on calibration samples"
     else:
@@ -342,7 +334,7 @@ def _can_train(model_info: ModelInfo, train: bool) -> bool:
     schemes = model_info.quantization.schemes if model_info.quantization else ()
     learns = any(SCHEMES[name].learnable_scales for name in schemes)
     return (
-        train and learns and model_info.task != SENTENCE_SIMILARITY
+        train and learns and model_info.traits.output != "embedding"
     )  # its samples may have no scores to train on
 
 
@@ -368,13 +360,13 @@ def training_time_text(model_info: ModelInfo, data: DataInfo, steps: Iterable[Pr
     if (
         not settings
         or not model_info.parameters
-        or model_info.task == IMAGE_CLASSIFICATION
+        or model_info.traits.modality == "image"
         or "train" not in data.splits
     ):
         return None
     rows, letters = _count_rows_and_chars(data)
     # in an encoder-decoder each half processes one side
-    tokens = letters / _CHARS_PER_TOKEN / (2 if model_info.task in ENCODER_DECODER_TASKS else 1)
+    tokens = letters / _CHARS_PER_TOKEN / (2 if model_info.traits.architecture == "encoder-decoder" else 1)
     epochs = work = 0.0
     for word, values in settings:
         passes = float(values.get("epochs", TrainingSettings.model_fields["epochs"].default))
@@ -394,7 +386,7 @@ def training_time_text(model_info: ModelInfo, data: DataInfo, steps: Iterable[Pr
 
 def _embedding_parameters(model_info: ModelInfo) -> int:
     """Return the number of weights without operations: the embedding of a model that does not generate."""
-    writes = model_info.task in TEXT_TO_TEXT_TASKS | DECODER_ONLY_TASKS
+    writes = model_info.traits.generates
     words, width = (
         model_info.config.get("vocab_size"),
         FAMILIES[model_info.family].embedding_size(model_info.config),

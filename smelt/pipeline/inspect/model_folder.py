@@ -21,8 +21,8 @@ from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import load_json, path_exists, resolve_path
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.data.labels import CLASSIFIER_SUFFIXES
-from smelt.data.splits import CLASSIFICATION_TASKS, DECODER_ONLY_TASKS, SENTENCE_SIMILARITY, Task
+from smelt.data.labels import CLASSIFIER_SUFFIXES, has_classifier
+from smelt.data.tasks import Task, tasks_with
 from smelt.models.families.registry import (
     FAMILIES,
     FAMILIES_BY_TASK,
@@ -46,7 +46,6 @@ from smelt.models.weight_files import (
     read_header,
     weight_tensors,
 )
-from smelt.pipeline.recipe.model_and_data import has_classifier
 
 # https://github.com/huggingface/safetensors, "Format"; sub-byte types are counted in bits.
 _DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6}
@@ -215,7 +214,7 @@ def quantization_problems(
             require_quantized_tensors(folder, coding)
     except InputError as error:
         return [error.as_message()]
-    wants_head = lacks_head(config) or (task in CLASSIFICATION_TASKS and not has_classifier(config))
+    wants_head = lacks_head(config) or (task in tasks_with(output="labels") and not has_classifier(config))
     return [error_message("head-on-quantized", f"{folder}: {new_head_message(coding)}")] if wants_head else []
 
 
@@ -320,8 +319,10 @@ def check_model_folder(
     if config and families and kind not in families:
         problems.append(unknown_family_message(kind, task).with_prefix(f"{folder / 'config.json'}: "))
     else:
-        problems += _check_language_model(config, folder) if task in DECODER_ONLY_TASKS else []
-        problems += _check_bare_encoder(config, folder) if task == SENTENCE_SIMILARITY else []
+        problems += (
+            _check_language_model(config, folder) if task in tasks_with(architecture="decoder") else []
+        )
+        problems += _check_bare_encoder(config, folder) if task in tasks_with(output="embedding") else []
         problems += [
             problem.with_prefix(f"{folder / 'config.json'}: ")
             for problem in unsupported_config_errors(config)
@@ -534,7 +535,11 @@ def _check_image_processor(folder: Path) -> list[Message]:
 
 def _config_warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[Message]:
     named: list[str] = config.get("architectures") or []
-    if task in CLASSIFICATION_TASKS and named and not any(n.endswith(CLASSIFIER_SUFFIXES) for n in named):
+    if (
+        task in tasks_with(output="labels")
+        and named
+        and not any(n.endswith(CLASSIFIER_SUFFIXES) for n in named)
+    ):
         advice = ". Start with a finetune step and set it as the baseline" if is_baseline else ""
         return [
             warning(

@@ -18,8 +18,9 @@ from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import MANIFEST, load_json, resolve_path
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import with_article
+from smelt.data.labels import has_classifier
 from smelt.data.npz_arrays import read_npz_headers
-from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Task
+from smelt.data.tasks import Task, TaskTraits, task_traits
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.quantization_config import (
     CHECKPOINT_BITS,
@@ -36,7 +37,6 @@ from smelt.pipeline.inspect.model_folder import (
     read_config,
     unknown_family_message,
 )
-from smelt.pipeline.recipe.model_and_data import has_classifier
 from smelt.quantization.scheme import EXPORT_TARGETS, SchemeOptions
 from smelt.quantization.schemes.registry import (
     CHECKPOINT_SCHEME,
@@ -55,6 +55,7 @@ from smelt.runtimes.onnx_import.convert_optimum import (
 )
 from smelt.runtimes.onnx_import.signature import GraphSignature, TensorSpec
 from smelt.runtimes.onnx_import.trial_run import detect_output_axes
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     from smelt.runtimes.onnx_import.validate_graph import GraphValidation
@@ -154,6 +155,11 @@ class ModelInfo:
     languages: tuple[str | None, str | None] = (None, None)
     quantization: QuantizedModelInfo | None = None
 
+    @property
+    def traits(self) -> TaskTraits:
+        """The traits of its task."""
+        return task_traits(self.task)
+
 
 def inspect_model(model: str, task: Task | None = None, base: Path | None = None) -> ModelInfo:
     """Return the properties of `model`, a folder or a hub id; of the latter only the config is downloaded.
@@ -189,7 +195,7 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
         parameters=count,
         dtype=dtype,
         max_tokens=_max_tokens(folder, config, chosen),
-        needs_classifier=chosen in CLASSIFICATION_TASKS and not has_classifier(config),
+        needs_classifier=task_traits(chosen).output == "labels" and not has_classifier(config),
         config=config,
         languages=_tokenizer_languages(folder) if folder is not None else (None, None),
         quantization=coded,
@@ -198,7 +204,11 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
 
 def _max_tokens(folder: Path | None, config: Mapping[str, Any], task: Task) -> int | None:
     """Return the model's maximum input length; for a sentence embedder also limited by its own files."""
-    rules = read_sentence_rules(folder) if folder is not None and task == SENTENCE_SIMILARITY else None
+    rules = (
+        read_sentence_rules(folder)
+        if folder is not None and task_traits(task).output == "embedding"
+        else None
+    )
     limits = [n for n in (position_limit(config), rules.max_length if rules else None) if n is not None]
     return min(limits, default=None)
 
@@ -229,8 +239,8 @@ def _choose_task(
                 code="unsupported-task",
             )
         return requested
-    if is_embedder and SENTENCE_SIMILARITY in tasks:
-        return SENTENCE_SIMILARITY
+    if recognized := [task for task in tasks if task_spec(task).recognizes_model(config, is_embedder)]:
+        return recognized[0]
     params = config.get("task_specific_params")
     named = {t for t in tasks for word in (params if isinstance(params, dict) else ()) if word.startswith(t)}
     if len(named) == 1:

@@ -21,16 +21,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.errors import combined_error, rust_panics_as_errors
 from smelt.core.messages import Message, error_message, warning
 from smelt.core.stage import Settings
-from smelt.data.splits import (
-    CUSTOM_TASK,
-    ENCODER_DECODER_TASKS,
-    IMAGE_CLASSIFICATION,
-    SENTENCE_SIMILARITY,
-    TEXT_GENERATION,
-    Example,
-    Split,
-    Task,
-)
+from smelt.data.splits import Example, Split
+from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.environment import physical_cores
 from smelt.models.costs import (
     INTERPRETER_BYTES,
@@ -143,9 +135,9 @@ def measure_lengths(
         folder: of the tokenizer; None: not available.
         config: of the model; limits the lengths.
     """
-    if task == CUSTOM_TASK:
+    if task_traits(task).modality == "arrays":
         return {}
-    if task == IMAGE_CLASSIFICATION:
+    if task_traits(task).modality == "image":
         return {
             name: SampleLengths((0,) * min(len(s), _MAX_SAMPLES), (0,) * min(len(s), _MAX_SAMPLES), len(s))
             for name, s in splits.items()
@@ -158,11 +150,11 @@ def measure_lengths(
 def _lengths(split: Split, task: Task, counters: tuple[Any, Any], limit: int) -> SampleLengths:
     step = max(1, len(split) // _MAX_SAMPLES)
     examples = split.examples[::step]
-    if task == "language-modeling":
+    if task_traits(task).samples == "running-text":
         return _windows(split, examples, counters[0], limit)
     pairs = [(text, target) for example in examples for text, target in _texts(example, task)]
     rates = [_fit_rate([pair[side] for pair in pairs], counters[side]) for side in (0, 1)]
-    has_target = task in (*ENCODER_DECODER_TASKS, TEXT_GENERATION, SENTENCE_SIMILARITY)
+    has_target = task_traits(task).has_target_text
     source = tuple(min(limit, rates[0].tokens(text)) for text, _ in pairs)
     target = tuple(min(limit, rates[1].tokens(text)) if has_target else 0 for _, text in pairs)
     return SampleLengths(source, target, round(len(pairs) * len(split) / max(1, len(examples))))
@@ -170,7 +162,7 @@ def _lengths(split: Split, task: Task, counters: tuple[Any, Any], limit: int) ->
 
 def _texts(example: Example, task: Task) -> list[tuple[str, str]]:
     """Return the texts of a sample: the inputs of the first stack, and of the second one or the target."""
-    if task == SENTENCE_SIMILARITY:
+    if task_traits(task).output == "embedding":
         return [(example.text, example.text_pair or "")]
     if example.references:
         return [(example.text, reference) for reference in example.references]
@@ -379,7 +371,7 @@ def _score_cost(
 ) -> ScoreCost | None:
     """Return the cost of scoring a model of `size`; None if it is not known."""
     recipe, samples = plan.recipe, lengths.get(plan.judged_on)
-    if size is None or not size.stacks or samples is None or recipe.task == CUSTOM_TASK:
+    if size is None or not size.stacks or samples is None or recipe.traits.modality == "arrays":
         return None
     score, work = recipe.score, load_work(size)
     largest = max(samples.batches(score.batch_size), key=lambda b: b.samples * (b.source + b.target))
@@ -392,7 +384,7 @@ def _score_cost(
         held += _generation_bytes(size, largest, beams)
     else:
         stride = recipe.data.windows.stride
-        times = samples.source[0] / stride if recipe.task == "language-modeling" and stride else 1.0
+        times = samples.source[0] / stride if recipe.traits.samples == "running-text" and stride else 1.0
         work += passes_over(samples, size, recipe.task, score.batch_size) * times
         held += pass_bytes(size, largest)
     on_gpu = training_device(recipe.device) == "cuda"

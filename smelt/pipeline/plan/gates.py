@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from smelt.core.messages import error_message, warning
-from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC
 from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
 from smelt.pipeline.plan.plan import PlannedGate
@@ -62,7 +61,7 @@ def plan_gates(context: CheckContext) -> Iterator[Finding]:
         limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
         if context.recipe.baseline not in included:
             limits.pop("max_drop")  # no baseline to compare with; check_baseline warns about it
-            if metric == AGREEMENT_METRIC and context.recipe.task != CUSTOM_TASK:
+            if metric == AGREEMENT_METRIC and context.recipe.traits.modality != "arrays":
                 limits = {}
         given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
         gates += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]
@@ -106,9 +105,9 @@ def choose_judging_split(context: CheckContext) -> JudgedOn:
     recipe, files = context.recipe, context.recipe.data.split_files()
     if recipe.judged_on is not None:
         return recipe.judged_on
-    if "validation" not in recipe.data.split_sources() or recipe.task == SENTENCE_SIMILARITY:
+    if "validation" not in recipe.data.split_sources() or recipe.traits.output == "embedding":
         return "test"
     validation = context.splits.get("validation", range(MIN_JUDGING_ROWS))
-    few = recipe.task != "language-modeling" and len(validation) < MIN_JUDGING_ROWS
+    few = recipe.traits.samples != "running-text" and len(validation) < MIN_JUDGING_ROWS
     same = files.get("validation") is not None and files.get("validation") == files.get("test")
     return "test" if few or same or len(context.leaf_names) < 2 else "validation"

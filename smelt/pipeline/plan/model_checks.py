@@ -9,7 +9,6 @@ from typing import Any
 from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
-from smelt.data.splits import SENTENCE_SIMILARITY
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
 from smelt.models.text_rules import position_limit
 from smelt.pipeline.inspect.model_folder import (
@@ -103,7 +102,7 @@ def check_prompts(context: CheckContext) -> Iterator[Finding]:
 def resolve_embedder(context: CheckContext) -> Iterator[Finding]:
     """Check an embedder's folder and metrics, as far as they are available, and set its default metrics."""
     recipe, folder = context.recipe, context.model_folder
-    if recipe.task != SENTENCE_SIMILARITY:
+    if recipe.traits.output != "embedding":
         return
     if folder is not None and not context.is_invalid("model", "embedding"):
         try:

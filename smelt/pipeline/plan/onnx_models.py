@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, warning
-from smelt.data.splits import CUSTOM_TASK, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.data.labels import has_classifier
+from smelt.data.tasks import Task, task_names, task_traits, tasks_with
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, DEFAULT_METRICS, TOP1_METRIC
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.text_rules import MODULES_FILE, POOLINGS
@@ -28,16 +29,18 @@ from smelt.pipeline.inspect.model_info import (
     is_onnx,
 )
 from smelt.pipeline.plan.check_context import CheckContext, Findings, skip_if_invalid
-from smelt.pipeline.recipe.model_and_data import has_classifier
 from smelt.pipeline.recipe.recipe import ParsedRecipe
 from smelt.pipeline.recipe.validation_errors import Finding, error_findings
 from smelt.runtimes.onnx_import.convert_optimum import MODEL_GRAPH, layout_problems
+from smelt.tasks.registry import all_specs, task_spec
+from smelt.tasks.sentence_similarity import HIDDEN_STATES_OUTPUT
 
 if TYPE_CHECKING:
     from smelt.runtimes.onnx_import.signature import GraphSignature
 
 
-GENERATIVE_TASKS = (*TEXT_TO_TEXT_TASKS, "language-modeling")
+GENERATIVE_TASKS = tasks_with(generates=True)
+ARRAYS_TASK = task_names(modality="arrays")
 
 
 def _read_generation_graphs(recipe: ParsedRecipe, path: Path) -> Findings[OnnxModel | None]:
@@ -114,9 +117,6 @@ def _read_tokenizer_folder(
     return None if problems else folder
 
 
-# Output of the graph for each task.
-_TASK_OUTPUTS: dict[Task, str] = {"text-classification": "logits", SENTENCE_SIMILARITY: "sentence_embedding"}
-HIDDEN_STATES_OUTPUT = "last_hidden_state"  # pooled to an embedder's vectors
 _MAX_NAMED_NODES = 3  # nodes in a warning
 _TEXT_KEYS = ("prefix", "source_language", "target_language")
 
@@ -133,14 +133,14 @@ def read_onnx_model(context: CheckContext) -> Iterator[Finding]:
         yield from _onnx_only_keys(context)
         return
     path = resolve_path(recipe.base, str(recipe.model))
-    if recipe.task in GENERATIVE_TASKS and not context.is_invalid("task"):
+    if recipe.traits.generates and not context.is_invalid("task"):
         model = yield from _read_generation_graphs(recipe, path)
     else:
         model = yield from _read_single_graph(context, path)
     if model is None:
         return
     context.onnx_model, context.model_folder = model, model.tokenizer_folder
-    if recipe.task == CUSTOM_TASK:
+    if recipe.traits.modality == "arrays":
         yield from _set_batch_size(context, model)
         data = recipe.data.model_copy(update={"axes": model.signature.input_batch_axes})
         metrics = yield from _output_metrics(recipe, model)
@@ -169,13 +169,13 @@ def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel 
             " outputs and scores differ between runs. Export it in inference mode (model.eval())."
         )
         yield (), warning("random-outputs", text)
-    if recipe.task == CUSTOM_TASK:
+    if recipe.traits.modality == "arrays":
         known = yield from _with_batch_axes(context, model)
         if known is not None:
             yield from _check_arrays(context, known)
         return known
     if recipe.data.axes and not context.is_invalid("data.axes"):
-        text = f"only for arrays (task: {CUSTOM_TASK}); the task is {recipe.task}. Remove it."
+        text = f"only for arrays (task: {ARRAYS_TASK}); the task is {recipe.task}. Remove it."
         yield ("data", "axes"), error_message("does-not-fit-task", text)
     folder = yield from _check_texts(recipe, model)
     return None if folder is None else replace(model, tokenizer_folder=folder)
@@ -240,7 +240,7 @@ def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[st
     metrics = recipe.score.quality
     classes = model.details.get("class_outputs") or {}
     floats = {value.name for value in model.signature.outputs if value.dtype.startswith("float")}
-    default = metrics == DEFAULT_METRICS[CUSTOM_TASK]
+    default = metrics == DEFAULT_METRICS[recipe.task]
     if TOP1_METRIC in metrics and not classes and len(floats) == len(model.signature.outputs):
         if not default or TOP1_METRIC in recipe.gates:
             path = ("gates", TOP1_METRIC) if TOP1_METRIC in recipe.gates else ("score", "quality")
@@ -259,14 +259,14 @@ def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[st
 def _onnx_only_keys(context: CheckContext) -> Iterator[Finding]:
     """Yield errors for keys that are only for ONNX models."""
     recipe = context.recipe
-    if recipe.task == CUSTOM_TASK and not context.is_invalid("task"):
-        text = f"'{CUSTOM_TASK}' needs an .onnx file as model; {recipe.model!s} is not one."
+    if recipe.traits.modality == "arrays" and not context.is_invalid("task"):
+        text = f"'{ARRAYS_TASK}' needs an .onnx file as model; {recipe.model!s} is not one."
         yield ("task",), error_message("needs-onnx-model", f"{text} Choose another task.")
     if recipe.tokenizer is not None and not context.is_invalid("tokenizer"):
         text = "only for .onnx models; other models have their own tokenizer. Remove it."
         yield ("tokenizer",), error_message("needs-onnx-model", text)
     if recipe.data.axes and not context.is_invalid("data.axes"):
-        text = f"only for ONNX models with task: {CUSTOM_TASK}. Remove it."
+        text = f"only for ONNX models with task: {ARRAYS_TASK}. Remove it."
         yield ("data", "axes"), error_message("needs-onnx-model", text)
 
 
@@ -276,11 +276,11 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
 
     recipe, data = context.recipe, context.recipe.data
     if recipe.tokenizer is not None:
-        text = f"not used for task: {CUSTOM_TASK}. Remove it."
+        text = f"not used for task: {ARRAYS_TASK}. Remove it."
         yield ("tokenizer",), error_message("does-not-fit-task", text)
     for name in _TEXT_KEYS:
         if getattr(data, name) is not None:
-            text = f"only for text data; task: {CUSTOM_TASK} uses arrays. Remove it."
+            text = f"only for text data; task: {ARRAYS_TASK} uses arrays. Remove it."
             yield ("data", name), error_message("does-not-fit-task", text)
     if "columns" in data.model_fields_set:
         text = "only for text data; arrays are matched to inputs by name. Remove it."
@@ -314,11 +314,12 @@ def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
 
 def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None]:
     """Check that the graph fits the task; return the folder with config and tokenizer, None for errors."""
-    if recipe.task not in _TASK_OUTPUTS:
+    if task_spec(recipe.task).graph_output is None:
+        graph_tasks = (spec.name for spec in all_specs() if spec.graph_output is not None)
         text = (
-            f"ONNX models support {', '.join((*_TASK_OUTPUTS, *GENERATIVE_TASKS, CUSTOM_TASK))}. For"
+            f"ONNX models support {', '.join((*graph_tasks, *GENERATIVE_TASKS, ARRAYS_TASK))}. For"
             f" {recipe.task} start from"
-            f" the folder of weights that the graph was exported from, or set task: {CUSTOM_TASK}."
+            f" the folder of weights that the graph was exported from, or set task: {ARRAYS_TASK}."
         )
         yield ("task",), error_message("unsupported-task", text)
         return None
@@ -336,7 +337,7 @@ def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None
     config, problems = read_config(folder)
     kind = str(config.get("model_type", ""))
     problems += check_tokenizer_files(folder, kind) if kind in FAMILIES else _missing_tokenizer(folder)
-    if config and recipe.task == "text-classification" and not has_classifier(config):
+    if config and recipe.traits.output == "labels" and not has_classifier(config):
         problems.append(
             error_message(
                 "unsupported-architecture",
@@ -346,14 +347,14 @@ def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None
         )
     for problem in problems:
         yield place, problem
-    if recipe.task == SENTENCE_SIMILARITY and not problems:
+    if recipe.traits.output == "embedding" and not problems:
         yield from _check_pooling(recipe, model.signature, folder)
     return None if problems else folder
 
 
 def _check_pooling(recipe: ParsedRecipe, signature: GraphSignature, folder: Path) -> Iterator[Finding]:
     """Check that the pooling is defined if the graph outputs only hidden states."""
-    pooled = any(value.name == _TASK_OUTPUTS[SENTENCE_SIMILARITY] for value in signature.outputs)
+    pooled = any(value.name == task_spec(recipe.task).graph_output for value in signature.outputs)
     if not pooled and recipe.embedding.pooling is None and not (folder / MODULES_FILE).is_file():
         text = (
             f"the graph outputs {HIDDEN_STATES_OUTPUT}, and there is no {MODULES_FILE} that defines the"
@@ -371,14 +372,17 @@ def _task_mismatches(signature: GraphSignature, task: Task) -> Iterator[Message]
         yield error_message(
             "wrong-graph-inputs",
             f"its inputs are {', '.join(inputs)}; a graph for {task} needs input_ids, attention_mask and"
-            f" optionally token_type_ids. Export it with these names, or set task: {CUSTOM_TASK}.",
+            f" optionally token_type_ids. Export it with these names, or set task: {ARRAYS_TASK}.",
         )
-    given = {_TASK_OUTPUTS[task], *([HIDDEN_STATES_OUTPUT] if task == SENTENCE_SIMILARITY else [])}
+    given = {
+        str(task_spec(task).graph_output),
+        *([HIDDEN_STATES_OUTPUT] if task_traits(task).output == "embedding" else []),
+    }
     if not given & set(outputs):
         yield error_message(
             "wrong-graph-outputs",
             f"its outputs are {', '.join(outputs)}; a graph for {task} needs {' or '.join(sorted(given))}."
-            f" Export it with this name, or set task: {CUSTOM_TASK}.",
+            f" Export it with this name, or set task: {ARRAYS_TASK}.",
         )
 
 

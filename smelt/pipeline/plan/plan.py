@@ -18,10 +18,9 @@ from smelt.core.errors import InputError, MissingDependencyError, combined_error
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Need, Settings, Stage, absolute_path
-from smelt.data.examples import UNLABELED, is_plain_text, read_split, read_unlabeled
 from smelt.data.labels import ProblemType, require_all_or_none
 from smelt.data.split_division import divide_split, limit_split
-from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Split
+from smelt.data.splits import Split
 from smelt.evaluate.metrics.registry import find_metric, is_lower_better, scores_agreement_alone
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.model_folder import fetch_model
@@ -31,6 +30,7 @@ from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.recipe import JudgedOn, ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import dump_yaml
+from smelt.tasks.read_split import UNLABELED, is_plain_text, read_split, read_unlabeled
 
 
 def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
@@ -43,7 +43,7 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
     origin, calibrates = data.split_files()[name], name == "calibration"
     if name == UNLABELED or (calibrates and is_plain_text(origin, recipe.task)):
         return {name: read_unlabeled(origin, recipe.task, data.columns, recipe.base)}
-    unlabeled = calibrates and recipe.task in CLASSIFICATION_TASKS
+    unlabeled = calibrates and recipe.traits.output == "labels"
     split = read_split(
         origin,
         recipe.task,
@@ -276,7 +276,7 @@ def _format_plan(plan: Plan) -> str:
         lines += _wrap_lines(f"{name:<12}{entry}{rows}", 12)
     for entry in resolve_text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
         lines += _wrap_lines(f"texts       {entry}", 12)
-    if recipe.task == SENTENCE_SIMILARITY and plan.local_model:
+    if recipe.traits.output == "embedding" and plan.local_model:
         lines += _wrap_lines(f"vectors     {pooling_text(resolve_pooling(recipe, plan.local_model)[0])}", 12)
     if (launch := recipe.launch).num_processes > 1:
         lines += _wrap_lines(f"training    {launch.num_processes} processes, {launch.description}", 12)
@@ -354,7 +354,7 @@ def _metric_descriptions(plan: Plan) -> list[str]:
     """Return the metrics, with how they are computed on the test references, if these were read."""
     recipe, references = plan.recipe, None
     language = recipe.data.target_language
-    if recipe.task in TEXT_TO_TEXT_TASKS and "test" in plan.splits:
+    if recipe.traits.output == "text" and "test" in plan.splits:
         references = [text for example in plan.splits["test"].examples for text in example.references]
         if language is None and plan.local_model:
             language = read_text_rules(plan.local_model).target_language
@@ -368,7 +368,7 @@ def _score_lines(plan: Plan) -> list[str]:
     score = plan.recipe.score
     names = _metric_descriptions(plan)
     text = f"score       {', '.join(names) or 'metrics by the labels'}"
-    if plan.recipe.task in TEXT_TO_TEXT_TASKS:
+    if plan.recipe.traits.output == "text":
         text += f"; {score.generation.summary()}"
     if score.latency:
         sizes = ", ".join(map(str, score.latency.batch_sizes))

@@ -9,7 +9,8 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import error_message
 from smelt.core.system import install_command, package_problem
-from smelt.data.splits import CLASSIFICATION_TASKS, SENTENCE_SIMILARITY, Split
+from smelt.data.splits import Split
+from smelt.data.tasks import tasks_with
 from smelt.evaluate.metrics.registry import find_metric
 from smelt.pipeline.inspect.machine import cuda_missing_reason, training_device
 from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
@@ -104,8 +105,8 @@ def check_folds(context: CheckContext) -> Iterator[Finding]:
     if recipe.score.folds is None:
         return
     path: KeyPath = ("score", "folds")
-    if recipe.task not in (*CLASSIFICATION_TASKS, SENTENCE_SIMILARITY):
-        tasks = ", ".join([*sorted(CLASSIFICATION_TASKS), SENTENCE_SIMILARITY])
+    if recipe.traits.output not in ("labels", "embedding"):
+        tasks = ", ".join([*tasks_with(output="labels"), *tasks_with(output="embedding")])
         yield path, error_message("does-not-fit-task", f"cross-validation is for {tasks}. Remove folds.")
     elif not any(step.trains for step in context.steps):
         text = "no stage trains, so that all folds would be equal. Remove folds, or add a training stage."

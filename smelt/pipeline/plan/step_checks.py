@@ -16,7 +16,8 @@ from smelt.core.errors import did_you_mean
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Settings
-from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, TEXT_TO_TEXT_TASKS
+from smelt.data.labels import has_classifier
+from smelt.data.tasks import task_traits
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
 from smelt.export.settings import ProviderSettings
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
@@ -32,7 +33,6 @@ from smelt.pipeline.plan.step_draft import (
 )
 from smelt.pipeline.plan.warnings import poor_order_warnings
 from smelt.pipeline.recipe import stages
-from smelt.pipeline.recipe.model_and_data import has_classifier
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry
 from smelt.pipeline.recipe.validation_errors import Finding, validate_settings
 
@@ -118,9 +118,9 @@ def _path_errors(context: CheckContext, path: Path, used_unchanged: bool | None)
         return [error_message("not-a-folder", text)]
     task = None if "task" in context.invalid_paths else context.recipe.task
     problems, _ = check_model_folder(
-        path, task, is_baseline=False, needs_tokenizer=task != IMAGE_CLASSIFICATION
+        path, task, is_baseline=False, needs_tokenizer=task_traits(task).modality != "image"
     )
-    if not problems and used_unchanged and task in CLASSIFICATION_TASKS:
+    if not problems and used_unchanged and task_traits(task).output == "labels":
         if has_classifier(read_config(path)[0]):
             return []
         return [
@@ -191,7 +191,7 @@ def _check_selection(context: CheckContext, draft: StepDraft) -> Iterator[Findin
     if metric == "loss" or context.is_invalid("task", "score"):
         return
     path = context.setting_path(draft.name, "metric_for_best_model")
-    if context.recipe.task == "language-modeling":
+    if context.recipe.traits.samples == "running-text":
         text = "the metrics of a language model are functions of its loss. Set metric_for_best_model: loss."
         yield path, error_message("metric-follows-loss", text)
         return
@@ -343,7 +343,7 @@ def set_engine_lengths(context: CheckContext) -> Iterator[Finding]:
     outputs.
     """
     wanted = context.recipe.score.generation.max_new_tokens
-    if context.recipe.task not in TEXT_TO_TEXT_TASKS or wanted is None:
+    if context.recipe.traits.output != "text" or wanted is None:
         return
     for step in context.steps:
         given = _engine_max_new_tokens(step)

@@ -16,7 +16,8 @@ from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import load_json
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.prompt_rows import assistant_turns
-from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_GENERATION, Split
+from smelt.data.splits import Split
+from smelt.data.tasks import task_names
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, CORRELATION_METRICS, EMBEDDING_METRICS
 from smelt.models.families.family import Family
 from smelt.models.families.registry import find_family
@@ -94,7 +95,7 @@ def prompt_errors(recipe: ParsedRecipe, folder: Path, splits: Mapping[str, Split
     as plain text to a model without a chat template unless the recipe sets the template. One conversation
     of each order of roles is rendered, since templates refuse some orders.
     """
-    if recipe.task != TEXT_GENERATION:
+    if recipe.traits.samples != "prompts":
         return []
     rules, _ = prompt_rules(recipe, folder)
     home = _tokenizer_folder(recipe, folder) or folder
@@ -247,9 +248,9 @@ def resolve_text_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, l
     Raises:
         InputError: settings do not fit the task or the model, or required ones are missing.
     """
-    if recipe.task not in ENCODER_DECODER_TASKS:
+    if recipe.traits.architecture != "encoder-decoder":
         return _other_rules(recipe, folder)
-    _require_task(recipe, ("prompt_template",), TEXT_GENERATION)
+    _require_task(recipe, ("prompt_template",), task_names(samples="prompts"))
     data = recipe.data
     config = _read_config_or_empty(folder)
     kind = config.get("model_type")
@@ -276,12 +277,12 @@ def _other_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[st
     Raises:
         InputError: `does-not-fit-task`, or as `prompt_rules` and `_embedder_text_rules`.
     """
-    languages = ("prefix", "source_language", "target_language")[recipe.task == SENTENCE_SIMILARITY :]
-    _require_task(recipe, languages, " and ".join(sorted(ENCODER_DECODER_TASKS)))
-    if recipe.task == TEXT_GENERATION:
+    languages = ("prefix", "source_language", "target_language")[recipe.traits.output == "embedding" :]
+    _require_task(recipe, languages, task_names(architecture="encoder-decoder"))
+    if recipe.traits.samples == "prompts":
         return prompt_rules(recipe, folder)
-    _require_task(recipe, ("prompt_template",), TEXT_GENERATION)
-    return _embedder_text_rules(recipe, folder) if recipe.task == SENTENCE_SIMILARITY else (TextRules(), [])
+    _require_task(recipe, ("prompt_template",), task_names(samples="prompts"))
+    return _embedder_text_rules(recipe, folder) if recipe.traits.output == "embedding" else (TextRules(), [])
 
 
 def _require_task(recipe: ParsedRecipe, names: Sequence[str], tasks: str) -> None:

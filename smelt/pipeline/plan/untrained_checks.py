@@ -7,14 +7,16 @@ not set there, from the labels; the metrics depend on it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, combined_error
 from smelt.core.files import read_json_object, resolve_path
 from smelt.core.messages import Message, error_message
-from smelt.data.labels import ProblemType, class_names
-from smelt.data.splits import CLASSIFICATION_TASKS, IMAGE_CLASSIFICATION, Split
+from smelt.data.labels import ProblemType, class_names, has_classifier
+from smelt.data.splits import Split
+from smelt.data.tasks import task_names
 from smelt.evaluate.metrics.registry import DEFAULTS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES_BY_TASK
 from smelt.pipeline.inspect.model_folder import (
@@ -31,7 +33,6 @@ from smelt.pipeline.recipe.model_and_data import (
     NewTokenizer,
     UntrainedModel,
     gate_errors,
-    has_classifier,
     label_errors,
     metric_class_errors,
     metric_errors,
@@ -43,6 +44,7 @@ from smelt.pipeline.recipe.stages import MODEL_STEP, training_stages
 from smelt.pipeline.recipe.validation_errors import Finding
 from smelt.pipeline.recipe.yaml_file import KeyPath
 from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, parse_processor
+from smelt.tasks.registry import task_spec
 
 UNTRAINED_NOT_SCORED = "random weights; the first trained step is the baseline"
 
@@ -109,9 +111,9 @@ def _image_errors(
     recipe: ParsedRecipe, model: UntrainedModel, config: Mapping[str, Any]
 ) -> Iterator[Finding]:
     path: KeyPath = ("model", "image_size")
-    if recipe.task != IMAGE_CLASSIFICATION:
+    if recipe.traits.modality != "image":
         if model.image_size is not None:
-            text = f"only for {IMAGE_CLASSIFICATION}; the task is {recipe.task}. Remove it."
+            text = f"only for {task_names(modality='image')}; the task is {recipe.task}. Remove it."
             yield path, error_message("does-not-fit-task", text)
         return
     try:
@@ -129,9 +131,9 @@ def _image_errors(
 def _tokenizer_errors(context: CheckContext, model: UntrainedModel, kind: str) -> Iterator[Finding]:
     recipe, tokenizer = context.recipe, model.tokenizer
     path: KeyPath = ("model", "tokenizer")
-    if recipe.task == IMAGE_CLASSIFICATION:
+    if recipe.traits.modality == "image":
         if tokenizer is not None:
-            text = f"not used for {IMAGE_CLASSIFICATION}. Remove it."
+            text = f"not used for {task_names(modality='image')}. Remove it."
             yield path, error_message("does-not-fit-task", text)
         return
     if tokenizer is None:
@@ -172,7 +174,7 @@ def check_new_classifier(context: CheckContext) -> Iterator[Finding]:
     Of a model that is not downloaded or created yet, the stage checks it.
     """
     recipe, folder = context.recipe, context.model_folder
-    if recipe.task not in CLASSIFICATION_TASKS or folder is None:
+    if recipe.traits.output != "labels" or folder is None:
         return
     config, problems = read_config(folder)
     if not problems and not has_classifier(config):
@@ -202,9 +204,9 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
 
     Sets the default metrics, and the problem type if it is known before the run.
     """
-    recipe, folder, splits = context.recipe, context.model_folder, context.splits
+    recipe, folder = context.recipe, context.model_folder
     untrained = recipe.model if isinstance(recipe.model, UntrainedModel) else None
-    if recipe.task not in CLASSIFICATION_TASKS or (folder is None and untrained is None):
+    if recipe.traits.output != "labels" or (folder is None and untrained is None):
         return
     if untrained is not None:
         config, problems = read_untrained_config(config_file(untrained, recipe.base))
@@ -213,6 +215,7 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
         config, problems = read_config(folder)
     if problems:
         return
+    splits = _label_splits(recipe, context.splits)
     are_all_read = set(splits) == set(recipe.data.split_sources())
     if not are_all_read and not has_classifier(config):
         return  # the problem type of a new classifier depends on all labels
@@ -239,6 +242,15 @@ def resolve_classifier(context: CheckContext) -> Iterator[Finding]:
     context.recipe = recipe.model_copy(update={"score": score})
 
 
+def _label_splits(recipe: ParsedRecipe, splits: Mapping[str, Split]) -> dict[str, Split]:
+    """Return `splits` with an example for each label."""
+    spec = task_spec(recipe.task)
+    return {
+        name: replace(split, examples=tuple(spec.label_examples(split.examples)))
+        for name, split in splits.items()
+    }
+
+
 def resolve_labels(
     recipe: ParsedRecipe, file: Path, data: Mapping[str, Split], problem: ProblemType | None
 ) -> tuple[tuple[ProblemType, list[str]], tuple[str, ...]]:
@@ -257,6 +269,7 @@ def resolve_labels(
         InputError: labels, metrics or gates do not fit the model; the message lists every error.
     """
     config, _ = (read_config_file if isinstance(recipe.model, str) else read_untrained_config)(file)
+    data = _label_splits(recipe, data)
     problem = problem or resolve_problem_type(config, data)
     found = [error for _, error in label_errors(config, data, problem)]
     quality = metric_errors(recipe.score.quality, problem)

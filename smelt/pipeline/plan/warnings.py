@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.files import load_json
 from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL, infer_problem_type, similar_labels
-from smelt.data.splits import (
-    CLASSIFICATION_TASKS,
-    CUSTOM_TASK,
-    IMAGE_CLASSIFICATION,
-    TEXT_TO_TEXT_TASKS,
-    Example,
-    Split,
-    Task,
-)
+from smelt.data.splits import Example, Split
+from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.metrics.registry import WINDOW_METRICS, scores_agreement_alone
 from smelt.pipeline.plan.step_draft import StepDraft, lost_results, scheme_text, step_spec
 from smelt.quantization.schemes.registry import SCHEMES
@@ -52,7 +45,7 @@ def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split
     test = splits.get("test")
     if test is not None:
         # for running text the number of lines is not the amount of text
-        if recipe.task != "language-modeling" and len(test) < MIN_JUDGING_ROWS:
+        if recipe.traits.samples != "running-text" and len(test) < MIN_JUDGING_ROWS:
             found.append(
                 warning(
                     "few-test-rows",
@@ -66,11 +59,9 @@ def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split
         calibrated = next((name for name in _calibration_splits(recipe.task) if name in splits), None)
         if calibrated is not None:
             found += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
-    if recipe.task in CLASSIFICATION_TASKS:
+    if recipe.traits.output == "labels":
         found += _label_spelling_warnings(splits)
-    for name, split in (
-        splits.items() if recipe.task not in (IMAGE_CLASSIFICATION, CUSTOM_TASK, "language-modeling") else ()
-    ):
+    for name, split in splits.items() if recipe.traits.samples in ("texts", "prompts") else ():
         found += _unbalanced_quote_warnings(split, name)
     return found
 
@@ -107,7 +98,7 @@ def launch_warnings(recipe: ParsedRecipe) -> list[Message]:
 
 def agreement_warnings(recipe: ParsedRecipe) -> list[Message]:
     """Return what scores without references cannot tell, if agreement of texts or classes is the only one."""
-    compared = recipe.task in (*TEXT_TO_TEXT_TASKS, *CLASSIFICATION_TASKS)
+    compared = recipe.traits.output in ("text", "labels")
     if not compared or not scores_agreement_alone(recipe.score.quality):
         return []
     return [
@@ -169,17 +160,19 @@ def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[
     rows = [
         (e, text)
         for e, text in zip(test.examples, test.row_contents, strict=True)
-        if task != "language-modeling" or len(text) >= _MIN_CHARACTERS
+        if task_traits(task).samples != "running-text" or len(text) >= _MIN_CHARACTERS
     ]
     known = [(e, text) for e, text in rows if (text, e.text_pair) in seen]
     copies = [e for e, text in known if seen[text, e.text_pair] & _expected_outputs(e)]
     if not known:
         return []
-    long = f" of {_MIN_CHARACTERS} characters or more" if task == "language-modeling" else ""
-    alike, noun = ("byte for byte", "image") if task == IMAGE_CLASSIFICATION else ("word for word", "text")
+    long = f" of {_MIN_CHARACTERS} characters or more" if task_traits(task).samples == "running-text" else ""
+    alike, noun = (
+        ("byte for byte", "image") if task_traits(task).modality == "image" else ("word for word", "text")
+    )
     text = f"{len(copies):,} of {len(rows):,} test samples{long} are also in {name}, {alike}"
     if len(known) > len(copies):
-        what, more = "target" if task in TEXT_TO_TEXT_TASKS else "label", len(known) - len(copies)
+        what, more = "target" if task_traits(task).output == "text" else "label", len(known) - len(copies)
         unlike = f"have {with_article(noun)} of {name} with another {what}"
         text = (
             f"{text}; {more:,} more {unlike}"
@@ -194,7 +187,9 @@ def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[
 
 def _calibration_splits(task: Task) -> tuple[str, ...]:
     """Return the candidate splits for calibration, best first; `_overlap_warnings` covers training texts."""
-    return ("calibration", "validation", "train") if task == CUSTOM_TASK else ("calibration",)
+    return (
+        ("calibration", "validation", "train") if task_traits(task).modality == "arrays" else ("calibration",)
+    )
 
 
 def _calibration_overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[Message]:
@@ -203,7 +198,7 @@ def _calibration_overlap_warnings(test: Split, other: Split, name: str, task: Ta
     rows = [
         (text, e.text_pair)
         for e, text in zip(test.examples, test.row_contents, strict=True)
-        if task != "language-modeling" or len(text) >= _MIN_CHARACTERS
+        if task_traits(task).samples != "running-text" or len(text) >= _MIN_CHARACTERS
     ]
     copies = sum(row in known for row in rows)
     if not copies:
@@ -261,7 +256,7 @@ def decoding_warnings(recipe: ParsedRecipe, folder: Path) -> list[Message]:
     No warning if the recipe sets `num_beams` or `do_sample` explicitly, even to the default.
     """
     generation = recipe.score.generation
-    if recipe.task not in TEXT_TO_TEXT_TASKS:
+    if recipe.traits.output != "text":
         return []
     own = _generation_config(folder)
     beams, sampled = own.get("num_beams"), own.get("do_sample")

@@ -13,15 +13,14 @@ from pydantic import Field, model_validator
 from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.core.messages import Message, error_message, with_count
 from smelt.core.stage import Settings
-from smelt.data.examples import UNLABELED
 from smelt.data.labels import (
-    CLASSIFIER_SUFFIXES,
     REGRESSION,
     SINGLE_LABEL,
     ProblemType,
     check_labels,
     class_names,
     class_targets,
+    has_classifier,
     infer_label_names,
     infer_problem_type,
     is_blank_label,
@@ -37,6 +36,7 @@ from smelt.evaluate.metrics.registry import (
     is_custom_metric,
 )
 from smelt.models.text_rules import Pooling
+from smelt.tasks.read_split import UNLABELED
 
 # name of a file, a folder or a hub repository
 NonEmptyText = Annotated[str, Field(min_length=1)]
@@ -151,11 +151,6 @@ class DataSettings(Settings):
 
 
 _MAX_SHOWN = 5  # labels that a message names
-
-
-def has_classifier(config: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face config has a classifier; an encoder without one gets a new one."""
-    return any(str(name).endswith(CLASSIFIER_SUFFIXES) for name in config.get("architectures") or [])
 
 
 def _labeled_splits(data: Mapping[str, Split]) -> dict[str, Split]:

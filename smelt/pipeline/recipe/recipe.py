@@ -12,14 +12,8 @@ from pydantic import ConfigDict, Field, field_validator
 
 from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.core.stage import Settings
-from smelt.data.splits import (
-    ALL_TASKS,
-    CLASSIFICATION_TASKS,
-    SENTENCE_SIMILARITY,
-    TEXT_TO_TEXT_TASKS,
-    Task,
-    Windows,
-)
+from smelt.data.splits import Windows
+from smelt.data.tasks import ALL_TASKS, Task, TaskTraits, task_names, task_traits, tasks_with
 from smelt.evaluate.latency import LatencySettings
 from smelt.evaluate.metrics.metric import MetricSettingValues
 from smelt.evaluate.metrics.registry import (
@@ -36,11 +30,7 @@ from smelt.evaluate.metrics.registry import (
 )
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.launch_file import resolve_launch
-from smelt.pipeline.recipe.model_and_data import (
-    DataSettings,
-    EmbeddingSettings,
-    UntrainedModel,
-)
+from smelt.pipeline.recipe.model_and_data import DataSettings, EmbeddingSettings, UntrainedModel
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, load_stage, read_stages, step_names
 from smelt.pipeline.recipe.validation_errors import (
     RecipeErrors,
@@ -210,6 +200,11 @@ class ParsedRecipe(RecipeKeys):
     metric_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
     judged_on: JudgedOn | None = None
     document: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def traits(self) -> TaskTraits:
+        """The traits of the task."""
+        return task_traits(self.task)
 
     @property
     def base(self) -> Path:
@@ -404,7 +399,7 @@ def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
         errors.add(
             ("data", "test"), f"missing. Expected a file or a hub id{or_split}.", code="missing-setting"
         )
-    wrong = keys.task != "language-modeling" and data.windows != Windows()
+    wrong = task_traits(keys.task).samples != "running-text" and data.windows != Windows()
     if wrong and not has_error(bad, "task", "data.windows"):
         errors.add(
             ("data", "windows"),
@@ -412,13 +407,13 @@ def _check_data(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> None:
             code="does-not-fit-task",
         )
     if (
-        keys.task != SENTENCE_SIMILARITY
+        task_traits(keys.task).output != "embedding"
         and keys.embedding != EmbeddingSettings()
         and not has_error(bad, "task", "embedding")
     ):
         errors.add(
             ("embedding",),
-            f"only for {SENTENCE_SIMILARITY}; the task is {keys.task}. Remove it.",
+            f"only for {task_names(output='embedding')}; the task is {keys.task}. Remove it.",
             code="does-not-fit-task",
         )
 
@@ -442,7 +437,9 @@ def _check_quality(keys: RecipeKeys, bad: set[str], errors: RecipeErrors) -> Rec
         elif base_metric(metric) not in fitting:
             bad.add("score.quality")
             elsewhere = metric in everything or is_custom_metric(metric)
-            owner = everything.get(metric, ", ".join(sorted(TEXT_TO_TEXT_TASKS | CLASSIFICATION_TASKS)))
+            owner = everything.get(
+                metric, ", ".join(sorted((*tasks_with(output="text"), *tasks_with(output="labels"))))
+            )
             what = f"is a metric for {owner}" if elsewhere else "is not a metric"
             errors.add(
                 path,

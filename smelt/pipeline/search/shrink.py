@@ -20,7 +20,7 @@ from smelt.core.errors import InputError, SmeltError, did_you_mean
 from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
 from smelt.core.workspaces import temporary_workspace
-from smelt.data.splits import ENCODER_DECODER_TASKS, SENTENCE_SIMILARITY, TEXT_TO_TEXT_TASKS, Task
+from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.metrics.registry import METRICS, METRICS_BY_TASK, is_lower_better
 from smelt.models.families.registry import no_blocks_reason
 from smelt.pipeline.execute.run import RunOptions, run_plan
@@ -319,9 +319,9 @@ class _Shrink:
 
 def _losses(task: Task) -> dict[str, Any]:
     """Return the losses of `distill` for a student that learns from the teacher alone."""
-    if task == SENTENCE_SIMILARITY:
+    if task_traits(task).output == "embedding":
         return {"losses": {"sentence_embedding": 1.0, "pairwise_similarity": 1.0}}
-    temperature = 1.0 if task in TEXT_TO_TEXT_TASKS else 2.0
+    temperature = 1.0 if task_traits(task).output == "text" else 2.0
     return {"losses": {"logits": 1.0, "labels": 0.0}, "temperature": temperature}
 
 
@@ -348,7 +348,7 @@ def _space_stages(
     if plain:
         add("factorize", {"method": "tucker", "keep_ratio": _choices(0.3, 0.5, 0.7)}, "low-rank convolutions")
     elif trains:
-        how = {"importance": "magnitude"} if info.task == SENTENCE_SIMILARITY else {}
+        how = {"importance": "magnitude"} if info.traits.output == "embedding" else {}
         kept = {"targets": ["ffn"], "keep_ratio": _choices(*_KEPT_RATIOS)}
         add("prune", kept | how, "half or a quarter of the neurons of feed-forward layers are removed")
     else:
@@ -356,13 +356,15 @@ def _space_stages(
     if updates:
         settings: dict[str, Any] = {"teacher": "tuned"} if info.needs_classifier else {}
         counts = layer_counts(info)
-        stack = "decoder_layers" if info.task in ENCODER_DECODER_TASKS else next(iter(counts), None)
+        stack = (
+            "decoder_layers" if info.traits.architecture == "encoder-decoder" else next(iter(counts), None)
+        )
         if stack is not None and not plain and (count := counts.get(stack, 1)) > 1:
             fewer = _choices(max(1, round(count / 3)), max(1, round(count / 2)), count)
             settings["student"] = {stack: fewer}
         settings |= _losses(info.task) | {"max_steps": updates, "lr_schedule": "cosine"}
         add("distill", settings, f"{updates:,} updates on the outputs of the whole model, with fewer layers")
-    if info.task in ENCODER_DECODER_TASKS:
+    if info.traits.architecture == "encoder-decoder":
         if measured.rows >= MIN_SHORTLIST_ROWS:
             add("shortlist", {}, "the output layer computes only likely tokens")
         else:

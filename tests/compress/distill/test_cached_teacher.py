@@ -17,12 +17,13 @@ from smelt.compress.distill.stage import Distill
 from smelt.core.errors import RunError
 from smelt.core.stage_cache import StageCache
 from smelt.core.store import Store
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.runtimes.images import read_processor
+from smelt.tasks.encode_split import encode_split
+from smelt.tasks.read_split import read_split
+from smelt.tasks.samples import collate
 from smelt.training.extension import total_loss
-from smelt.training.samples import collate, encode_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, embedders, images, tiny

@@ -10,11 +10,11 @@ from smelt.compress.distill.settings import DistillSettings, StudentSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.generation.config import SHORTLIST_FILE as SHORTLIST
 from smelt.models.checkpoint import load_model
 from smelt.pipeline.plan.load_plan import load_plan
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import classifiers, tiny

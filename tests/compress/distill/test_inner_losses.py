@@ -12,8 +12,8 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
+from smelt.tasks.samples import EncodedSample, collate
 from smelt.training.extension import TrainingExtension
-from smelt.training.samples import EncodedSample, collate
 from smelt.training.trainer import run_training
 from tests.support import harness
 from tests.support.expected_errors import raises_code

@@ -114,9 +114,9 @@ def test_without_rows_all_tokens_count_alike_and_that_is_said(tmp_path):
 
 def _counted_by_hand(model, space):
     """How often each token is read, or written, in the texts that every_family takes."""
-    from smelt.data.examples import read_split
     from smelt.data.splits import Columns
     from smelt.models.checkpoint import load_tokenizer
+    from smelt.tasks.read_split import read_split
     from tests.support.models import tiny
 
     file = tiny.write_pairs(space / "again.jsonl")

@@ -12,10 +12,10 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.models.layers import LowRankLinear
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import tiny

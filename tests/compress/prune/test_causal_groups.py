@@ -7,9 +7,9 @@ from smelt.compress.prune.importances.magnitude import magnitude_scores
 from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.prune.units import find_groups, linear_with_inputs
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal

@@ -13,11 +13,11 @@ from smelt.compress.finetune import Finetune, FinetuneSettings, provided_by_trai
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
-from smelt.data.splits import SENTENCE_SIMILARITY, Columns
+from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width
+from smelt.tasks.read_split import read_split
 from tests.support import harness, usability_checks
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, embedders, every_family, images, learned_mask_models, seq2seq, tiny
@@ -204,17 +204,17 @@ def test_what_is_left_can_be_exported(family, tmp_path):
 @pytest.mark.parametrize(("stage", "settings"), [(Finetune, FinetuneSettings), (Distill, DistillSettings)])
 def test_the_vectors_of_an_embedder_keep_their_width(stage, settings, tmp_path):
     asked = settings.model_validate({"learned_masks": {"targets": ["width"]}})
-    found = stage.check_rows(asked, SENTENCE_SIMILARITY, {})
+    found = stage.check_rows(asked, "sentence-similarity", {})
     assert [(one.setting, one.code) for one in found] == [("learned_masks.targets", "fixed-width")]
     assert "[heads, ffn]" in found[0].message
-    assert stage.check_rows(settings.model_validate({"learned_masks": {}}), SENTENCE_SIMILARITY, {}) == []
+    assert stage.check_rows(settings.model_validate({"learned_masks": {}}), "sentence-similarity", {}) == []
     assert stage.check_rows(asked, "text-classification", {}) == []
     source = embedders.write_embedder(tmp_path / "model")
     home = tmp_path / "rows"
     home.mkdir()
-    data = read_split(str(embedders.write_rows(home / "rows.jsonl")), SENTENCE_SIMILARITY, Columns(), home)
+    data = read_split(str(embedders.write_rows(home / "rows.jsonl")), "sentence-similarity", Columns(), home)
     with raises_code("fixed-width", InputError) as caught:
-        harness.run_stage(stage(), asked, source, tmp_path / "out", SENTENCE_SIMILARITY, data)
+        harness.run_stage(stage(), asked, source, tmp_path / "out", "sentence-similarity", data)
     assert caught.value.setting == "learned_masks.targets"
 
 

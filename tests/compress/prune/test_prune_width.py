@@ -9,7 +9,7 @@ from smelt.compress.prune.settings import PruneSettings, check_units, fixed_widt
 from smelt.compress.prune.stage import Prune
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.splits import SENTENCE_SIMILARITY, Example, Split
+from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.models.edits import read_edits
 from smelt.models.hidden_width import hidden_width
@@ -103,7 +103,7 @@ def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
     assert fixed_width_error({"model_type": "bert"}, "text-classification") is None
     split = Split("pairs.jsonl", (Example("a"), Example("b")))
     settings = PruneSettings.model_validate({"targets": ["width"]})
-    [found] = Prune.check_rows(settings, SENTENCE_SIMILARITY, {"train": split})
+    [found] = Prune.check_rows(settings, "sentence-similarity", {"train": split})
     assert (found.setting, found.code) == ("targets", "fixed-width")
     [lack] = check_units(["width"], {"model_type": "resnet"})
     assert (lack.setting, lack.code) == ("targets", "does-not-fit-model")

@@ -11,11 +11,11 @@ from smelt.calibration.samples import load_calibration_samples
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING
 from smelt.compress.prune.width import fit_norm, refit_narrow_layer, refit_width
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import FAMILIES
 from smelt.models.hidden_width import hidden_width, prune_hidden_width
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import every_family
 

@@ -7,9 +7,9 @@ from smelt.compress.quantize.calibrate_layers import calibrate_layers
 from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import every_family, tiny

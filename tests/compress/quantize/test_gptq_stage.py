@@ -18,10 +18,10 @@ from smelt.compress.quantize.plan_layers import round_to_nearest, scheme_grid
 from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.registry import find_scheme
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_setting_codes
 from tests.support.models import every_family, tiny

@@ -21,9 +21,9 @@ from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Example, Split
 from smelt.models.checkpoint import load_model
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import every_family, tiny

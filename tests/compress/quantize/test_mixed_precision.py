@@ -14,11 +14,11 @@ from smelt.compress.quantize.plan_layers import plan_layers, quantize_layers
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import InputError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, save_model
 from smelt.quantization.layers import is_quantized
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import every_family, tiny

@@ -13,11 +13,11 @@ from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import is_masked, read_edits
 from smelt.quantization.layers import is_quantized
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import tiny
 

@@ -8,10 +8,10 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns, Split
 from smelt.models.checkpoint import load_model, save_model
 from smelt.quantization.layers import is_quantized
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal

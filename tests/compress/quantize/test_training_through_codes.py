@@ -19,10 +19,10 @@ from smelt.compress.quantize.qat import (
 )
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.artifact import Artifact, Manifest
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.quantization.layers import QuantizedEmbedding
+from smelt.tasks.read_split import read_split
 from tests.support import harness, schemes
 from tests.support.models import tiny
 

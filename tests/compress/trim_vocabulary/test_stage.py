@@ -19,11 +19,11 @@ from smelt.compress.trim_vocabulary.stage import TrimVocabulary
 from smelt.compress.trim_vocabulary.vocabulary_rows import tokenize_split
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.generation.config import read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import FAMILIES
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, every_family, tiny

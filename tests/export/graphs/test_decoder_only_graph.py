@@ -12,7 +12,6 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.convert_to_half import convert_to_half
 from smelt.export.graphs.decoder_only import unfused_heads_warning
@@ -23,6 +22,7 @@ from smelt.generation.runners import token_nll
 from smelt.generation.search import generate
 from smelt.runtimes.backend import Batch
 from smelt.runtimes.registry import open_folder, open_runner
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, tiny

@@ -9,7 +9,6 @@ from onnx import numpy_helper
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.errors import ParityError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings, TensorrtSettings
@@ -17,6 +16,7 @@ from smelt.export.tensorrt.preflight import load_graph, preflight
 from smelt.export.tensorrt.stage import plan_graphs, profile_ranges
 from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.registry import open_folder
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import embedders, tiny

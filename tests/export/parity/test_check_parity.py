@@ -13,12 +13,12 @@ import pytest
 
 import smelt.configs
 from smelt.core.errors import ParityError
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.graph_files import read_graph
 from smelt.export.parity.check_parity import check_exported_graphs
 from smelt.export.settings import OnnxSettings
 from smelt.quantization.schemes import registry
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import graph_exports, mutations

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.parity.parity_samples import parity_samples
 from smelt.export.settings import TensorrtSettings
@@ -14,6 +13,7 @@ from smelt.models.text_rules import TextRules
 from smelt.models.tokenizer import encode_prompts
 from smelt.runtimes.predict_texts import generate_candidates, generate_texts
 from smelt.runtimes.registry import open_runner
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import causal, tiny
 

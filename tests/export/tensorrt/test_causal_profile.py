@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import check_profile
 from smelt.export.tensorrt.stage import max_output_tokens, profile_ranges
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import causal
 

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from smelt.core.files import read_json_object
-from smelt.data.splits import TASKS
+from smelt.data.tasks import TASKS
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import (
     FAMILIES,

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from smelt.core.store import Store
-from smelt.data.examples import read_split
 from smelt.data.splits import Columns
 from smelt.pipeline.execute import sources
 from smelt.pipeline.execute.step_runner import StepRunner
 from smelt.pipeline.inspect.model_info import OnnxModel
 from smelt.runtimes.onnx_import.signature import GraphSignature
 from smelt.runtimes.onnx_import.validate_graph import subprocess_main
+from smelt.tasks.read_split import read_split
 from tests.support.graphs import imported_graphs as graphs
 
 pytestmark = pytest.mark.quick

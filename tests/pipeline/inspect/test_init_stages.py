@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import smelt
-from smelt.data.splits import TEXT_TO_TEXT_TASKS
+from smelt.data.tasks import tasks_with
 from smelt.pipeline.inspect import init_recipe as init_recipe_module
 from smelt.pipeline.inspect import init_stages
 from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
@@ -74,11 +74,13 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
         (count,) = counts.values()
         assert found[: found.index("onnx")] == [*["drop-layers"] * (count > 1), "prune", "distill"]
         return
-    shallow = "small" if task in TEXT_TO_TEXT_TASKS else "shallow"  # 40 rows are too few for a list of words
+    shallow = (
+        "small" if task in tasks_with(output="text") else "shallow"
+    )  # 40 rows are too few for a list of words
     student = plan.step(shallow).settings.student
     assert (student.decoder_layers or student.layers) == max(1, round(list(counts.values())[-1] / 3))  # of 2
     assert plan.step(shallow).settings.losses.labels in (0, None) or task == embedders.TASK
-    if task in TEXT_TO_TEXT_TASKS:
+    if task in tasks_with(output="text"):
         metric = "bleu" if task == "translation" else "rougeL"
         assert (
             plan.step("small").settings.metric_for_best_model,

@@ -247,10 +247,10 @@ def test_hub_ids_fail_in_seconds_when_there_is_no_network(tmp_path: Path, monkey
     from huggingface_hub import constants
 
     from smelt.core import hub
-    from smelt.data.examples import read_split
     from smelt.data.splits import Columns
     from smelt.pipeline.inspect.model_folder import fetch_model
     from smelt.pipeline.inspect.model_info import inspect_model
+    from smelt.tasks.read_split import read_split
 
     never = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(20))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from smelt.core.messages import message_codes
+from smelt.data.tasks import task_traits
 from smelt.pipeline.plan.check_context import CheckContext
 from smelt.pipeline.plan.gates import choose_judging_split
 from tests.support.expected_errors import message_locations
@@ -109,7 +110,7 @@ def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
 def test_branches_compete_on_validation(rows, branches, chosen, same, found) -> None:
     files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
     data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)
-    recipe = SimpleNamespace(data=data, judged_on=chosen, task="translation", stages=())
+    recipe = SimpleNamespace(data=data, judged_on=chosen, traits=task_traits("translation", stages=()))
     steps = [
         SimpleNamespace(name=f"{i}", parent="model", unavailable=None, unscored=None) for i in range(branches)
     ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
-from smelt.data.splits import ALL_TASKS
+from smelt.data.tasks import ALL_TASKS
 from smelt.pipeline.recipe.recipe import (
     METRICS_BY_TASK,
     DataSettings,

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.stage import Context
-from smelt.data.examples import read_split
-from smelt.data.splits import Columns, Task
+from smelt.data.splits import Columns
+from smelt.data.tasks import Task
 from smelt.models.families.registry import FAMILIES
+from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import causal, classifiers, images, seq2seq, tiny
 from tests.support.pairs.matrix import is_full_matrix

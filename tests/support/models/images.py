@@ -104,7 +104,7 @@ def write_archive(path: Path, count: int = 8) -> Path:
 
 def read_rows(path: Path) -> Any:
     """Return the rows that `path` holds."""
-    from smelt.data.examples import read_split
     from smelt.data.splits import Columns
+    from smelt.tasks.read_split import read_split
 
     return read_split(str(path), TASK, Columns(), path.parent)

@@ -162,8 +162,8 @@ def write_pairs(path: Path, rows: int = 8) -> Path:
 
 def read_pairs(folder: Path) -> Any:
     """Write pairs into `folder` (`write_pairs`) and return them as a split."""
-    from smelt.data.examples import read_split
     from smelt.data.splits import Columns
+    from smelt.tasks.read_split import read_split
 
     return read_split(str(write_pairs(folder / "rows.jsonl")), "translation", Columns(), folder)
 

@@ -10,7 +10,6 @@ from zlib import crc32
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.stage import QuantizedInput, Settings
-from smelt.data.splits import SENTENCE_SIMILARITY
 from smelt.pipeline.recipe.stages import load_stage
 from smelt.quantization.scheme import Scheme
 from smelt.quantization.schemes.registry import SCHEMES
@@ -29,7 +28,7 @@ def is_applicable(model: TinyModel, technique: Technique) -> bool:
         return False
     masks = technique.settings.get("learned_masks", {})
     targets = {*technique.settings.get("targets", ()), *masks.get("targets", ())}
-    if model.task == SENTENCE_SIMILARITY and "width" in targets:
+    if model.task == "sentence-similarity" and "width" in targets:
         return False  # its vectors are what the width is of
     return not stage.check_model(settings, {"model_type": model.kind})[0]
 

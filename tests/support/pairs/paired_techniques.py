@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smelt.data.splits import IMAGE_CLASSIFICATION, SENTENCE_SIMILARITY, Task
+from smelt.data.tasks import Task
 from smelt.models.families.registry import FAMILIES
 from smelt.quantization.schemes.registry import SCHEMES
 from tests.support.models import causal, embedders, every_family, images, tiny
@@ -41,7 +41,7 @@ MODELS: dict[str, TinyModel] = {
     )
     for name in every_family.MODELS
 }
-MODELS["embedder"] = TinyModel("bert", SENTENCE_SIMILARITY, embedders.write_embedder)
+MODELS["embedder"] = TinyModel("bert", "sentence-similarity", embedders.write_embedder)
 """Each family, and an embedder, which is trained otherwise."""
 LANGUAGES = {
     "mbart": {"source_language": "en_XX", "target_language": "de_DE"},
@@ -53,7 +53,7 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "text-classification": tiny.write_labeled,
     images.TASK: images.write_rows,
     "language-modeling": lambda path: causal.write_lines(path, 1),
-    SENTENCE_SIMILARITY: embedders.write_rows,
+    "sentence-similarity": embedders.write_rows,
 }
 
 
@@ -83,9 +83,9 @@ class Technique:
         if "student" in found and model.is_encoder_decoder:
             # of layers whose parts are removed with equal losses, the first loses its parts
             found["student"] = {"decoder_layers": found["student"]["layers"], "layer_selection": "last"}
-        if model.task == IMAGE_CLASSIFICATION:
+        if model.task == "image-classification":
             found.pop("losses", None)
-        if model.task == SENTENCE_SIMILARITY and "losses" in found:
+        if model.task == "sentence-similarity" and "losses" in found:
             found["losses"] = {"sentence_embedding": 1, **INTERMEDIATE_LOSSES}
         elif "losses" in found:
             found["losses"] = {"logits": 1, **INTERMEDIATE_LOSSES}

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from smelt.export.package.standalone_format import PARTS_FOLDER, TASK_SCRIPTS, assemble_script
+from smelt.export.package.standalone_format import PARTS_FOLDER, assemble_script
+from smelt.tasks.registry import all_specs
 
 pytestmark = pytest.mark.quick
 
-MAINS = sorted({part for part, _, _ in TASK_SCRIPTS.values()})
+MAINS = sorted({task.package.script for task in all_specs() if task.package is not None})
 VARIANTS = [(main, {}) for main in MAINS]
 SERVE = ("serve", {})
 VARIANTS += [("translation", {"tokenizers_reader": "sentencepiece_reader"})]

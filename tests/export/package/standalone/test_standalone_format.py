@@ -22,8 +22,8 @@ from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.standalone.classes import predict_class, prediction_line
 from smelt.export.package.standalone_format import StandaloneFormat
 from smelt.export.package.write_package import write_package
-from smelt.pipeline.execute import scoring
 from smelt.runtimes.runner import ClassPrediction
+from smelt.tasks.classification import prediction_text
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import exported_artifacts
@@ -188,7 +188,7 @@ def test_outputs_that_are_no_numbers_are_an_error(kind, tmp_path):
 )
 def test_names_of_labels_move_no_cursor(name, shown):
     assert prediction_line(name, {name: 0.5}) == f"{shown}\t0.500"
-    assert scoring.prediction_text(ClassPrediction(name, {name: 0.5})) == f"{shown}\t0.500"
+    assert prediction_text(ClassPrediction(name, {name: 0.5})) == f"{shown}\t0.500"
 
 
 def test_vectors_are_those_of_smelt(request):

@@ -1,0 +1,111 @@
+"""The tasks and their traits: what code that is common to all tasks may ask of one.
+
+Code asks for a trait and never compares the name of a task. All else that a task is stands in its file in
+smelt/tasks/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from smelt.core.errors import InputError
+
+Task = Literal[
+    "translation",
+    "summarization",
+    "text-classification",
+    "language-modeling",
+    "text-generation",
+    "sentence-similarity",
+    "image-classification",
+    "custom",
+]
+Modality = Literal["text", "image", "arrays"]
+
+
+@dataclass(frozen=True)
+class TaskTraits:
+    """What the samples, the model and the outputs of a task are."""
+
+    samples: Literal["texts", "running-text", "prompts", "images", "arrays"]
+    """What is read: separate texts; one text, cut into windows; prompts with responses; files of images
+    (smelt.data.images); arrays of any meaning."""
+    architecture: Literal["encoder", "encoder-decoder", "decoder", "any"]
+    output: Literal["text", "next-token", "labels", "embedding", "arrays"]
+    """What is scored: generated text, the probability of each next token, labels of a sample, its embedding,
+    or arrays."""
+    auto_class: str | None
+    """The class of transformers that makes a model of a config; None for third-party graphs."""
+    text_pair: Literal["joined", "separate"] | None = None
+    """Whether a sample may have a second text, and whether the model gets both as one input."""
+    optional_labels: bool = False
+    """Whether a student can learn its teacher's outputs on samples without labels."""
+    has_target_text: bool = False
+    """Whether a sample has a second text with tokens of its own: a target, or the other text of a pair."""
+
+    @property
+    def modality(self) -> Modality:
+        """What the inputs of the model are made from."""
+        others: dict[str, Modality] = {"images": "image", "arrays": "arrays"}
+        return others.get(self.samples, "text")
+
+    @property
+    def generates(self) -> bool:
+        """Whether the models can generate text; those of language modeling are scored without."""
+        return self.architecture in ("encoder-decoder", "decoder")
+
+
+_TEXT_TO_TEXT = TaskTraits("texts", "encoder-decoder", "text", "AutoModelForSeq2SeqLM", has_target_text=True)
+TASK_TRAITS: dict[Task, TaskTraits] = {
+    "translation": _TEXT_TO_TEXT,
+    "summarization": _TEXT_TO_TEXT,
+    "text-classification": TaskTraits(
+        "texts", "encoder", "labels", "AutoModelForSequenceClassification", "joined", optional_labels=True
+    ),
+    "language-modeling": TaskTraits("running-text", "decoder", "next-token", "AutoModelForCausalLM"),
+    "text-generation": TaskTraits("prompts", "decoder", "text", "AutoModelForCausalLM", has_target_text=True),
+    "sentence-similarity": TaskTraits(
+        "texts",
+        "encoder",
+        "embedding",
+        "AutoModel",
+        "separate",
+        optional_labels=True,
+        has_target_text=True,
+    ),
+    "image-classification": TaskTraits("images", "encoder", "labels", "AutoModelForImageClassification"),
+    # Arrays in, arrays out, of any meaning: for third-party ONNX graphs.
+    "custom": TaskTraits("arrays", "any", "arrays", None),
+}
+ALL_TASKS: tuple[Task, ...] = get_args(Task)
+
+
+def task_traits(task: str) -> TaskTraits:
+    """Return the traits of `task`.
+
+    Raises:
+        InputError: no such task, as of an artifact that another version of smelt made.
+    """
+    for name, traits in TASK_TRAITS.items():
+        if name == task:
+            return traits
+    raise InputError(f"task: {task!r} is unknown. Supported: {', '.join(ALL_TASKS)}.", code="unknown-task")
+
+
+def tasks_with(**traits: object) -> tuple[Task, ...]:
+    """Return the tasks whose traits have these values."""
+    return tuple(
+        task
+        for task, each in TASK_TRAITS.items()
+        if all(getattr(each, name) == v for name, v in traits.items())
+    )
+
+
+def task_names(**traits: object) -> str:
+    """Return the names of the tasks whose traits have these values, for a message."""
+    return " and ".join(sorted(tasks_with(**traits)))
+
+
+# The tasks of the supported model families; a model of arrays is a third-party graph.
+TASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if TASK_TRAITS[task].modality != "arrays")

@@ -1,0 +1,65 @@
+"""What classification of texts and of images share: labels, and predictions of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from smelt.data.labels import LABEL_SEPARATOR
+from smelt.data.splits import Example
+from smelt.tasks.spec import TaskSpec
+
+if TYPE_CHECKING:
+    from smelt.generation.config import GenerationSettings
+    from smelt.generation.prompt_batches import OnTruncate
+    from smelt.runtimes.runner import ClassPrediction
+
+
+class Classification(TaskSpec):
+    """A task whose samples have labels: a class, several classes or a number."""
+
+    target_roles = ("label",)
+
+    def run(
+        self,
+        runner: Any,
+        examples: Sequence[Example],
+        generation: GenerationSettings,
+        batch_size: int,
+        on_truncate: OnTruncate | None = None,
+    ) -> Sequence[Any]:
+        """Return the prediction for each example, as `TaskSpec.run`."""
+        from smelt.runtimes.predict_texts import class_logits
+        from smelt.runtimes.runner import predictions_from_logits
+
+        logits = class_logits(runner, examples, batch_size, on_truncate=on_truncate)
+        return predictions_from_logits(logits, runner.config)
+
+    def result_line(self, result: ClassPrediction) -> str:
+        """Return a prediction as a line of text, as `prediction_text`."""
+        return prediction_text(result)
+
+    def result_fields(self, result: ClassPrediction) -> dict[str, Any]:
+        """Return label and probabilities."""
+        return {"label": result.label, "probabilities": dict(result.probabilities)}
+
+
+# Escapes control characters in class names.
+_CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
+
+def prediction_text(found: ClassPrediction) -> str:
+    """Return the output line of `smelt predict` for a prediction.
+
+    Single label: name, tab, probability. Multiple labels: the names above 0.5 joined by `|` (as in CSV data),
+    tab, their probabilities joined by `|`; both are empty if there is none. Regression: the number.
+    """
+    if isinstance(found.label, float):
+        return f"{found.label:.4f}"
+    names = [found.label] if isinstance(found.label, str) else list(found.label)
+    chances = (f"{found.probabilities[name]:.3f}" for name in names)
+    return (
+        LABEL_SEPARATOR.join(name.translate(_CONTROL_ESCAPES) for name in names)
+        + "\t"
+        + LABEL_SEPARATOR.join(chances)
+    )

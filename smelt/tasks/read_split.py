@@ -1,0 +1,223 @@
+"""Read the samples of a split: the rows of a file, each parsed by its task.
+
+All formats of `smelt.data.csv_rows` are read; for language modeling also plain text (.txt, also .gz), a
+sample per line. Unlabeled samples are those on which a student learns its teacher's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import resolve_path
+from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
+from smelt.data.examples import MissingColumnError, missing_columns_error
+from smelt.data.images import read_image_rows
+from smelt.data.json_rows import data_suffix, read_text_file
+from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_npz
+from smelt.data.splits import Columns, Example, Split, Windows, split_from_arrays
+from smelt.data.tasks import Task, task_traits, tasks_with
+from smelt.tasks.registry import task_spec
+from smelt.tasks.spec import TaskSpec
+
+
+def read_split(
+    origin: str,
+    task: Task,
+    columns: Columns,
+    base: Path,
+    name: str = "test",
+    axes: SampleAxes = NO_SAMPLE_AXES,
+    targets_optional: bool = False,
+) -> Split:
+    """Return the samples of `origin`: a path (relative to `base`) or a hub id.
+
+    axes: the sample axes of arrays. targets_optional: whether samples may lack references or a label, for
+    scores that use neither.
+
+    Raises:
+        InputError: no such file, no samples, invalid lines (the first ones are named), a missing column (with
+            the nearest).
+    """
+    path = resolve_path(base, origin)
+    if task_traits(task).modality == "arrays":
+        return split_from_arrays(origin, read_npz(path, name, axes))
+    if task_traits(task).modality == "image":
+        return _read_image_split(path, origin, task_spec(task), columns, name, targets_optional)
+    if path.is_file():
+        if task_traits(task).samples == "running-text" and data_suffix(path) == ".txt":
+            return _read_text_split(path, origin, name)
+        rows = read_file_rows(path)
+    elif path.is_dir():
+        raise InputError(
+            f"{path}: this is a folder, not a data file (data for '{name}'){_hub_hint(origin)}.",
+            code="not-a-file",
+            file=str(path),
+        )
+    elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
+        raise InputError(
+            f"{path}: no such file (data for '{name}').{_similar_file_hint(path)}",
+            code="missing-file",
+            file=str(path),
+        )
+    else:
+        rows = read_hub_rows(origin, name)
+    examples = _parse_examples(rows, task_spec(task), columns, targets_optional)
+    if not examples:
+        raise InputError(
+            f"{path}: this file has no samples, but '{name}' needs at least one.",
+            code="empty-data",
+            file=str(path),
+        )
+    windows = Windows(separator="\n\n") if task_traits(task).samples == "running-text" else None
+    return Split(origin, examples, windows)
+
+
+def _hub_hint(origin: str) -> str:
+    """Return a hint if `origin` could also be a hub id, else ""."""
+    hub = "/" in origin and not origin.startswith((".", "/", "~"))
+    return "; the hub data set of that name is used only if there is no such folder" if hub else ""
+
+
+_MAX_LISTED = 5  # wrong rows that are named; the others are counted
+
+
+def _parse_examples(
+    rows: RowIterator, spec: TaskSpec, columns: Columns, targets_optional: bool
+) -> tuple[Example, ...]:
+    """Return the examples of all rows; errors of several rows are reported together.
+
+    Raises:
+        InputError: a row cannot be an example. A missing column usually is missing in all rows, so reading
+            stops there.
+    """
+    found: list[Example] = []
+    errors: list[InputError] = []
+    try:
+        for number, (where, row) in enumerate(rows, start=1):
+            try:
+                example = _parse_example(row, where, spec, columns, targets_optional)
+                found.append(replace(example, row=number))
+            except MissingColumnError as error:
+                raise (
+                    missing_columns_error(row, where, spec.required_roles(row, columns), columns) or error
+                ).with_location(where) from error
+            except InputError as error:
+                errors.append(error.with_location(where))
+    except InputError as error:  # the file itself is invalid here
+        errors.append(error)
+    if errors:
+        raise _combined_errors(errors)
+    spec.check_examples(found, columns)
+    return tuple(found)
+
+
+def _parse_example(
+    row: Mapping[str, Any], location: str, spec: TaskSpec, columns: Columns, targets_optional: bool
+) -> Example:
+    tail = location.rpartition(":")[2]
+    line = int(tail) if tail.isdecimal() else None
+    lacks_target = targets_optional and spec.lacks_target(row, columns)
+    return replace(spec.parse_row(row, location, columns, lacks_target), line=line)
+
+
+def _combined_errors(errors: Sequence[InputError]) -> InputError:
+    """Return an error with the first of `errors` and the number of the others."""
+    unlisted = len(errors) - _MAX_LISTED
+    named = [str(error) for error in errors[:_MAX_LISTED]]
+    named += [f"{unlisted} more rows of this file have errors."] if unlisted > 0 else []
+    kinds = {error.code for error in errors}
+    first = errors[0]
+    return InputError(
+        "\n".join(named),
+        code=kinds.pop() if len(kinds) == 1 else "several-errors",
+        file=first.file,
+        line=first.line,
+        found=[error.as_message() for error in errors],
+    )
+
+
+def _read_image_split(
+    path: Path, origin: str, spec: TaskSpec, columns: Columns, name: str, targets_optional: bool
+) -> Split:
+    """Return samples that name images; the header of each image is checked."""
+    if not path.exists():
+        raise InputError(
+            f"{path}: no such file or folder (data for '{name}').{_similar_file_hint(path)}",
+            code="missing-file",
+            file=str(path),
+        )
+    examples = _parse_examples(
+        read_image_rows(path, columns.image, columns.label), spec, columns, targets_optional
+    )
+    if not examples:
+        raise InputError(
+            f"{path}: this file has no samples, but '{name}' needs at least one.",
+            code="empty-data",
+            file=str(path),
+        )
+    return Split(origin, examples, images=True)
+
+
+def _read_text_split(path: Path, origin: str, name: str) -> Split:
+    """Return the lines of plain text; joined with line breaks they are the file's text again."""
+    lines = read_text_file(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    if not any(line.strip() for line in lines):
+        raise InputError(
+            f"{path}: this file has no text, but '{name}' needs at least one line.",
+            code="empty-data",
+            file=str(path),
+        )
+    rows = tuple(Example(line, line=number) for number, line in enumerate(lines, start=1))
+    return Split(origin, rows, Windows(separator="\n"))
+
+
+def _similar_file_hint(path: Path) -> str:
+    return did_you_mean(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
+_NO_COLUMN = "\0"  # a name that no column has
+
+
+UNLABELED = "unlabeled"  # the split
+
+
+# Tasks whose samples may lack labels: a teacher provides the targets.
+UNLABELED_TASKS: frozenset[Task] = frozenset(tasks_with(optional_labels=True))
+
+
+def is_plain_text(origin: str, task: Task) -> bool:
+    """Return whether a file of samples without labels has one text per line (.txt, also .gz)."""
+    return task in UNLABELED_TASKS and data_suffix(Path(origin)) == ".txt"
+
+
+def read_unlabeled(origin: str, task: Task, columns: Columns, base: Path) -> Split:
+    """Return texts, or pairs of texts: plain text (.txt, also .gz), one per line, or rows as in `read_split`.
+
+    The column of labels is not read. Empty lines are skipped.
+
+    Raises:
+        InputError: as `read_split`; no texts, or a task whose samples have no labels.
+    """
+    if task not in UNLABELED_TASKS:
+        raise InputError(
+            f"{origin}: unlabeled samples are for {' and '.join(sorted(UNLABELED_TASKS))}, not for {task}.",
+            code="unsupported-task",
+        )
+    path = resolve_path(base, origin)
+    if path.is_file() and is_plain_text(origin, task):
+        lines = read_text_file(path).splitlines()
+        found = tuple(Example(line, line=at, row=at) for at, line in enumerate(lines, 1) if line.strip())
+        if not found:
+            raise InputError(
+                f"{path}: this file has no text, but '{UNLABELED}' needs at least one line.",
+                code="empty-data",
+            )
+        return Split(origin, found)
+    # samples of sentence similarity are the same with and without a score
+    texts = columns.model_copy(update={"label": _NO_COLUMN})
+    texts.model_fields_set.discard("label")  # the user did not set it
+    return read_split(origin, "sentence-similarity", texts, base, UNLABELED)

@@ -1,0 +1,235 @@
+"""Samples as token ids, and their batches: what encoding and collation of all tasks share.
+
+Shapes: B = batch, L = source length, T = target length. Pairs of texts that are embedded separately (sentence
+similarity) give 2 B texts in a batch of B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from smelt.core.files import read_json_object
+from smelt.data.labels import (
+    MULTI_LABEL,
+    REGRESSION,
+    ProblemType,
+    class_names,
+    class_targets,
+    multi_label_targets,
+    problem_type,
+    regression_targets,
+)
+from smelt.data.splits import Example, Split, input_texts
+from smelt.data.tasks import Task
+from smelt.models.checkpoint import load_tokenizer
+from smelt.models.families.registry import reads_images
+from smelt.models.tokenizer import EncodedTexts, encode_texts, uses_token_types
+from smelt.runtimes.images import ImageInput, read_processor, stack_image_inputs
+
+TensorBatch: TypeAlias = dict[str, Tensor]
+CACHE_INDEX_KEY = "rows"  # key of a batch: the cache indices of its samples, if any
+# Key of a batch of packed samples: which positions are tokens. The model gets no attention mask then.
+TOKEN_MASK_KEY = "token_mask"
+IGNORE_INDEX = -100  # the label of ignored positions, as in torch and transformers
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """One tokenized sample: source ids, type ids of a text pair, and the target.
+
+    target: target ids; a class index; for multi-label or regression one float per output; for a pair
+    its score (NaN if it has none); None for a window of running text, whose targets are its own
+    tokens shifted by one. is_target: of a window, which of its tokens are targets; None: all but the first.
+    second_ids: ids of the second text of a pair that is embedded separately.
+    cache_index: key of cached values of the sample. image: of an image sample, which has no ids; it is
+    decoded when its batch is made. packed: the windows in one sequence, which has no ids of its own.
+    """
+
+    input_ids: list[int]
+    token_type_ids: list[int] | None
+    target: list[int] | int | tuple[float, ...] | None
+    second_ids: list[int] | None = None
+    cache_index: int | None = None
+    image: ImageInput | None = None
+    is_target: list[bool] | None = None
+    packed: tuple[EncodedSample, ...] | None = None
+
+    @property
+    def token_counts(self) -> tuple[int, int]:
+        """Source and target length in tokens; for two texts, twice the longer one.
+
+        An image counts as patches of 16 x 16 pixels.
+        """
+        if self.image is not None:
+            return self.image.patches, 0
+        if self.packed is not None:
+            return sum(window.num_inputs for window in self.packed), 0
+        if self.second_ids is not None:
+            longer = max(len(self.input_ids), len(self.second_ids))
+            return longer, longer
+        return len(self.input_ids), len(self.target) if isinstance(self.target, list) else 0
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of inputs of a window, whose last token is only a target."""
+        return len(self.input_ids) - 1
+
+    @staticmethod
+    def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
+        """Return the batch of samples of this class, as `collate`; a task's own class has its own."""
+        if samples[0].image is not None:
+            return _collate_images(samples)
+        if samples[0].packed is not None:
+            return _collate_packed([sample.packed or () for sample in samples])
+        return _collate_windows(samples) if samples[0].target is None else _collate_texts(samples, config)
+
+
+def encode_inputs(
+    split: Split, tokenizer: Any, limit: int, task: Task
+) -> tuple[EncodedTexts, Sequence[list[int] | None]]:
+    """Return the ids of the input texts of `split` (see `input_texts`), and each text's type ids or None."""
+    texts, pairs = input_texts(split.examples, task)
+    sources = encode_texts(texts, tokenizer, limit, pairs)
+    return sources, sources.types or [None] * len(texts)
+
+
+def load_processor(folder: Path) -> Any:
+    """Return the tokenizer of the model in `folder`, or its image processor.
+
+    Raises:
+        InputError: its files are missing or do not match.
+    """
+    if reads_images(read_json_object(folder / "config.json")):
+        return read_processor(folder)
+    return load_tokenizer(folder)
+
+
+def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[list[int]], int]:
+    """Return the target ids and the number of texts that were truncated to `limit` tokens.
+
+    The tokenizer truncates, because it adds the special tokens around a text: the end (Marian, T5),
+    beginning and end (BART), a language code before the text (mBART-50) or after its end (mBART).
+    """
+    found: list[list[int]] = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]
+    long = [i for i, ids in enumerate(found) if len(ids) > limit]
+    if long:
+        again = tokenizer(
+            text_target=[texts[i] for i in long], truncation=True, max_length=limit, verbose=False
+        )
+        for i, ids in zip(long, again["input_ids"], strict=True):
+            found[i] = ids
+    return found, len(long)
+
+
+def classifier_targets(
+    examples: Sequence[Example], config: Any, split_name: str = ""
+) -> Sequence[int | tuple[float, ...]]:
+    """Return the class of each example; for multi-label C numbers, 1 or 0; for regression one number.
+
+    Raises:
+        InputError: a label that the model lacks; the message has the label, its samples and the known ones.
+    """
+    names, problem = class_names({"id2label": config.id2label}), model_problem_type(config)
+    if problem == REGRESSION:
+        return [(value,) for value in regression_targets(examples, split_name)]
+    if problem == MULTI_LABEL:
+        sets = multi_label_targets(examples, names, split_name)
+        return [tuple(float(i in found) for i in range(len(names))) for found in sets]
+    return class_targets(examples, names, split_name)
+
+
+def model_problem_type(config: Any) -> ProblemType:
+    """Return the problem type of a transformers config, by the number of outputs, not their names."""
+    names = dict.fromkeys(range(config.num_labels), "")
+    return problem_type({"problem_type": getattr(config, "problem_type", None), "id2label": names})
+
+
+def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
+    """Pad `samples` on the right into the model's inputs plus `labels`.
+
+    Returns input_ids, attention_mask (and token_type_ids if there are any) as int64 [B, L]. For a
+    translation model labels are int64 [B, T] with -100 for padding, and decoder_input_ids [B, T] are the
+    labels shifted right after the decoder's start token; for a classifier labels are int64 [B], or
+    float32 [B, C] for multi-label and regression. For a language model labels are int64
+    [B, L], the token after each of input_ids, -100 for padding and for tokens that are no targets. For pairs
+    that are embedded separately the inputs are [2 B, L], all first texts first, and labels are float32
+    [B, 1]. Packed windows have no attention_mask: position_ids, int64 [B, L], begin at 0 for each window, and
+    again for padding, by which transformers masks attention between windows; token_mask is int64 [B, L], 0
+    for padding. For images the input is pixel_values, float32 [B, 3, h, w]. Cache indices of samples are in
+    `rows`, int64 [B].
+    """
+    batch = samples[0].collate(samples, config)
+    numbers = [row.cache_index for row in samples if row.cache_index is not None]
+    return batch | ({CACHE_INDEX_KEY: torch.tensor(numbers)} if numbers else {})
+
+
+def _collate_texts(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
+    pad = int(config.pad_token_id or 0)
+    texts = [r.input_ids for r in samples] + [r.second_ids for r in samples if r.second_ids is not None]
+    batch = {"input_ids": pad_lists(texts, pad)}
+    batch["attention_mask"] = pad_lists([[1] * len(ids) for ids in texts], 0)
+    types = [r.token_type_ids for r in samples if r.token_type_ids is not None]
+    if types and uses_token_types({"model_type": config.model_type}):
+        batch["token_type_ids"] = pad_lists(types, 0)
+    targets = [r.target for r in samples if isinstance(r.target, list)]
+    if targets:
+        batch["labels"] = pad_lists(targets, IGNORE_INDEX)
+        start = config.decoder_start_token_id
+        batch["decoder_input_ids"] = pad_lists([[start, *ids[:-1]] for ids in targets], pad)
+    else:
+        batch["labels"] = _class_labels(samples)
+    return batch
+
+
+def _class_labels(samples: Sequence[EncodedSample]) -> Tensor:
+    kind = torch.float32 if isinstance(samples[0].target, tuple) else torch.int64
+    return torch.tensor([r.target for r in samples], dtype=kind)
+
+
+def _collate_images(samples: Sequence[EncodedSample]) -> TensorBatch:
+    pixels = stack_image_inputs([row.image for row in samples if row.image is not None])
+    return {"pixel_values": torch.from_numpy(pixels), "labels": _class_labels(samples)}
+
+
+def _collate_windows(samples: Sequence[EncodedSample]) -> TensorBatch:
+    return {
+        "input_ids": pad_lists([r.input_ids[:-1] for r in samples], 0),
+        "attention_mask": pad_lists([[1] * (len(r.input_ids) - 1) for r in samples], 0),
+        "labels": pad_lists([_window_labels(r) for r in samples], IGNORE_INDEX),
+    }
+
+
+def _collate_packed(sequences: Sequence[Sequence[EncodedSample]]) -> TensorBatch:
+    lengths = [[window.num_inputs for window in windows] for windows in sequences]
+    longest = max(map(sum, lengths))
+    positions = [[*sizes, longest - sum(sizes)] for sizes in lengths]
+    return {
+        "input_ids": pad_lists([[i for w in windows for i in w.input_ids[:-1]] for windows in sequences], 0),
+        "position_ids": torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in positions]),
+        "labels": pad_lists(
+            [[i for w in windows for i in _window_labels(w)] for windows in sequences], IGNORE_INDEX
+        ),
+        TOKEN_MASK_KEY: pad_lists([[1] * sum(sizes) for sizes in lengths], 0),
+    }
+
+
+def _window_labels(sample: EncodedSample) -> list[int]:
+    """Return the token after each input of a window, -100 where it is no target."""
+    if sample.is_target is None:
+        return sample.input_ids[1:]
+    both = zip(sample.input_ids[1:], sample.is_target[1:], strict=True)
+    return [token if target else IGNORE_INDEX for token, target in both]
+
+
+def pad_lists(lists: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Return `lists` as int64 [B, L], padded on the right with `value`."""
+    out = torch.full((len(lists), max(map(len, lists))), value, dtype=torch.int64)
+    for row, values in zip(out, lists, strict=True):
+        row[: len(values)] = torch.tensor(values, dtype=torch.int64)
+    return out

@@ -22,12 +22,12 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.system import package_versions
 from smelt.data.labels import class_names, problem_type
-from smelt.data.tasks import TASKS, task_traits
+from smelt.data.tasks import task_traits
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
 from smelt.models.text_rules import read_prompt_template
 from smelt.runtimes.images import read_processor
-from smelt.tasks.registry import task_spec
+from smelt.tasks.registry import all_specs, task_spec
 
 if TYPE_CHECKING:
     from smelt.generation.config import GenerationConfig
@@ -42,7 +42,9 @@ class StandaloneFormat:
 
     name: ClassVar[str] = "standalone"
     summary: ClassVar[str] = "graphs with infer.py and a service: onnxruntime, numpy"
-    supported: ClassVar[SupportedArtifacts] = replace(TEXT_GRAPHS, tasks=frozenset(TASKS))
+    supported: ClassVar[SupportedArtifacts] = replace(
+        TEXT_GRAPHS, tasks=frozenset(spec.name for spec in all_specs() if spec.package is not None)
+    )
     is_artifact: ClassVar[bool] = True
 
     def check(self, artifact: Artifact) -> None:

@@ -79,7 +79,7 @@ class SentenceSimilarity(TaskSpec):
 
         sources, _ = encode_inputs(split, tokenizer, limit, self.name)
         # the ids of the second texts follow those of all first ones
-        seconds = sources.ids[len(split) :] or [None] * len(split)
+        seconds: Sequence[list[int] | None] = sources.ids[len(split) :] or [None] * len(split)
         scores = [e.label if isinstance(e.label, float) else math.nan for e in split.examples]
         samples = [
             EncodedSample(ids, None, (score,), second)

@@ -6,7 +6,7 @@ folder import torch inside of functions only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -168,7 +168,7 @@ class TaskSpec:
         generation: GenerationSettings,
         batch_size: int,
         on_truncate: OnTruncate | None = None,
-    ) -> Sequence[Any]:
+    ) -> Iterable[Any]:
         """Return the output for each example, as the method of `smelt.load`'s models; this call is timed.
 
         Args:
@@ -190,7 +190,7 @@ class TaskSpec:
         generation: GenerationSettings,
         batch_size: int,
         on_truncate: OnTruncate | None = None,
-    ) -> Sequence[Any]:
+    ) -> Iterable[Any]:
         """Return the result of `smelt predict` for each example; arguments as of `run`."""
         return self.run(runner, examples, generation, batch_size, on_truncate)
 

@@ -40,7 +40,7 @@ class TextClassification(Classification):
     def placeholder_row(self, text: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row with the first class of the model, or a number for regression."""
         name = next(iter((config.get("id2label") or {}).values()), "LABEL_0")
-        labels = {REGRESSION: 0.0, MULTI_LABEL: [name]}
+        labels: dict[str, Any] = {REGRESSION: 0.0, MULTI_LABEL: [name]}
         return {"text": text, "label": labels.get(str(config.get("problem_type")), name)}
 
     def recognizes_row(self, row: Mapping[str, Any], columns: Columns, named: Columns) -> bool:

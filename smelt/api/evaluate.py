@@ -420,7 +420,6 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     from smelt.data.csv_rows import read_file_rows
     from smelt.data.json_rows import data_suffix, read_text_file
     from smelt.data.splits import Columns
-    from smelt.data.tasks import task_traits
     from smelt.pipeline.inspect.data_files import guess_column
     from smelt.tasks.text_generation import parse_prompt
 

@@ -17,7 +17,7 @@ from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.core.stage import Settings
 from smelt.data.labels import has_classifier
-from smelt.data.tasks import task_traits
+from smelt.data.tasks import tasks_with
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
 from smelt.export.settings import ProviderSettings
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
@@ -118,9 +118,9 @@ def _path_errors(context: CheckContext, path: Path, used_unchanged: bool | None)
         return [error_message("not-a-folder", text)]
     task = None if "task" in context.invalid_paths else context.recipe.task
     problems, _ = check_model_folder(
-        path, task, is_baseline=False, needs_tokenizer=task_traits(task).modality != "image"
+        path, task, is_baseline=False, needs_tokenizer=task not in tasks_with(modality="image")
     )
-    if not problems and used_unchanged and task_traits(task).output == "labels":
+    if not problems and used_unchanged and task in tasks_with(output="labels"):
         if has_classifier(read_config(path)[0]):
             return []
         return [

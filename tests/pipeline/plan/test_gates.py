@@ -110,7 +110,7 @@ def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
 def test_branches_compete_on_validation(rows, branches, chosen, same, found) -> None:
     files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
     data = SimpleNamespace(split_files=lambda: files, split_sources=lambda: files)
-    recipe = SimpleNamespace(data=data, judged_on=chosen, traits=task_traits("translation", stages=()))
+    recipe = SimpleNamespace(data=data, judged_on=chosen, traits=task_traits("translation"), stages=())
     steps = [
         SimpleNamespace(name=f"{i}", parent="model", unavailable=None, unscored=None) for i in range(branches)
     ]

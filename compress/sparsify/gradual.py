@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
-from smelt.compress.sparsify.settings import GradualSparsitySettings, SparsityPattern, parse_pattern
+from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
+from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.compress.sparsify.sparsifier import linear_layer_names, linear_layers
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

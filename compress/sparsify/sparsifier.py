@@ -6,10 +6,9 @@ Shapes: N = outputs, K = inputs.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ObserveInputs
@@ -20,25 +19,12 @@ from smelt.calibration.statistics import (
     input_width,
 )
 from smelt.compress.sparsify.methods.registry import SparsityMethod
-from smelt.compress.sparsify.settings import SparsityPattern
+from smelt.compress.sparsify.pattern import SparsityInput, SparsityPattern
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.models.edits import is_masked, mark_masked
 from smelt.models.families.registry import Block
 from smelt.models.layers import component_layers
-
-
-@dataclass(frozen=True)
-class SparsityInput:
-    """What a method gets of a linear layer.
-
-    weight: float32 [N, K]. statistics: of its inputs; None if the method needs none. zeros: bool [N, K], the
-    weights that are zero already and stay zero, which count in the pattern; None for a dense layer.
-    """
-
-    weight: Tensor
-    statistics: InputStatistics | None = None
-    zeros: Tensor | None = None
 
 
 def linear_layer_names(block: Block, targets: Collection[str]) -> list[str]:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.model_input import AFTER_QUANTIZE, sparsity_error, split_pruning_error
 from smelt.compress.sparsify.methods.registry import SPARSITY_METHODS
-from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
+from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Generator, Tensor
 
-from smelt.compress.sparsify.settings import SparsityPattern
-from smelt.compress.sparsify.sparsifier import SparsityInput
+from smelt.compress.sparsify.pattern import SparsityInput, SparsityPattern
 
 
 def sparsify_layer(layer: SparsityInput, pattern: SparsityPattern, draw: Generator) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from smelt.compress.sparsify.settings import SparsityPattern
-from smelt.compress.sparsify.sparsifier import SparsityInput
+from smelt.compress.sparsify.pattern import SparsityInput, SparsityPattern
 
 
 def sparsify_layer(layer: SparsityInput, pattern: SparsityPattern, draw: Generator) -> Tensor:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from smelt.compress.sparsify.settings import SparsityPattern
-    from smelt.compress.sparsify.sparsifier import SparsityInput
+    from smelt.compress.sparsify.pattern import SparsityInput, SparsityPattern
 
 
 @dataclass(frozen=True)

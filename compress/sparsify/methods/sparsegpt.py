@@ -16,8 +16,7 @@ import torch
 from torch import Generator, Tensor
 
 from smelt.calibration.statistics import inverse_cholesky
-from smelt.compress.sparsify.settings import SparsityPattern
-from smelt.compress.sparsify.sparsifier import SparsityInput
+from smelt.compress.sparsify.pattern import SparsityInput, SparsityPattern
 
 _BLOCK_COLUMNS = 128  # per mask
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smelt.compress.sparsify.settings import SparsityPattern, parse_pattern
+from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
 from smelt.core.errors import SettingError
 from tests.support.expected_errors import raises_code
 

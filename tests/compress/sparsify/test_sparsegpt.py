@@ -6,8 +6,7 @@ import torch
 
 from smelt.calibration.statistics import empty_statistics
 from smelt.compress.sparsify.methods import sparsegpt, wanda
-from smelt.compress.sparsify.settings import SparsityPattern
-from smelt.compress.sparsify.sparsifier import SparsityInput
+from smelt.compress.sparsify.pattern import SparsityInput, SparsityPattern
 
 pytestmark = pytest.mark.quick
 

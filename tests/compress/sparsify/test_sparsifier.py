@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smelt.compress.sparsify.methods.registry import SPARSITY_METHODS
-from smelt.compress.sparsify.settings import SparsityPattern
+from smelt.compress.sparsify.pattern import SparsityPattern
 from smelt.compress.sparsify.sparsifier import Sparsifier
 from smelt.models.edits import mark_masked
 
